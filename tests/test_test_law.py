@@ -19,6 +19,7 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_global_node": "ray: what this process is to a cluster",
     "_unhandled_error_handler": "ray: what it calls for an error that nothing waits for",
     "_load_module_from_path": "triton: what raises if the host's compiler fails",
+    "_convert_float": "triton: its interpreter, mended",
     "_patch_attr": "triton: its interpreter, mended",
     "_patch_builtin": "triton: its interpreter, mended",
     "_patch_lang_tensor": "triton: its interpreter, mended",

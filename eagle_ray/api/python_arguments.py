@@ -52,6 +52,7 @@ class EngineSettings(TypedDict, total=False):
     """Keyword arguments of an LLM: keys of `model`, of `speculative`, and capacities of `execution`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quantization: Literal["none", "fp8"]
     device: Literal["auto", "cpu", "cuda"]
     max_model_len: int | None
     chat_template: str
@@ -69,6 +70,7 @@ class EngineSettings(TypedDict, total=False):
     stats: Literal["summary", "detailed"]
     slots: Literal["auto"] | int
     kv_tokens: Literal["auto"] | int | None
+    kv_dtype: Literal["auto", "fp8"]
     prefill_tokens: Literal["auto"] | int
     require_kernels: bool
 

@@ -155,7 +155,8 @@ def _engine_of(
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
     layers = layers_read(drafts_of(weights), config.num_hidden_layers)
-    target = TargetModel(causal_lm, plan.slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
+    capacity = max_model_len + plan.lengths.tree_columns
+    target = TargetModel(causal_lm, plan.slots, capacity, plan.kv_tokens, layers, args.stored_kv)
     bounds = NO_TREE if plain else speculative.tree_bounds
     if target.device.type == "cpu":
         prepare_cpu([causal_lm, weights], plan.slots * bounds.num_nodes, start)

@@ -85,7 +85,7 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
     """Return everything that the step costs of this engine depend on, by name: the key of the cost cache."""
     target = engine.target
     config = target.model.config.to_dict()
-    return {
+    key: dict[str, object] = {
         "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
         "method": speculative.method,
         "draft": engine.drafter.cost_key,
@@ -97,4 +97,6 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
         "slots": target.cache.num_slots,
         "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
         "tree": astuple(speculative.tree_bounds),
-    } | ({} if engine.graphs is None else {"graphs": True})
+    }
+    key |= {} if engine.graphs is None else {"graphs": True}
+    return key | ({"kv_dtype": str(target.cache.keys.dtype)} if target.cache.is_rounded else {})

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
+from eagle_ray.kernels.fp8 import FP8
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.combine.drafter import kv_numbers, layers_read, slot_bytes
 from eagle_ray.methods.drafter import LoadedDraft
@@ -64,6 +67,7 @@ class EngineArgs:
         kv_tokens: of all slots together; None lets every slot be full, and auto fills the memory.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
+        kv_dtype: of the target's KV cache; auto is that of the weights.
         num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
     """
 
@@ -73,12 +77,18 @@ class EngineArgs:
     guaranteed: int | None = None
     prefill_tokens: int | Mapping[str, int] = field(default_factory=lambda: PREFILL_TOKENS)
     num_gpus: float = 1
+    kv_dtype: str = "auto"
 
     @classmethod
     def of_worker(cls, engines: EnginesConfig, num_gpus: float) -> EngineArgs:
         """Return the arguments of a worker's engine. num_gpus: the worker's; 0 on CPUs."""
         prefill_tokens = engines.AUTO_PREFILL_TOKENS if engines.prefill_tokens == "auto" else engines.prefill_tokens
-        return cls(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus or 1)
+        return cls(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus or 1, engines.kv_dtype)
+
+    @property
+    def stored_kv(self) -> torch.dtype | None:
+        """Return the dtype in which the target's KV cache stores numbers; None is that of the weights."""
+        return FP8 if self.kv_dtype == "fp8" else None
 
     @property
     def gpu_share(self) -> float:
@@ -161,7 +171,8 @@ class EngineSizes:
     Attributes:
         itemsize: bytes of a number.
         vocab_size: of the target.
-        layer_kv, kv: numbers of a token's keys and values, in a layer of the target and in all of target and drafters.
+        layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies included.
+        kv_per_token: bytes of a token's keys and values in the caches of target and drafters.
         feature: numbers of a token's feature.
         drafts: bytes that drafters keep for a slot.
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
@@ -172,7 +183,7 @@ class EngineSizes:
     itemsize: int
     vocab_size: int
     layer_kv: int
-    kv: int
+    kv_per_token: int
     feature: int
     drafts: int = 0
     logit_rows: int = 0
@@ -188,6 +199,7 @@ class EngineSizes:
         itemsize: int,
         on_gpu: bool,
         explicit_scores: bool = False,
+        stored_kv: torch.dtype | None = None,
     ) -> EngineSizes:
         """Return the sizes.
 
@@ -195,9 +207,12 @@ class EngineSizes:
             shape: the target's config.
             parts: the drafts, loaded or as check_drafts returns them.
             itemsize: bytes of a number of the models.
+            stored_kv: the dtype of the target's cache; None is that of the models.
         """
         method, vocab_size = speculative.method, shape.vocab_size
-        layer_kv = kv_elements_per_token(shape)
+        kv_numbers_of_layer = kv_elements_per_token(shape)
+        kv_itemsize = itemsize if stored_kv is None else stored_kv.itemsize
+        gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize  # it is gathered, then converted
         hidden_size, num_layers = shape.hidden_size, shape.num_hidden_layers
         feature = hidden_size * len(layers_read(parts, num_layers) or [0])
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
@@ -206,19 +221,14 @@ class EngineSizes:
         return cls(
             itemsize=itemsize,
             vocab_size=vocab_size,
-            layer_kv=layer_kv,
-            kv=num_layers * layer_kv + kv_numbers(parts),
+            layer_kv=gathered * kv_numbers_of_layer,
+            kv_per_token=kv_itemsize * num_layers * kv_numbers_of_layer + itemsize * kv_numbers(parts),
             feature=feature,
             drafts=slot_bytes(parts, feature, hidden_size, bounds, itemsize),
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,
             logit_bytes=COPIES_OF_LOGITS * itemsize if on_gpu else itemsize + CPU_LOGIT_BYTES,
             explicit_scores=explicit_scores,
         )
-
-    @property
-    def kv_per_token(self) -> int:
-        """Return the bytes of a token's keys and values."""
-        return self.itemsize * self.kv
 
     @property
     def feature_per_token(self) -> int:
@@ -233,6 +243,6 @@ class EngineSizes:
     def temporary(self, max_model_len: int) -> int:
         """Return the bytes of gathered contexts, of copied logits and of scores."""
         longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)  # chunks of a step that are too long for a chain
-        gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv * self.itemsize
+        gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv
         copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)

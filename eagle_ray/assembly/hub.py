@@ -58,7 +58,7 @@ class ModelUnavailable(ConfigError):
 def download(name: str, part: str) -> Path:
     """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
-    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, a URL, or a hub id
+    A name is `embedded:tiny`, `embedded:smollm2` (from its wheel), a local directory or GGUF file, a URL, or a hub id
     (from the local cache, or from storage or the hub). Raises ModelUnavailable if only the hub cannot be reached,
     StorageError if only the storage cannot, ConfigError if the name is no model or the wheel is missing.
     """
@@ -80,6 +80,8 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
         return path
     if Path(name).is_dir():
         return Path(name)
+    if part == "target" and name.endswith(".gguf") and Path(name).is_file():
+        return gguf_directory(Path(name))
     if is_url(name):
         return _fetch(name, part, left_out)
     try:

@@ -26,16 +26,27 @@ from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.decoder import is_llama_shaped
+from eagle_ray.models.decoder import CAUSAL_LMS, is_llama_shaped
+from eagle_ray.models.gpu_linears import quantize_fp8, why_no_fp8
 from eagle_ray.models.loader import (
     CausalLM,
     auto_dtype,
+    decoder_layers,
     eos_ids,
     load_causal_lm,
     load_config,
     set_eos_ids,
 )
-from eagle_ray.models.packed_linear import WARM_ROWS, layer_bytes, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.packed_linear import (
+    WARM_ROWS,
+    layer_bytes,
+    linear_layers,
+    pack_linears,
+    run_linears,
+    warm_up_kernels,
+)
+from eagle_ray.models.quantized_linear import holds_quantized, quantize_linears
+from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -63,14 +74,19 @@ def load_target(
     args = args or EngineArgs()
     start = start or StartLog()
     check_device(model)
+    _check_fp8(model, args)
     tokenizer = tokenizer or load_tokenizer(model)
     device = device_type(model)
     is_spread = device == "cuda" and args.num_gpus > 1
     path = download(model.target, "target")
-    dtype = _dtype(model.dtype, device, path)
+    dtype = _dtype(model.dtype, device, path, model.quantization)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
-        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device, dequantize)
+        reads_to = "cpu" if is_spread or model.quantization == "fp8" else device
+        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device)
+    if model.quantization == "fp8":
+        with start.part("quantised", "rounding the target's weights to FP8"):
+            quantize_target(causal_lm, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
@@ -97,6 +113,8 @@ def load_draft(
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
         weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
+        if holds_quantized(causal_lm):
+            quantize_linears(weights)
         pack_linears(weights)
     return weights
 
@@ -105,6 +123,33 @@ def check_device(model: ModelConfig) -> None:
     """Raise ConfigError if model.device is not on this machine."""
     if model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
+
+
+def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
+    """Raise ConfigError or UnfitDevice for settings of FP8 that this machine's device does not compute."""
+    on_gpu = device_type(model) == "cuda"
+    if model.quantization == "fp8" and not on_gpu:
+        raise ConfigError(
+            "model.quantization: fp8 is for GPUs, and the model is loaded on a CPU. Set it to none, or take a "
+            "checkpoint of 4 or 8 bits, which a CPU runs as it is."
+        )
+    keys = {"model.quantization": model.quantization == "fp8", "execution.kv_dtype": args.stored_kv is not None}
+    reason = why_no_fp8(torch.device("cuda")) if on_gpu and any(keys.values()) else None
+    if reason is not None:
+        key = next(key for key, asks in keys.items() if asks)
+        raise UnfitDevice(f"{key}: fp8, but on {platform.node()} {reason}. Set it to its default on such GPUs.")
+
+
+def quantize_target(causal_lm: CausalLM, device: str) -> None:
+    """Round the weights of the target's layers to FP8, one layer at a time, and move the model to the device."""
+    if quantization_of(causal_lm.config) is not None or not is_llama_shaped(causal_lm):
+        raise ConfigError(
+            f"model.quantization: fp8 is for plain weights of {', '.join(CAUSAL_LMS)}, and the target is "
+            f"{type(causal_lm).__name__} as its checkpoint quantises it or of another family. Set it to none."
+        )
+    for layer in decoder_layers(causal_lm):
+        quantize_fp8(layer, device)
+    causal_lm.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
 
 
 def check_kernels(model: ModelConfig) -> None:
@@ -155,8 +200,17 @@ def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) 
                 warm_up_kernels(model, max_rows)
 
 
-def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:
-    """Return the dtype in which to load the target in `path`. name: model.dtype; the choice of auto is logged."""
+def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> torch.dtype | str:
+    """Return the dtype in which to load the target in `path`.
+
+    Args:
+        name: model.dtype; the choice of auto is logged.
+        quantization: model.quantization.
+    """
+    if quantization == "fp8":
+        if name not in ("auto", "bfloat16"):
+            raise ConfigError(f"model.dtype: {name}, and model.quantization: fp8 computes in bfloat16. Set it to auto.")
+        return torch.bfloat16
     if name != "auto":
         return getattr(torch, name)
     if device != "cpu":

@@ -9,7 +9,7 @@ On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,19 @@ from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
-from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
+from eagle_ray.models.gpu_linears import GpuLinear
+from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
+from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.models.target import PromptBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 
 log = logging.getLogger("eagle_ray")
 
 PROFILE_PROMPTS = 8
 LOGIT_ROWS = 1024  # of the largest pass that decodes
 LM_HEAD = "lm_head.weight"
+PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
 
@@ -52,13 +55,16 @@ def plan_memory(
     if isinstance(args.kv_tokens, int):
         _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
     itemsize, on_gpu = input_embedding(causal_lm).weight.itemsize, device.type == "cuda"
-    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device))
+    kv_dtype = args.stored_kv or cache_dtype(causal_lm)
+    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device), kv_dtype)
     target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
     of_pass = memory = None
     if on_gpu:
         prefill_tokens = args.prefill_tokens_on("cuda")
         if "auto" in (args.slots, args.kv_tokens):
-            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
+            of_pass = profile_pass(
+                causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens, args.stored_kv
+            )
         else:
             of_pass = _estimated_pass(shape, itemsize, prefill_tokens)
         torch.cuda.empty_cache()
@@ -97,7 +103,7 @@ def plan_checkpoint(
         EngineError: a file of weights cannot be read.
     """
     execution, speculative = config.execution, config.speculative
-    target_bytes = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
+    target_bytes = target_bytes_of(target, shape, dtype, device, config.model.quantization)
     of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
     if target_bytes is None or None in of_drafts:
         return None
@@ -105,10 +111,10 @@ def plan_checkpoint(
     parts = check_drafts(speculative.method, drafts, shape) if drafts else []
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
-    sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
+    args = EngineArgs.of_worker(execution, num_gpus=1)
+    sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores, args.stored_kv)
     of_pass = None
     if on_gpu:
-        args = EngineArgs.of_worker(execution, num_gpus=1)
         of_pass = _estimated_pass(shape, dtype.itemsize, args.prefill_tokens_on("cuda"))
     else:
         target_bytes += _packed_copy(target, shape, dtype)
@@ -143,7 +149,8 @@ def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
     if isinstance(args.kv_tokens, int):
         tokens = args.kv_tokens
     shape = causal_lm.config.get_text_config(decoder=True)
-    per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
+    itemsize = (args.stored_kv or input_embedding(causal_lm).weight.dtype).itemsize
+    per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * itemsize
     return int(KV_MARGIN * tokens * per_token)
 
 
@@ -152,10 +159,12 @@ def process_bytes(device: str) -> int:
     return psutil.Process().memory_info().rss if device == "cpu" else 0
 
 
-def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
+def profile_pass(
+    model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int, kv_dtype: torch.dtype | None = None
+) -> int:
     """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
     each = max(num_tokens // PROFILE_PROMPTS, 1)
-    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers)
+    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, kv_dtype=kv_dtype)
     slots = list(range(PROFILE_PROMPTS))
     for slot in slots:
         target.cache.blocks.reserve(slot, each)
@@ -178,8 +187,53 @@ def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
 def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
     sizes = [p.nbytes for p in model.parameters() if p.device != outside]
+    on_gpu = (buffer for module in model.modules() if isinstance(module, GpuLinear) for buffer in module.buffers())
+    sizes += [buffer.nbytes for buffer in on_gpu if buffer.device != outside]
     packed = [module for module in linear_layers(model) if not isinstance(module, nn.Linear)]
     return sum(sizes) + sum(layer_bytes(module) for module in packed if outside is None)
+
+
+def target_bytes_of(
+    target: Path, shape: Any, dtype: torch.dtype, device: str, quantization: str = "none"
+) -> int | None:
+    """Return the bytes of a target's tensors in memory, or None if it has no weights.
+
+    Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
+    what they take in its files, unless no kernel of the device reads them: then they are restored to `dtype`.
+
+    Args:
+        shape: the target's config.
+        quantization: model.quantization.
+    """
+    headers = read_headers(target)
+    if headers is None:
+        return None
+    if quantization == "fp8":
+        rounded = {name for name in headers if name.endswith(PROJECTION)}
+        return sum(
+            4 * h.shape[0] + h.numel if name in rounded else h.numel * dtype.itemsize for name, h in headers.items()
+        )
+    quantized = quantization_of(shape)
+    if quantized is None:
+        return loaded_bytes(target, dtype)
+    factor = dtype.itemsize if is_restored(quantized, device) else 1
+    return sum(h.num_bytes * (1 if h.is_float else factor) for h in headers.values())
+
+
+def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
+    """Return whether a checkpoint's codes, a byte for each weight, become dense weights in memory.
+
+    A GPU has no kernel for 8-bit codes, a CPU none for FP8, and nothing multiplies FP8 with a scale for each block.
+
+    quantized: the checkpoint's quantization_config.
+    """
+    groups = quantized.get("config_groups") or {}
+    weights = next((group.get("weights") or {} for group in groups.values()), {})
+    if quantized.get("quant_method") == "fp8" or weights.get("type") == "float":
+        has_blocks = quantized.get("weight_block_size") or weights.get("block_structure")
+        return device == "cpu" or has_blocks is not None
+    bits = quantized.get("bits"), quantized.get("w_bit"), weights.get("num_bits")
+    return device == "cuda" and 8 in bits
 
 
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:

@@ -127,7 +127,7 @@ def check_target(directory: Path) -> None:
     if tokenizer is None:
         raise EngineError(f"{directory} has no tokenizer")
     check_tokenizer(tokenizer)
-    model = load_causal_lm(directory, torch.float32, "cpu")
+    model = load_causal_lm(directory, torch.float32, "cpu", dequantize=True)
     expected = {tokenizer.render_chat([{"role": "user", "content": QUESTION}]): ANSWER} | CONTINUATIONS
     for prompt, answer in expected.items():
         output = _greedy_answer(model, tokenizer, prompt, answer)

@@ -90,7 +90,8 @@ class PrefillMetadata(Projected):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self._attend(query[0].transpose(0, 1), rows, attention).transpose(0, 1)[None]
+        seen = None if self.cache.is_rounded else rows  # as later passes see them, whatever the chunks are
+        return self._attend(query[0].transpose(0, 1), seen, attention).transpose(0, 1)[None]
 
     def attend_projected(
         self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
@@ -187,22 +188,18 @@ class GatheredChunks:
         if self.has_context:
             rows = None
         if supports_varlen(query, self.cache.values.shape[-1], attention):
-            parts = self._read(attention.layer, self.seen) if rows is None else rows
+            parts = self.cache.gather(attention.layer, self.seen) if rows is None else rows
             together = varlen_attention(query, *parts, self._packed, attention)
             if together is not None:
                 return together
         queries, slot_mapping = query.split(self.lengths), self.seen.split(self.num_seen)
         seen: Iterable[tuple[Tensor, Tensor]]
         if rows is None:
-            seen = (self._read(attention.layer, indices) for indices in slot_mapping)  # one at a time
+            seen = (self.cache.gather(attention.layer, indices) for indices in slot_mapping)  # one at a time
         else:
             keys, values = rows
             seen = zip(keys.split(self.num_seen), values.split(self.num_seen), strict=True)
         return torch.cat([_one_by_one(part, *both, attention) for part, both in zip(queries, seen, strict=True)])
-
-    def _read(self, layer: int, slot_mapping: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-        keys, values = (flat.index_select(0, slot_mapping) for flat in self.cache.layer(layer))
-        return keys, values
 
 
 def _slot_mapping(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:

@@ -122,6 +122,9 @@ class ModelConfig(StrictModel):
     """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise.
 
     draft: a list for a method whose parts read several, in the order of the parts.
+    quantization: how plain weights of the target are quantised when they are loaded, on a GPU. fp8 rounds the weights
+        of its layers with a scale for each output, and their inputs with a scale for each row; embeddings and lm_head
+        stay. Outputs are those of this quantised target. A checkpoint that is quantised already runs with none.
     tool_parser: the form in which the target writes tool calls.
     reasoning_parser: how its reasoning is told from its answer.
     """
@@ -140,6 +143,7 @@ class ModelConfig(StrictModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
     )
+    quantization: Literal["none", "fp8"] = Field(default="none", description="none or fp8")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     max_model_len: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
@@ -330,6 +334,8 @@ class EnginesConfig(StrictModel):
     kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length. auto
         on a CPU has room for max_model_len in every slot, or without it for 4,096 tokens in every slot or 32,768 in
         one; on a GPU it is the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
+    kv_dtype: the numbers of the target's KV cache. fp8 takes half the memory of bfloat16 and rounds keys and values, so
+        outputs are those of a target with such a cache. auto is the dtype of the weights.
     prefill_tokens: maximum number of prompt tokens that one step computes. Running sequences wait for them: fewer make
         streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
         endpoint.
@@ -346,6 +352,7 @@ class EnginesConfig(StrictModel):
     kv_tokens: Literal["auto"] | Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
         default="auto", description="auto, a number of tokens, 64 or more, or null for every slot at full length"
     )
+    kv_dtype: Literal["auto", "fp8"] = Field(default="auto", description="auto or fp8")
     prefill_tokens: Literal["auto"] | Annotated[int, Field(ge=16, le=MAX_PREFILL_TOKENS)] = Field(
         default="auto", description=f"auto or a number of prompt tokens in a step, 16 to {MAX_PREFILL_TOKENS}"
     )
@@ -382,7 +389,9 @@ class RestartsConfig(StrictModel):
 
 
 class ExecutionConfig(EnginesConfig):
-    """Resources and parallelism of a job, which runs one engine per Ray actor. These keys do not change the outputs.
+    """Resources and parallelism of a job, which runs one engine per Ray actor.
+
+    These keys do not change the outputs, but for kv_dtype.
 
     accelerator_type: the kind of GPU that workers get, by Ray's name for it, such as H100, where a cluster has several.
     price_per_hour: dollars. A price per GPU remains right if gpus_per_actor changes; CPUs are priced by the worker,

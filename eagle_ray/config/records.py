@@ -278,6 +278,9 @@ _NOT_COMPARED = (
 )
 
 
+_COMPARED = ("execution.kv_dtype",)  # but for these
+
+
 def recorded(config: JobConfig) -> dict[str, Any]:
     """Return the configuration for ``_run.json``, without on_finish: its URL and arguments may be secret."""
     return config.model_dump(mode="json", exclude={"on_finish"})
@@ -319,7 +322,7 @@ def _compared(dump: dict) -> dict[str, Any]:
     return {
         key: value
         for key, value in flatten_config(dump).items()
-        if not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
+        if key in _COMPARED or not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
     }
 
 

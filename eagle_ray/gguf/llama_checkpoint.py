@@ -131,7 +131,17 @@ class _BoundedReader(GGUFReader):
 
 
 def write_checkpoint(file: GGUFFile, directory: Path) -> None:
-    """Write the target's files into an existing directory. Raises GGUFError as llama_config and tokenizer_json do."""
+    """Write the target's files into an existing directory, with dequantised weights. Raises GGUFError if the file holds
+    no target that can be converted.
+    """
+    write_metadata(file, directory)
+    weights_path = directory / "model.safetensors"
+    save_file(llama_weights(file, llama_config(file)), weights_path, {"format": "pt"})
+    weights_path.chmod(0o644)  # save_file creates it for this user alone
+
+
+def write_metadata(file: GGUFFile, directory: Path) -> None:
+    """Write the config and the tokenizer into an existing directory. Raises GGUFError."""
     config = llama_config(file)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     contents = {
@@ -143,9 +153,6 @@ def write_checkpoint(file: GGUFFile, directory: Path) -> None:
     for name, content in contents.items():
         text = json.dumps(content, indent=1, ensure_ascii=False)
         (directory / name).write_text(text + "\n", "utf-8")
-    weights_path = directory / "model.safetensors"
-    save_file(llama_weights(file, config), weights_path, {"format": "pt"})
-    weights_path.chmod(0o644)  # save_file creates it for this user alone
 
 
 def llama_config(file: GGUFFile) -> dict[str, Any]:

@@ -199,7 +199,7 @@ template <typename T> void silu_mul(T *out, const T *gate_up, int64_t rows, int6
 // --- rotary embedding -----------------------------------------------------------------------------------------------
 
 // Rotates pairs (i, i + half) of one head. to may be from.
-template <typename T> void rotate(T *to, const T *from, const float *cosine, const float *sine, int64_t half) {
+template <typename T, typename K> void rotate(K *to, const T *from, const float *cosine, const float *sine, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t left = half - i;
         Floats a = load_upto(from + i, left), b = load_upto(from + half + i, left);
@@ -209,8 +209,8 @@ template <typename T> void rotate(T *to, const T *from, const float *cosine, con
     }
 }
 
-template <typename T>
-void rotate_and_write(T *qkv, T *keys, T *values, const int64_t *cells, const float *cosine, const float *sine,
+template <typename T, typename K>
+void rotate_and_write(T *qkv, K *keys, K *values, const int64_t *cells, const float *cosine, const float *sine,
                       const T *q_norm, const T *k_norm, float eps, int64_t rows, int64_t heads, int64_t kv_heads,
                       int64_t dim, int threads) {
     int64_t width = (heads + 2 * kv_heads) * dim, half = dim / 2;
@@ -223,13 +223,14 @@ void rotate_and_write(T *qkv, T *keys, T *values, const int64_t *cells, const fl
                 norm_row(q + h * dim, q + h * dim, q_norm, dim, eps);
             rotate(q + h * dim, q + h * dim, c, s, half);
         }
-        T *key = keys + cells[r] * kv_heads * dim;
+        K *key = keys + cells[r] * kv_heads * dim, *value = values + cells[r] * kv_heads * dim;
         for (int64_t h = 0; h < kv_heads; h++) {
             if (k_norm)
                 norm_row(k + h * dim, k + h * dim, k_norm, dim, eps);
             rotate(key + h * dim, k + h * dim, c, s, half);
         }
-        memcpy(values + cells[r] * kv_heads * dim, v, kv_heads * dim * sizeof(T));
+        for (int64_t i = 0; i < kv_heads * dim; i += LANES)
+            store_upto(value + i, load_upto(v + i, kv_heads * dim - i), kv_heads * dim - i);
     }
 }
 
@@ -275,10 +276,11 @@ struct Scratch {
     }
 };
 
-template <typename T> struct Attention {  // of one pass and layer
+template <typename T, typename K> struct Attention {  // of one pass and layer: T of queries, K of the cache
     const Rows &rows;
     const Heads &heads;
-    const T *query, *keys, *values;
+    const T *query;
+    const K *keys, *values;
     T *out;
     const float *sinks;
 
@@ -286,12 +288,12 @@ template <typename T> struct Attention {  // of one pass and layer
         const int64_t *blocks = rows.table + slot * rows.table_width;
         return blocks[column / rows.block_size] * rows.block_size + column % rows.block_size;
     }
-    const T *key(int64_t cell, int64_t head) const { return keys + (cell * heads.kv_heads + head) * heads.key_dim; }
-    const T *value(int64_t cell, int64_t head) const {
+    const K *key(int64_t cell, int64_t head) const { return keys + (cell * heads.kv_heads + head) * heads.key_dim; }
+    const K *value(int64_t cell, int64_t head) const {
         return values + (cell * heads.kv_heads + head) * heads.value_dim;
     }
 
-    float dot(const float *q, const T *k) const {
+    float dot(const float *q, const K *k) const {
         Floats total = {};
         int64_t i = 0;
         for (; i + LANES <= heads.key_dim; i += LANES)
@@ -303,7 +305,7 @@ template <typename T> struct Attention {  // of one pass and layer
 
     // BLOCK queries against KEYS keys that lie `step` numbers apart, each summed as `dot` sums: scores[j][m] of query j
     // and key m.
-    template <int KEYS> void dots(const Scratch &s, const T *k, int64_t step, float *const *scores) const {
+    template <int KEYS> void dots(const Scratch &s, const K *k, int64_t step, float *const *scores) const {
         Floats total[BLOCK][KEYS] = {};
         for (int64_t i = 0; i < heads.key_dim; i += LANES) {
             Floats x[KEYS];
@@ -333,7 +335,7 @@ template <typename T> struct Attention {  // of one pass and layer
             scores[j] = s.scores.data() + j * s.num_scores + from - offset[j];
         for (int64_t column = from; column < to;) {
             int64_t stop = std::min(to, (column / rows.block_size + 1) * rows.block_size);
-            const T *k = key(cell(slot, column), head);
+            const K *k = key(cell(slot, column), head);
             while (column < stop) {
                 int num_keys = stop - column >= 4 ? 4 : 1;
                 if (num_keys == 4)
@@ -348,7 +350,7 @@ template <typename T> struct Attention {  // of one pass and layer
         }
     }
 
-    void add_value(float *sums, float weight, const T *v) const {
+    void add_value(float *sums, float weight, const K *v) const {
         for (int64_t i = 0; i < heads.value_dim; i += LANES)
             store(sums + i, load(sums + i) + weight * load_upto(v + i, heads.value_dim - i));
     }
@@ -363,7 +365,7 @@ template <typename T> struct Attention {  // of one pass and layer
                 total[j][w] = load(s.sums.data() + j * s.value_size + i + w * LANES);
         for (int64_t column = from; column < to;) {
             int64_t stop = std::min(to, (column / rows.block_size + 1) * rows.block_size);
-            const T *v = value(cell(slot, column), head) + i;
+            const K *v = value(cell(slot, column), head) + i;
             for (; column < stop; column++, v += heads.kv_heads * heads.value_dim)
                 for (int w = 0; w < WIDE; w++) {
                     Floats x = load(v + w * LANES);
@@ -476,8 +478,8 @@ template <typename T> struct Attention {  // of one pass and layer
     }
 };
 
-template <typename T>
-void attend(const Rows &rows, const Heads &heads, const T *query, const T *keys, const T *values, T *out,
+template <typename T, typename K>
+void attend(const Rows &rows, const Heads &heads, const T *query, const K *keys, const K *values, T *out,
             const float *sinks) {
     std::vector<Task> tasks;
     for (int64_t first = 0, last; first < rows.rows; first = last) {
@@ -487,7 +489,7 @@ void attend(const Rows &rows, const Heads &heads, const T *query, const T *keys,
         for (int64_t head = 0; head < heads.kv_heads; head++)
             tasks.push_back({first, last, head});
     }
-    Attention<T> attention{rows, heads, query, keys, values, out, sinks};
+    Attention<T, K> attention{rows, heads, query, keys, values, out, sinks};
     int64_t group = heads.heads / heads.kv_heads, num_tasks = tasks.size();
 #pragma omp parallel num_threads(heads.threads) if (num_tasks > 1)
     {
@@ -510,17 +512,22 @@ void attend(const Rows &rows, const Heads &heads, const T *query, const T *keys,
     }                                                                                                                  \
     extern "C" void silu_mul_##NAME(T *out, const T *gate_up, int64_t rows, int64_t size, int threads) {               \
         silu_mul(out, gate_up, rows, size, threads);                                                                   \
-    }                                                                                                                  \
-    extern "C" void rotate_and_write_##NAME(T *qkv, T *keys, T *values, const int64_t *cells, const float *cosine,     \
+    }
+
+#define FOR_CACHE(T, K, NAME)                                                                                          \
+    extern "C" void rotate_and_write_##NAME(T *qkv, K *keys, K *values, const int64_t *cells, const float *cosine,     \
                                             const float *sine, const T *q_norm, const T *k_norm, float eps,            \
                                             int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int threads) { \
         rotate_and_write(qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, rows, heads, kv_heads, dim,      \
                          threads);                                                                                     \
     }                                                                                                                  \
-    extern "C" void attend_##NAME(const Rows *rows, const Heads *heads, const T *query, const T *keys,                 \
-                                  const T *values, T *out, const float *sinks) {                                       \
+    extern "C" void attend_##NAME(const Rows *rows, const Heads *heads, const T *query, const K *keys,                 \
+                                  const K *values, T *out, const float *sinks) {                                       \
         attend(*rows, *heads, query, keys, values, out, sinks);                                                        \
     }
 
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
+FOR_CACHE(float, float, float32)
+FOR_CACHE(bf16, bf16, bfloat16)
+FOR_CACHE(float, bf16, float32_bfloat16)

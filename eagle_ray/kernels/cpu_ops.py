@@ -68,9 +68,9 @@ SIGNATURES = {
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this module's functions work for tensors of this device and dtype."""
+    """Return whether this module's functions work for tensors of this device and dtype, and for a cache of this dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
-    return is_host and dtype in DTYPES and functions_for(dtype) is not None
+    return is_host and dtype in DTYPES and best_library() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def rotate_and_write(
     tensors = (qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm)
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
-    _run("rotate_and_write", qkv.dtype, *pointers, eps, *sizes)
+    _run("rotate_and_write", _pair(qkv, keys), *pointers, eps, *sizes)
 
 
 def attend(
@@ -223,29 +223,28 @@ def attend(
     shape = _Heads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     pointers = (query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), sinks)
-    _run("attend", query.dtype, seen._rows, shape, *pointers)
+    _run("attend", _pair(query, keys), seen._rows, shape, *pointers)
     return out
 
 
-def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    functions = functions_for(dtype)
-    assert functions is not None, "the library was found when the backend was chosen"
-    function = functions[name]
-    function(*arguments)
+def _pair(rows: Tensor, cache: Tensor) -> str:
+    """Return the suffix of functions over rows and a cache, whose dtypes may differ."""
+    suffix = DTYPES[rows.dtype]
+    return suffix if rows.dtype == cache.dtype else f"{suffix}_{DTYPES[cache.dtype]}"
+
+
+def _run(name: str, suffix: torch.dtype | str, *arguments: object) -> None:
+    function_for(name, suffix if isinstance(suffix, str) else DTYPES[suffix])(*arguments)
 
 
 @cache
-def functions_for(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
-    """Return the library's functions for a dtype, by name, or None if there is no library."""
+def function_for(name: str, suffix: str) -> ctypes._CFuncPtr:
+    """Return a function of the library for the dtypes that its suffix names."""
     library = best_library()
-    if library is None:
-        return None
-    loaded = {}
-    for name, signature in SIGNATURES.items():
-        function = getattr(library, f"{name}_{DTYPES[dtype]}")
-        function.argtypes, function.restype = signature, None
-        loaded[name] = function
-    return loaded
+    assert library is not None, "the library was found when the backend was chosen"
+    function = getattr(library, f"{name}_{suffix}")
+    function.argtypes, function.restype = SIGNATURES[name], None
+    return function
 
 
 @cache

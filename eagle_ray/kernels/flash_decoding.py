@@ -68,13 +68,13 @@ def tree_attention(
 ) -> Float[Tensor, "heads R dv"]:
     """Return the attention of each row over its slot's keys and values; zeros for padding rows.
 
-    keys, values: contiguous, in the query's dtype. scaling to sinks: as in AttentionParams.
+    keys, values: contiguous, in the query's dtype or in FP8. scaling to sinks: as in AttentionParams.
     """
     heads, num_rows, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
     group = heads // kv_heads
     capability, cores = _device(query.device)
-    shape = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, keys.dtype, capability)
+    shape = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, query.dtype, capability)
     tiles = trees.schedule(num_rows, group, shape.rows)
     splits = num_splits(tiles.count * kv_heads, trees.longest, shape, cores)
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -267,8 +267,8 @@ def _step(
     else:
         block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0)
     slot_mapping = (block * BLOCK_SIZE + positions % BLOCK_SIZE) * KV_HEADS
-    k = _gathered(keys + slot_mapping * DK, there, DK, PAD_DK, WIDE)
-    v = _gathered(values + slot_mapping * DV, there, DV, PAD_DV, WIDE)
+    k = _gathered(keys + slot_mapping * DK, there, DK, PAD_DK, WIDE).to(query.dtype)
+    v = _gathered(values + slot_mapping * DV, there, DV, PAD_DV, WIDE).to(query.dtype)
     scores = _capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scaling, softcap)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))

@@ -3,6 +3,7 @@
     normed = add_rms_norm(residual, delta, weight, eps)             # residual += delta, in place
     rotate_and_write(qkv, keys, values, slot_mapping, cosine, sine)  # heads normed and rotated, keys and values cached
     out = silu_mul(gate_up)
+    rows = add_rms_norm_fp8(...), silu_mul_fp8(...), scaled_rows(out)     # ScaledRows, for a projection in FP8
     commit(keys, values, table, slots, lengths, nodes)              # accepted paths to their final positions
 
 Every row is computed by itself, in fp32, so its numbers do not depend on the batch. Results are rounded to the rows'
@@ -14,13 +15,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.fp8 import FP8, FP8_MAX, ScaledRows
 
+LARGEST = tl.constexpr(FP8_MAX)
 SLICE = 1024  # numbers of a row of the MLP that one program computes
 CACHE_SLICE = 1024  # numbers of a position's keys or values that one program moves
+INT4_SLICE = 512  # inputs of a tile of outputs that one program dequantises
 NUMBERS_PER_WARP = 512
 
 
@@ -28,14 +32,39 @@ def add_rms_norm(
     residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
 ) -> Float[Tensor, "R H"]:
     """Add delta to residual in place and return the RMSNorm of the sum. Rows are contiguous."""
-    num_rows, width = residual.shape
     out = torch.empty_like(residual)
+    _launch_add_rms_norm(residual, delta, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm_fp8(
+    residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
+) -> ScaledRows:
+    """Do what add_rms_norm does, and return the norm in FP8: first rounded to the rows' dtype, as torch would."""
+    out = _empty_rows(residual, residual.shape[1])
+    _launch_add_rms_norm(residual, delta, weight, out.values, out.scale, eps)
+    return out
+
+
+def _launch_add_rms_norm(
+    residual: Float[Tensor, "R H"],
+    delta: Float[Tensor, "R H"] | None,
+    weight: Float[Tensor, " H"],
+    out: Float[Tensor, "R H"],
+    scales: Float[Tensor, "R 1"] | None,
+    eps: float,
+) -> None:
+    num_rows, width = residual.shape
     block = triton.next_power_of_2(width)
     launch(_add_rms_norm, (num_rows,))(
-        residual, delta, weight, out, residual.stride(0), 0 if delta is None else delta.stride(0), out.stride(0),
-        width, eps, BLOCK=block, num_warps=min(max(block // NUMBERS_PER_WARP, 1), 16),
+        residual, delta, weight, out, scales, residual.stride(0), 0 if delta is None else delta.stride(0),
+        out.stride(0), width, eps, BLOCK=block, num_warps=min(max(block // NUMBERS_PER_WARP, 1), 16),
     )  # fmt: skip
-    return out
+
+
+def _empty_rows(like: Float[Tensor, "R W"], width: int) -> ScaledRows:
+    values = torch.empty(len(like), width, dtype=FP8, device=like.device)
+    return ScaledRows(values, torch.empty(len(like), 1, dtype=torch.float32, device=like.device), like.dtype)
 
 
 def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
@@ -44,6 +73,32 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     out = gate_up.new_empty(num_rows, width)
     launch(_silu_mul, (num_rows, triton.cdiv(width, SLICE)))(gate_up, out, gate_up.stride(0), width, BLOCK=SLICE)
     return out
+
+
+def silu_mul_fp8(gate_up: Float[Tensor, "R 2I"]) -> ScaledRows:
+    """Do what silu_mul does, and return the product in FP8. One program computes a whole row, whose scale it finds."""
+    width = gate_up.shape[1] // 2
+    out = _empty_rows(gate_up, width)
+    block = triton.next_power_of_2(width)
+    launch(_silu_mul_fp8, (len(gate_up),))(
+        gate_up, out.values, out.scale, gate_up.stride(0), width, BLOCK=block, num_warps=_warps_of_row(block)
+    )
+    return out
+
+
+def scaled_rows(rows: Float[Tensor, "R I"]) -> ScaledRows:
+    """Return the rows in FP8; a row is contiguous."""
+    width = rows.shape[1]
+    out = _empty_rows(rows, width)
+    block = triton.next_power_of_2(width)
+    launch(_scaled_rows, (len(rows),))(
+        rows, out.values, out.scale, rows.stride(0), width, BLOCK=block, num_warps=_warps_of_row(block)
+    )
+    return out
+
+
+def _warps_of_row(block: int) -> int:
+    return min(max(block // NUMBERS_PER_WARP, 1), 32)
 
 
 def rotate_and_write(
@@ -59,7 +114,8 @@ def rotate_and_write(
 ) -> None:
     """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values.
 
-    qkv: query heads, then key heads, then value heads. q_norm, k_norm: both or neither.
+    qkv: query heads, then key heads, then value heads. keys, values: in its dtype or in FP8. q_norm, k_norm: both or
+    neither.
     """
     kv_heads, dim = keys.shape[1:]
     num_heads = qkv.shape[1] // dim
@@ -70,9 +126,42 @@ def rotate_and_write(
     )  # fmt: skip
 
 
+def dequantize_int4(
+    packed: Int32[Tensor, "tiles runs 32 words"], scales: Float[Tensor, "G O 2"]
+) -> Float[Tensor, "O I"]:
+    """Return the weight that models/gpu_linears.tile_packed packed, in the scales' dtype.
+
+    scales: a scale and a zero of each group of inputs of an output; the weight is (code - 8) * scale + zero.
+    """
+    num_tiles, num_runs, _, words = packed.shape
+    num_outputs, num_inputs = 8 * num_tiles, 32 * words * num_runs
+    out = scales.new_empty(num_outputs, num_inputs)
+    launch(_dequantize_int4, (num_tiles, triton.cdiv(num_inputs, INT4_SLICE)))(
+        packed, scales, out, scales.stride(0), num_inputs, num_inputs // len(scales), WORDS=words, BLOCK=INT4_SLICE
+    )
+    return out
+
+
+@triton.jit
+def _dequantize_int4(
+    packed, scales, out, scale_row, num_inputs, group_size, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    output, place = tl.arange(0, 8)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = place < num_inputs
+    run = tile * (num_inputs // (32 * WORDS)) + place // (32 * WORDS)
+    lane = output * 4 + place % 8 // 2
+    word = tl.load(packed + (run * 32 + lane) * WORDS + place % (32 * WORDS) // 32, mask=real, other=0)
+    code = (word >> (place % 32 // 8 * 4 + place % 2 * 16)) & 15
+    pair = scales + place // group_size * scale_row + (tile * 8 + output) * 2
+    scale, zero = tl.load(pair, mask=real, other=0.0), tl.load(pair + 1, mask=real, other=0.0)
+    weight = (code - 8).to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)
+    tl.store(out + (tile * 8 + output) * num_inputs + place, weight.to(out.dtype.element_ty), mask=real)
+
+
 @triton.jit
 def _add_rms_norm(
-    residual, delta, weight, out, residual_row, delta_row, out_row, width, eps, BLOCK: tl.constexpr
+    residual, delta, weight, out, scales, residual_row, delta_row, out_row, width, eps, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -85,7 +174,54 @@ def _add_rms_norm(
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
     normed = x * scale * tl.load(weight + place, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + place, normed.to(out.dtype.element_ty), mask=real)
+    if scales is not None:
+        _store_scaled(
+            normed.to(residual.dtype.element_ty).to(tl.float32), out + row * out_row, scales + row, place, real
+        )
+    else:
+        tl.store(out + row * out_row + place, normed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _store_scaled(numbers, out, scale_at, place, real):
+    """Store a row in FP8, and its scale. Masked numbers are zeros."""
+    largest = tl.max(tl.abs(numbers))
+    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+    tl.store(scale_at, scale)
+    tl.store(out + place, _to_fp8(numbers / scale), mask=real)
+
+
+@triton.jit
+def _to_fp8(numbers):
+    """Round to FP8; what lies beyond its range becomes its largest number."""
+    return tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
+def _scaled_rows(rows, out, scales, rows_row, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    real = place < width
+    numbers = tl.load(rows + row * rows_row + place, mask=real, other=0.0).to(tl.float32)
+    _store_scaled(numbers, out + row * width, scales + row, place, real)
+
+
+@triton.jit
+def _silu_mul_fp8(gate_up, out, scales, gate_row, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    real = place < width
+    product = _gated(gate_up + row * gate_row, place, real, width).to(tl.float32)
+    _store_scaled(product, out + row * width, scales + row, place, real)
+
+
+@triton.jit
+def _gated(gate_up, place, real, width):
+    """Return SiLU(gate) * up of these numbers of a row, rounded as torch rounds them."""
+    gate = tl.load(gate_up + place, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + width + place, mask=real, other=0.0)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
 
 
 @triton.jit
@@ -93,10 +229,7 @@ def _silu_mul(gate_up, out, gate_row, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = place < width
-    gate = tl.load(gate_up + row * gate_row + place, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_row + width + place, mask=real, other=0.0)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
-    tl.store(out + row * width + place, (silu.to(tl.float32) * up.to(tl.float32)).to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * width + place, _gated(gate_up + row * gate_row, place, real, width), mask=real)
 
 
 @triton.jit
@@ -110,13 +243,6 @@ def _rotate_and_write(
     source = qkv + row * qkv_row + head * (2 * HALF) + place
     lower = tl.load(source, mask=real, other=0.0)
     upper = tl.load(source + HALF, mask=real, other=0.0)
-    target = source
-    if head >= HEADS + KV_HEADS:
-        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
-        target = values + index * (2 * HALF) + place
-    elif head >= HEADS:
-        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS
-        target = keys + index * (2 * HALF) + place
     if head < HEADS + KV_HEADS:
         a, b = lower.to(tl.float32), upper.to(tl.float32)
         if q_norm is not None:
@@ -130,8 +256,21 @@ def _rotate_and_write(
         s = tl.load(sine + row * HALF + place, mask=real, other=0.0)
         lower = (a * c - b * s).to(qkv.dtype.element_ty)
         upper = (b * c + a * s).to(qkv.dtype.element_ty)
-    tl.store(target, lower, mask=real)
-    tl.store(target + HALF, upper, mask=real)
+    if head < HEADS:
+        tl.store(source, lower, mask=real)
+        tl.store(source + HALF, upper, mask=real)
+    else:
+        is_value = head >= HEADS + KV_HEADS
+        own = head - HEADS - KV_HEADS if is_value else head - HEADS
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + own
+        target = (values if is_value else keys) + index * (2 * HALF) + place
+        tl.store(target, _as_stored(lower, keys.dtype.element_ty), mask=real)
+        tl.store(target + HALF, _as_stored(upper, keys.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _as_stored(numbers, DTYPE: tl.constexpr):
+    return _to_fp8(numbers.to(tl.float32)) if DTYPE.is_fp8e4nv() else numbers.to(DTYPE)
 
 
 def commit(

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle_ray.kernels.fp8 import FP8
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
@@ -111,7 +113,7 @@ class TileSchedule:
         return cls(count, 0, tree, (program - begins) * size)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 LARGEST_DIM = 256
 MIN_TILES = 2  # of a part: fewer cost more to put together than they save
 MAX_SPLITS = 64

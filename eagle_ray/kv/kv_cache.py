@@ -2,6 +2,9 @@
 
 A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the accepted path. What is not
 committed is overwritten by the next pass, so a rejected tree leaves no trace.
+
+A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they are written and read
+in the rows' dtype. FP8 has no scale here: keys and values of language models lie far within its range.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.fp8 import FP8, to_fp8
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.tree.draft_tree import VerifyResult
 
@@ -23,7 +27,9 @@ class KVCache:
     """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows.
 
     Args:
+        dtype: of the rows that are written and read.
         value_dim: head size of the values; None is head_dim.
+        stored: the dtype in memory; None is `dtype`.
     """
 
     def __init__(
@@ -35,14 +41,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         value_dim: int | None = None,
+        stored: torch.dtype | None = None,
     ):
-        self.blocks = blocks
+        self.blocks, self.dtype = blocks, dtype
         shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
         dims = head_dim, value_dim or head_dim
-        self.keys, self.values = (mapped_zeros((*shape, dim), dtype, device) for dim in dims)
-        self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, indices, kv_heads, head_dim]
+        self.keys, self.values = (mapped_zeros((*shape, dim), stored or dtype, device) for dim in dims)
+        self._movable = movable(self.keys), movable(self.values)
+        self._flat = tuple(part.flatten(1, 2) for part in self._movable)  # views: [layers, indices, kv_heads, head_dim]
         self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
-        self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+        self._blocks_of = list(zip(*(part.unbind(0) for part in self._movable), strict=True))
+        flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)
+        self._stored_of = list(zip(*(part.unbind(0) for part in flat), strict=True))
 
     @property
     def num_slots(self) -> int:
@@ -57,11 +67,23 @@ class KVCache:
         """Return the positions of a slot, tree rows included."""
         return self.blocks.capacity
 
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether what is read may differ from what was written."""
+        return self.keys.dtype is not self.dtype
+
     def layer(
         self, layer: int
     ) -> tuple[Float[Tensor, "indices kv_heads head_dim"], Float[Tensor, "indices kv_heads value_dim"]]:
-        """Return a layer's keys and values by index: views."""
-        return self._flat_of[layer]
+        """Return a layer's keys and values by index, as stored: views."""
+        return self._stored_of[layer]
+
+    def gather(
+        self, layer: int, slot_mapping: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N kv_heads head_dim"], Float[Tensor, "N kv_heads value_dim"]]:
+        """Return the keys and values at these indices, copied."""
+        keys, values = (self._loaded(flat.index_select(0, slot_mapping)) for flat in self._flat_of[layer])
+        return keys, values
 
     def slot_mapping(self, slots: Int[Tensor, "..."], positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
@@ -78,8 +100,8 @@ class KVCache:
     ) -> None:
         """Store one row of keys and values at each index of `slot_mapping`."""
         flat_keys, flat_values = self._flat_of[layer]
-        flat_keys.index_copy_(0, slot_mapping, keys.transpose(0, 1))
-        flat_values.index_copy_(0, slot_mapping, values.transpose(0, 1))
+        flat_keys.index_copy_(0, slot_mapping, self._rounded(keys.transpose(0, 1)))
+        flat_values.index_copy_(0, slot_mapping, self._rounded(values.transpose(0, 1)))
 
     def num_positions(self, batch: DecodeSlots, more: int) -> int:
         """Return the positions that a read of all sequences has: the longest length plus `more`."""
@@ -111,7 +133,15 @@ class KVCache:
                 pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_positions]
                 for pool in self._blocks_of[layer]
             )
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        return self._loaded(keys).transpose(1, 2), self._loaded(values).transpose(1, 2)
+
+    def _rounded(self, rows: Float[Tensor, "..."]) -> Tensor:
+        """Return rows as `_flat` stores them."""
+        return movable(to_fp8(rows)) if self.keys.dtype is FP8 else rows.to(self.keys.dtype)
+
+    def _loaded(self, stored: Tensor) -> Float[Tensor, "..."]:
+        """Return what `_flat` stores in the dtype of rows."""
+        return stored.view(self.keys.dtype).to(self.dtype)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Move the accepted path of each tree to the positions right after its committed tokens, in every layer.
@@ -134,13 +164,17 @@ class KVCache:
     def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
         from eagle_ray.kernels import fused_layer as kernel
 
-        kernel.commit(
-            self.keys, self.values, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes
-        )
+        kernel.commit(*self._movable, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes)
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return zeros; on a CPU in pages that take memory only when written (torch.zeros writes them all)."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def movable(numbers: Tensor) -> Tensor:
+    """Return a view whose numbers torch can move by index: bytes of FP8, for which it has no such operations."""
+    return numbers.view(torch.uint8) if numbers.dtype is FP8 else numbers

@@ -17,7 +17,7 @@ tree stays what it was and serves as the oracle. The draft heads run on the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol, cast, runtime_checkable
@@ -37,12 +37,14 @@ from transformers.models.llama.modeling_llama import (
 from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import is_projection, merge_linears
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+Rows = Tensor | ScaledRows  # what a projection reads
 
 
 @runtime_checkable
@@ -86,26 +88,27 @@ class Attention:
         )
         return cls(merge_linears([attention.q_proj, attention.k_proj, attention.v_proj]), attention.o_proj, shape)
 
-    def __call__(self, normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata) -> Float[Tensor, "R H"]:
+    def __call__(self, normed: Rows, rotary: Rotary, layout: AttentionMetadata) -> Float[Tensor, "R H"]:
         return self.output(layout.attend_projected(self.qkv(normed), rotary, self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The gated MLP of one layer, between its norm and the residual."""
+    """The gated MLP of one layer, between its norm and the residual. activation: silu_mul, as `down` reads it."""
 
     gate_up: nn.Module
     down: nn.Module
-    ops: ModuleType
+    activation: Callable[[Tensor], Rows]
 
     @classmethod
     def of(cls, module: nn.Module, ops: ModuleType) -> Mlp:
         """Build from a LlamaMLP, or from a module of the same parts."""
         mlp = cast(LlamaMLP, module)
-        return cls(merge_linears([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, ops)
+        activation = layer_ops.silu_mul_fp8 if reads_fp8(mlp.down_proj) else ops.silu_mul
+        return cls(merge_linears([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, activation)
 
-    def __call__(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
-        return self.down(self.ops.silu_mul(self.gate_up(normed)))
+    def __call__(self, normed: Rows) -> Float[Tensor, "R H"]:
+        return self.down(self.activation(self.gate_up(normed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +134,26 @@ class Layer:
             ops=ops,
         )
 
-    def normed_input(self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None) -> Float[Tensor, "R H"]:
+    def normed_input(self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None) -> Rows:
         """Add delta to hidden in place and return the sum as the layer reads it."""
         if self.input_norm is None:
             return hidden if delta is None else hidden.add_(delta)
-        return normed_sum(self.ops, hidden, delta, self.input_norm)
+        return self._normed_sum(hidden, delta, self.input_norm, self.attention.qkv)
 
     def __call__(
-        self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata
+        self, hidden: Float[Tensor, "R H"], normed: Rows, rotary: Rotary, layout: AttentionMetadata
     ) -> Float[Tensor, "R H"]:
         """Add the attention to hidden in place, and return the MLP's output."""
         out = self.attention(normed, rotary, layout)
-        return self.mlp(normed_sum(self.ops, hidden, out, self.post_norm))
+        return self.mlp(self._normed_sum(hidden, out, self.post_norm, self.mlp.gate_up))
+
+    def _normed_sum(
+        self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm, reader: nn.Module
+    ) -> Rows:
+        """Add delta to hidden in place and return the norm of the sum, as the projection `reader` reads it."""
+        if reads_fp8(reader):
+            return layer_ops.add_rms_norm_fp8(hidden, delta, norm.weight, norm.variance_epsilon)
+        return normed_sum(self.ops, hidden, delta, norm)
 
 
 class Decoder:
@@ -211,6 +222,11 @@ def normed_sum(
 ) -> Float[Tensor, "R H"]:
     """Add delta to hidden in place and return the norm of the sum."""
     return ops.add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+
+def reads_fp8(projection: nn.Module) -> bool:
+    """Return whether a projection reads ScaledRows, which the operation before it then returns."""
+    return getattr(projection, "reads_fp8", False)
 
 
 def ops_for(weight: Tensor) -> ModuleType:

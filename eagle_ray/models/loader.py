@@ -44,7 +44,7 @@ def load_config(path: Path) -> PretrainedConfig:
 
 
 def load_causal_lm(
-    path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False
+    path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False, runs_on: str | None = None
 ) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
@@ -52,12 +52,15 @@ def load_causal_lm(
     Args:
         dtype: "auto" is the checkpoint's own.
         dequantize: whether weights that this engine can run as they are become dense ones.
+        runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
     """
     config = load_config(path)
     checkpoint = quantized_checkpoint(path, config)
     if checkpoint is not None:
-        own = checkpoint_dtype(config) if isinstance(dtype, str) else dtype
-        model = build_model(config, checkpoint, own, device, dequantize)
+        runs_on = runs_on or device
+        auto = checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
+        own = auto if isinstance(dtype, str) else dtype
+        model = build_model(config, checkpoint, own, device, dequantize, runs_on)
         model.generation_config = _generation_config(path, model)
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
@@ -200,23 +203,25 @@ MIN_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where 
 def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch.dtype, str]:
     """Return the dtype that `model.dtype: auto` stands for, and the reason in a few words.
 
-    On a GPU it is the checkpoint's own. On a CPU it is fp32, unless the checkpoint is plain bf16 already, the processor
-    multiplies bf16 matrices (AMX or AVX512-BF16) and reading the weights dominates a step.
+    On a GPU it is the checkpoint's own. On a CPU it is fp32, also of activations between quantised weights, unless the
+    checkpoint is plain bf16 already, the processor multiplies bf16 matrices (AMX or AVX512-BF16) and reading the weights
+    dominates a step.
 
     Args:
         config: of the causal LM.
         path: its directory; the sizes of its weight files are looked at.
         device: cpu or cuda.
     """
-    own, unit = checkpoint_dtype(config), bf16_unit()
+    own = checkpoint_dtype(config)
     if device != "cpu":
+        if keeps_quantized(path, config):
+            return torch.bfloat16, "for activations, in which products with quantised weights are computed"
         return own, "the checkpoint's own"
     if keeps_quantized(path, config):
-        if unit is None:
-            return torch.float32, "for activations: this CPU has neither AMX nor AVX512-BF16"
-        return torch.bfloat16, f"for activations, with quantised weights as they are stored; this CPU has {unit}"
+        return torch.float32, "of activations; quantised weights stay as they are stored"
     if own is not torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
         return torch.float32, "the checkpoint is not plain bf16"
+    unit = bf16_unit()
     if unit is None:
         return torch.float32, "this CPU has neither AMX nor AVX512-BF16"
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))

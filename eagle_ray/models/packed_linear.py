@@ -28,6 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.models.gpu_linears import GpuLinear
 from eagle_ray.models.quantized_linear import QuantizedLinear
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
@@ -134,7 +135,8 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 def is_projection(module: nn.Module) -> bool:
     """Return whether our own forward runs this layer: a plain one, packed or not, or one of our quantised ones."""
-    return isinstance(module, PackedLinear | QuantizedLinear | OutputSlice) or _plain_weight(module) is not None
+    ours = PackedLinear | QuantizedLinear | GpuLinear | OutputSlice
+    return isinstance(module, ours) or _plain_weight(module) is not None
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
@@ -148,6 +150,9 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
         isinstance(part, OutputSlice) and part.whole is first.whole for part in parts
     ):
         return first.whole
+    on_gpu = [part for part in parts if isinstance(part, GpuLinear)]
+    if len(on_gpu) == len(parts) and on_gpu[0].can_merge(on_gpu):
+        return on_gpu[0].merged(on_gpu)
     plain = [part for part in parts if isinstance(part, nn.Linear) and _plain_weight(part) is not None]
     return _merge_plain(plain) if len(plain) == len(parts) else SideBySideLinear(parts)
 

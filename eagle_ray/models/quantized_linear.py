@@ -62,6 +62,11 @@ class QuantizedWeight:
         weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
         return weight if self.order is None else weight.index_select(1, self.order.argsort())
 
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """Return the weight on a device."""
+        order = None if self.order is None else self.order.to(device)
+        return QuantizedWeight(self.codes.to(device), self.scale.to(device), self.offset.to(device), self.bits, order)
+
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
         codes, scale, offset = (part.index_select(0, index) for part in (self.codes, self.scale, self.offset))
@@ -101,6 +106,10 @@ class Fp8Weight:
     def shape(self) -> torch.Size:
         """Return [O, I]."""
         return self.values.shape
+
+    def to(self, device: torch.device | str) -> Fp8Weight:
+        """Return the weight on a device."""
+        return Fp8Weight(self.values.to(device), self.scale.to(device))
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""
@@ -179,6 +188,28 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         weight = self.packed
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={weight.bits}"
+
+
+def quantize(weight: Float[Tensor, "O I"]) -> QuantizedWeight:
+    """Round a dense weight to 8 bits in groups of BLOCK inputs, as GGUF's Q8_0 does."""
+    groups = weight.detach().float().unflatten(1, (-1, BLOCK))
+    scale = (groups.abs().amax(-1) / 127).half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    codes = (groups * inverse[..., None]).round().clamp(-128, 127) + 128
+    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scale, -128 * scale, 8)
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Round the linear layers of a model to 8 bits in place: of a head, say, whose drafts need not be exact."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.in_features % BLOCK == 0:
+            layer = QuantizedLinear(quantize(module.weight), module.bias, module.weight.dtype)
+            model.set_submodule(name, layer)
+
+
+def holds_quantized(model: nn.Module) -> bool:
+    """Return whether some of the model's layers are quantised ones of this engine on a CPU."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
 def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.models.gpu_linears import GpuLinear, gpu_linear
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import BLOCK, Fp8Weight, QuantizedLinear, QuantizedWeight
 from eagle_ray.storage.model_files import gguf_in
@@ -56,13 +58,19 @@ def quantization_of(config: PretrainedConfig) -> dict[str, object] | None:
 
 
 def build_model(
-    config: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: str, dequantize: bool = False
+    config: PretrainedConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    dequantize: bool = False,
+    runs_on: str | None = None,
 ) -> PreTrainedModel:
     """Return a frozen model on the device. Raises EngineError naming a tensor that is missing or of a wrong shape.
 
     Args:
         dtype: of everything that is not quantised, and of activations.
         dequantize: whether all layers become dense ones.
+        runs_on: the device for which layers are made, if they move there later; None is `device`.
     """
     model = _empty_model(config, dtype)
     quantized = set(checkpoint.names())
@@ -71,7 +79,7 @@ def build_model(
             weight = checkpoint.projection(name)
             _check_shape(name, weight, module)
             bias = checkpoint.tensor(f"{name}.bias").to(device, dtype) if module.bias is not None else None
-            model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize))
+            model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize, runs_on or device))
     _fill(model, checkpoint, dtype, device)
     return model.eval().requires_grad_(False)
 
@@ -92,10 +100,12 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 
 
 def _layer(
-    weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: str, dequantize: bool
-) -> QuantizedLinear | nn.Linear:
+    weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: str, dequantize: bool, runs_on: str
+) -> QuantizedLinear | GpuLinear | nn.Linear:
     """Return what computes with the weight on this device; a dense layer where nothing else does."""
-    if device == "cpu" and isinstance(weight, QuantizedWeight) and not dequantize and _fits_kernel(weight):
+    if not dequantize and not isinstance(weight, Tensor) and torch.device(runs_on).type == "cuda":
+        return gpu_linear(weight.to(device), bias, dtype, torch.device(runs_on))
+    if runs_on == "cpu" and isinstance(weight, QuantizedWeight) and not dequantize and _fits_kernel(weight):
         return QuantizedLinear(weight, bias, dtype)
     dense = weight if isinstance(weight, Tensor) else weight.dequantize()
     with torch.device("meta"):
@@ -106,6 +116,9 @@ def _layer(
 
 
 def _fits_kernel(weight: QuantizedWeight) -> bool:
+    """Return whether this processor has instructions for the weight's product. Without them a dense layer is faster."""
+    if cpu_ops.quantized_path() == 0:
+        return False
     return weight.codes.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
 
 
@@ -127,7 +140,9 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
             continue
         value = checkpoint.tensor(name)
         if value.shape != parameter.shape:
-            raise EngineError(f"the target's {name} is {tuple(value.shape)}, and its config wants {tuple(parameter.shape)}")
+            raise EngineError(
+                f"the target's {name} is {tuple(value.shape)}, and its config wants {tuple(parameter.shape)}"
+            )
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, own)

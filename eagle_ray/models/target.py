@@ -23,11 +23,13 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import decoder_layers, eos_ids, input_embedding
 from eagle_ray.models.packed_linear import slice_rows
+from eagle_ray.models.quantized_linear import holds_quantized
 from eagle_ray.models.runtime import pin_cuda_numerics
 from eagle_ray.models.supported_models import LogitsOf, check_config, logits_postprocessor, max_exact_position, probe
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
@@ -94,6 +96,7 @@ class TargetModel:
         kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets each be full.
         feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
             which the lm_head reads.
+        kv_dtype: in which the cache stores keys and values; None is cache_dtype's.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class TargetModel:
         capacity: int,
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         config = model.config
         check_config(config)
@@ -129,6 +133,7 @@ class TargetModel:
             weight.dtype,
             weight.device,
             kv_spec.value_dim,
+            kv_dtype or cache_dtype(model),
         )
 
     def prefill(self, prompts: PromptBatch) -> TargetOutput:
@@ -218,3 +223,13 @@ class TargetModel:
             seq=None if max_depth == 0 and rows.is_rectangle else rows.seq,  # in roots alone there is no padding
             sizes=None if rows.is_rectangle else rows.sizes,
         )
+
+
+def cache_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of keys and values: that of activations, and bf16 beside quantised weights on a CPU.
+
+    There, reading an fp32 cache would soon take longer than reading the weights.
+    """
+    weight = input_embedding(model).weight
+    is_wide = holds_quantized(model) and cpu_ops.available(weight.device, torch.bfloat16)
+    return torch.bfloat16 if is_wide else weight.dtype

@@ -14,7 +14,8 @@ from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, 
 from eagle_ray.assembly.costs import cost_key
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, EngineArgs
 from eagle_ray.assembly.hub import check_models, model_limits
-from eagle_ray.assembly.load_models import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target, quantize_target
+from eagle_ray.assembly.model_memory import weight_bytes
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
@@ -27,9 +28,10 @@ from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
+from tests.support.families import FAMILIES, random_model
 from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
-from tests.support.toy_models import LLAMA, llama
+from tests.support.toy_models import LLAMA, llama, run
 
 PLAIN = SpeculativeConfig(method="none")
 
@@ -66,6 +68,43 @@ def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(dr
         for tokens in (4096, 4352, 256)
     ]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_trees_over_a_cache_in_fp8_equal_plain_decoding_over_one():
+    """Greedy and sampled, prompts of several blocks in chunks; costs are kept apart from those of another cache."""
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.0, 0.8, 0.8)]
+    prompts = [list(range(5, 5 + n)) for n in (3, 70, 41, 9)]
+    outputs, keys = {}, []
+    for kv_dtype in ("auto", "fp8"):
+        for method in ("none", "eagle3"):
+            args = EngineArgs(3, 160, kv_dtype=kv_dtype, prefill_tokens=32)
+            settings = SpeculativeConfig(method=method, budget="uniform")
+            engine = build_engine_from_config(ModelConfig(draft="embedded:tiny"), settings, args).engine
+            outputs[kv_dtype, method] = [s.output_ids for s in run(engine, prompts, params)]
+        keys.append(cost_key(engine, settings))
+        assert engine.target.cache.keys.dtype == (args.stored_kv or torch.float32)
+        assert engine.counters.num_accepted > 0
+    assert outputs["fp8", "none"] == outputs["fp8", "eagle3"] != outputs["auto", "none"]
+    assert outputs["auto", "none"] == outputs["auto", "eagle3"]
+    assert keys[0] != keys[1]
+
+
+def test_fp8_weights_are_refused_where_nothing_multiplies_them():
+    with pytest.raises(ConfigError, match=r"model\.quantization: fp8 is for GPUs, and the model is loaded on a CPU"):
+        load_target(ModelConfig(quantization="fp8", device="cpu"))
+    with pytest.raises(ConfigError, match=r"model\.quantization: fp8 is for plain weights of LlamaForCausalLM, "):
+        quantize_target(random_model(FAMILIES["gemma2"]), "cpu")
+
+
+def test_a_target_is_rounded_to_fp8_layer_by_layer_but_for_its_embedding_and_lm_head():
+    target = llama()
+    dense = weight_bytes(target)
+    projections = sum(p.numel() for name, p in target.named_parameters() if name.endswith("_proj.weight"))
+    outputs = sum(len(p) for name, p in target.named_parameters() if name.endswith("_proj.weight"))
+    quantize_target(target, "cpu")
+    kinds = {type(module).__name__ for module in target.modules() if hasattr(module, "in_features")}
+    assert kinds == {"Fp8Linear", "Linear"} and type(target.lm_head).__name__ == "Linear"
+    assert weight_bytes(target) == dense - 3 * projections + 4 * outputs
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])

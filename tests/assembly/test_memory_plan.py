@@ -1,17 +1,21 @@
 """Slots and KV tokens on made-up cards, and the settings that are kept."""
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan
-from eagle_ray.assembly.model_memory import plan_checkpoint, plan_memory, profile_pass
+from eagle_ray.assembly.model_memory import is_restored, plan_checkpoint, plan_memory, profile_pass
 from eagle_ray.config import ExecutionConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -115,20 +119,101 @@ def test_a_worker_of_a_part_of_a_gpu_has_that_share(num_gpus, share):
     assert (args.slots, args.gpu_share) == (3, share)
 
 
-@pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])
-def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, monkeypatch):
-    """On cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card has. Nothing is moved here."""
+@pytest.mark.parametrize("num_gpus, layer, least_free", [(2, 1.71, 4), (4, 1.71, 60), (2, 0.856, 68)])
+def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, layer, least_free, monkeypatch):
+    """In bf16 and FP8 on cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card. Nothing is moved."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (84 * GB, 85 * GB))
-    monkeypatch.setattr(placement, "layer_sizes", lambda model: [int(1.71 * GB)] * 80)
+    monkeypatch.setattr(placement, "layer_sizes", lambda model: [int(layer * GB)] * 80)
     monkeypatch.setattr(placement, "other_size", lambda model: int(4.2 * GB))
     placed = []
     monkeypatch.setattr(placement, "dispatch", lambda model, devices, places: placed.append(places))
     placement.dispatch_layers(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
-    on_first = placed[0].count(0) * 1.71 + 4.2
+    on_first = placed[0].count(0) * layer + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
     with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
         placement.dispatch_layers(nn.Identity(), 2, int(103 * GB), is_firm=True)
+
+
+LLAMA_70B = dict(
+    hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    vocab_size=128_256, max_position_embeddings=131_072, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+)  # fmt: skip
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+    "ignore": ["lm_head"],
+}
+
+
+def llama_70b(directory: Path, quantization: dict | None = None) -> tuple[Path, LlamaConfig]:
+    """A directory with the config and the headers of Llama-3.1-70B, whose weights are a hole in the file."""
+    shape = LlamaConfig(**LLAMA_70B)
+    if quantization is not None:
+        shape.quantization_config = quantization
+    sizes = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192)}
+    sizes |= {"gate": (28_672, 8192), "up": (28_672, 8192), "down": (8192, 28_672)}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        name: ("BF16", (128_256, 8192)) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    for layer in range(80):
+        for name, size in sizes.items():
+            at = f"model.layers.{layer}.{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj"
+            tensors[f"{at}.weight"] = ("F8_E4M3" if quantization else "BF16", size)
+            tensors |= {f"{at}.weight_scale": ("BF16", (size[0], 1))} if quantization else {}
+        tensors |= {f"model.layers.{layer}.{norm}_layernorm.weight": ("BF16", (8192,)) for norm in ("input", "post")}
+    header, end = {}, 0
+    for name, (dtype, size) in tensors.items():
+        begin, end = end, end + math.prod(size) * (1 if dtype == "F8_E4M3" else 2)
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    directory.mkdir(exist_ok=True)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return directory, shape
+
+
+H200 = DeviceMemory(141 * GB, 140 * GB)
+TWO_H100 = DeviceMemory(80 * GB, 79 * GB, others_room=int(0.9 * 79 * GB))
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "at load"])
+@pytest.mark.parametrize(
+    "memory, kv_dtype, tokens", [(H200, "auto", 135_000), (H200, "fp8", 270_000), (TWO_H100, "fp8", 360_000)]
+)
+def test_a_70b_in_fp8_fits_one_h200_and_two_h100(source, memory, kv_dtype, tokens, tmp_path):
+    """68.5 GB of layers, and 4.2 GB of embedding and lm_head in bf16; 320 KiB of bf16 for each token of the cache."""
+    sets = [f"execution.kv_dtype={kv_dtype}", "speculative.method=none", "input.path=a", "output.path=b"]
+    at_load = source == "at load"
+    config = load_config(None, sets=[*sets, f"model.quantization={'fp8' if at_load else 'none'}"])
+    path, shape = llama_70b(tmp_path, None if at_load else FP8_DYNAMIC)
+    lengths = SequenceLengths(131_072, 1, 4096)
+    plan = plan_checkpoint(config, path, [], shape, "cuda", torch.bfloat16, lengths, memory)
+    assert plan.fits and plan.is_planned
+    assert plan.target == pytest.approx(72.7 * GB, rel=0.001)
+    assert plan.kv_per_token == (327_680 if kv_dtype == "auto" else 163_840)
+    assert tokens * 0.9 < plan.kv_tokens < tokens * 1.1, plan.describe()
+    wide, shape = llama_70b(tmp_path)
+    in_bf16 = plan_checkpoint(load_config(None, sets=sets), wide, [], shape, "cuda", torch.bfloat16, lengths, memory)
+    assert in_bf16.target == pytest.approx(141 * GB, rel=0.001) and not in_bf16.fits
+
+
+@pytest.mark.parametrize(
+    "quantization, device, is_dense",
+    [
+        ({"quant_method": "awq", "bits": 4}, "cuda", False),
+        ({"quant_method": "gptq", "bits": 8}, "cuda", True),
+        ({"quant_method": "gptq", "bits": 8}, "cpu", False),
+        (FP8_DYNAMIC, "cuda", False),
+        (FP8_DYNAMIC, "cpu", True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cuda", True),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}}, "cuda", True),
+    ],
+)
+def test_weights_that_no_kernel_reads_count_as_dense(quantization, device, is_dense):
+    assert is_restored(quantization, device) == is_dense
 
 
 def test_it_says_what_it_is():
@@ -158,7 +243,7 @@ def test_what_an_engine_allocates_is_what_was_planned():
 
 def test_contexts_and_copies_of_logits_are_counted():
     """Of an 8B: 0.5 GB of gathered contexts, and 128 rows of 128k logits."""
-    sizes = EngineSizes(2, 128_256, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
+    sizes = EngineSizes(2, 128_256, layer_kv=4096, kv_per_token=PER_TOKEN, feature=4096)
     gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
     assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied

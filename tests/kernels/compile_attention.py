@@ -23,6 +23,7 @@ SIZES = """window num_parts per_tree num_trees num_nodes num_rows num_words num_
     depth_pitch position_pitch query_head query_row"""
 ALIGNED = {"query", "keys", "values", "out", "parts", "tops", "query_head", "query_row"}
 HEADS, KV_HEADS = 32, 8
+STORED = {"": {}, "fp8": {"keys": "*fp8e4nv", "values": "*fp8e4nv"}}  # a cache's types if they are not the query's
 ASKED = {"first": "*i64", "window": "i32", "softcap": "fp32", "sinks": "*bf16"}
 QUICK = [(8, 128, 128, torch.bfloat16, ()), (64, 128, 128, torch.bfloat16, ())]
 ALL = [
@@ -42,16 +43,22 @@ def types(dtype: torch.dtype) -> dict[str, str]:
 
 
 def attention(
-    rows: int, key_dim: int, value_dim: int, dtype: torch.dtype, asked: tuple[str, ...], capability: int
+    rows: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    asked: tuple[str, ...],
+    capability: int,
+    stored: str = "",
 ) -> Resources:
-    """The kernel that `tree_attention` would launch. asked: of ASKED, the others are None."""
+    """The kernel that `tree_attention` would launch. asked: of ASKED, the others are None. stored: of STORED."""
     shape = tile_shape(rows, key_dim, value_dim, dtype, divmod(capability, 10))
     constants: dict[str, Any] = dict.fromkeys(ASKED.keys() - set(asked))
     constants |= dict(HEADS=HEADS, KV_HEADS=KV_HEADS, DK=key_dim, DV=value_dim, BLOCK_SIZE=32, WIDE=False)
     constants |= dict(PAD_DK=padded(key_dim), PAD_DV=padded(value_dim), MIN_TILES=MIN_TILES)
     constants |= dict(BLOCK_M=shape.rows, BLOCK_N=shape.keys)
     options = dict(num_warps=shape.warps, num_stages=shape.stages)
-    return compiled(attend, types(dtype), constants, capability, ALIGNED, **options)
+    return compiled(attend, types(dtype) | STORED[stored], constants, capability, ALIGNED, **options)
 
 
 def combination(dtype: torch.dtype, capability: int) -> Resources:
@@ -67,6 +74,10 @@ def found(everything: bool) -> Iterator[dict[str, Any]]:
             resources = attention(rows, *dims, dtype, asked, capability)
             kernel = f"attend {rows} rows, {dims[0]}/{dims[1]} {NAMES[dtype]} {' '.join(asked)}".strip()
             yield {"kernel": kernel, "capability": capability, **asdict(resources)}
+        if capability == 90:
+            for rows in (8, 32, 64, 200) if everything else (8,):
+                resources = attention(rows, 128, 128, torch.bfloat16, (), capability, "fp8")
+                yield {"kernel": f"attend {rows} rows, fp8", "capability": capability, **asdict(resources)}
         yield {"kernel": "combine", "capability": capability, **asdict(combination(torch.bfloat16, capability))}
 
 

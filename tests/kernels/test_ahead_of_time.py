@@ -13,6 +13,8 @@ import json, sys
 from dataclasses import asdict
 
 import torch
+from eagle_ray.kernels import fused_layer
+from eagle_ray.kernels.fp8 import FP8
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.topk_topp import cut_floor
 from eagle_ray.kernels.draft_level import append_level
@@ -27,6 +29,7 @@ real, cache = torch.ones(4), torch.zeros(2, 9, 32, 8, 128, dtype=dtype)
 push = Push(torch.ones(4), 4.0, real, whole, whole, torch.zeros(4, 1), whole)
 cuts = (whole, real, real) if most else (None, None, real)
 rows, qkv, angles = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 48 * 128, dtype=dtype), torch.zeros(4, 64)
+wide = torch.zeros(4, 2 * 28672, dtype=dtype)
 cells, head = cache[0].flatten(0, 1), torch.zeros(128, dtype=dtype)
 buffers = DraftBuffers(DraftShape(4, 10, 10, 7), 64, 3, dtype, "cpu")
 level = torch.zeros(4, 10, 10, dtype=torch.int64), torch.zeros(4, 10, 10), torch.zeros(4, 10, 10)
@@ -35,6 +38,13 @@ for call in (
     lambda: add_rms_norm(rows, None, rows[0], 1e-5),
     lambda: add_rms_norm(rows, rows, rows[0], 1e-5),
     lambda: silu_mul(torch.zeros(4, 2 * 14336, dtype=dtype)),
+    *(() if capability < 89 else (
+        lambda: fused_layer.add_rms_norm_fp8(rows, rows, rows[0], 1e-5),
+        lambda: fused_layer.add_rms_norm_fp8(wide[:, :8192], wide[:, :8192], wide[0], 1e-5),
+        lambda: fused_layer.scaled_rows(rows),
+        lambda: rotate_and_write(qkv, cells.to(FP8), cells.to(FP8), whole, angles, angles),
+        *(lambda width=width: fused_layer.silu_mul_fp8(wide[:, :2 * width]) for width in (9728, 14336, 28672)),
+    )),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
     lambda: sample_rows(logits, real, *cuts, whole, whole, whole),
@@ -66,13 +76,14 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
         *("_cut_floor", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+        *("_silu_mul_fp8", "_scaled_rows"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90])
 def test_all_of_it_compiles_and_spills_nothing(dtype, capability):
     found = compiled(dtype, capability, "all")
     assert {name.split()[0] for name in found} >= {"peak", "narrow", "settle", "ties"}

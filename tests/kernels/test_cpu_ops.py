@@ -23,9 +23,9 @@ def level(request, monkeypatch):
     if library is None:
         pytest.skip("the compiler does not build it")
     monkeypatch.setattr(cpu_ops, "best_library", lambda: library)
-    cpu_ops.functions_for.cache_clear()
+    cpu_ops.function_for.cache_clear()
     yield
-    cpu_ops.functions_for.cache_clear()
+    cpu_ops.function_for.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ import torch
 
 from eagle_ray.attention.metadata import AttentionShape, Rotary
 from eagle_ray.kernels import fused_layer, layer_ops
+from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.target import TargetModel
 from tests.support.families import CHUNKS, COVERED, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
 from tests.support.kernels import DEVICE
@@ -40,6 +41,49 @@ def test_silu_mul(rows, width, dtype):
     torch.testing.assert_close(fused_layer.silu_mul(both), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
+FP8_STEP = 2.0**-3  # of neighbouring numbers in FP8, relative to them
+
+
+def assert_same_rows(found: ScaledRows, expected: ScaledRows, dtype: torch.dtype) -> None:
+    """Equal but for numbers that sums in another order round to a neighbour."""
+    torch.testing.assert_close(found.scale, expected.scale, atol=0, rtol=ROUNDING[dtype])
+    smallest = float(expected.scale.max()) / 2**9
+    torch.testing.assert_close(
+        found.dequantize(), expected.dequantize(), atol=smallest, rtol=FP8_STEP + ROUNDING[dtype]
+    )
+    assert found.dtype == expected.dtype == dtype
+    assert (found.values.float() != expected.values.float()).float().mean() < (0.01 if dtype == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows, width", [(1, 64), (5, 100), (3, 5000)])
+def test_fp8_rows_are_those_of_the_plain_operations_rounded(rows, width, dtype):
+    """Three operations in the launches that compute them, and rows of zeros."""
+    residual, delta, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width)
+    both = 40 * random(rows, 2 * width, dtype=dtype)
+    both[0] = 0.0
+    weight = weight.to(dtype)
+    sums = residual.clone()
+    expected = layer_ops.add_rms_norm_fp8(sums, delta, weight, 1e-5), layer_ops.silu_mul_fp8(both)
+    found = fused_layer.add_rms_norm_fp8(residual, delta, weight, 1e-5), fused_layer.silu_mul_fp8(both)
+    torch.testing.assert_close(residual, sums, atol=0, rtol=ROUNDING[dtype])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_rows(ours, theirs, dtype)
+    assert not found[1].values[0].float().any() and found[1].scale[0] == 1.0
+    assert_same_rows(fused_layer.scaled_rows(both[:, 1:]), layer_ops.scaled_rows(both[:, 1:]), dtype)
+
+
+def test_fp8_rounds_a_row_by_itself_and_to_the_nearest_number():
+    rows = 100 * random(7, 300)
+    together = fused_layer.scaled_rows(rows)
+    for i, row in enumerate(rows):
+        alone = fused_layer.scaled_rows(row[None])
+        assert torch.equal(alone.values.view(torch.uint8)[0], together.values.view(torch.uint8)[i])
+        assert torch.equal(alone.scale[0], together.scale[i])
+    torch.testing.assert_close(together.dequantize().abs().amax(1), rows.abs().amax(1))
+    torch.testing.assert_close(together.dequantize(), rows, atol=float(together.scale.max()) / 2**9, rtol=FP8_STEP / 2)
+
+
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (8, 8, 128)])
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -50,11 +94,20 @@ def test_rotate_and_write(heads, kv_heads, dim, has_norm, dtype):
     rotary = Rotary(angles.cos(), angles.sin())
     norms = (random(dim, dtype=dtype), random(dim + 1, dtype=dtype)[1:], 1e-6) if has_norm else ()
     expected = AttentionShape(0, heads, kv_heads, dim, 1.0, None, *norms).split(qkv, rotary)
+    given = qkv.clone()
     keys, values = (torch.full((11, kv_heads, dim), 5.0, device=DEVICE, dtype=dtype) for _ in range(2))
     fused_layer.rotate_and_write(qkv, keys, values, cells, rotary.cosine, rotary.sine, *norms)
     found = qkv.view(rows, -1, dim)[:, :heads], keys[cells], values[cells]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    rounded = [torch.full((11, kv_heads, dim), 5.0, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    given[0, -1] = 1000.0
+    fused_layer.rotate_and_write(given, *rounded, cells, rotary.cosine, rotary.sine, *norms)
+    for ours, theirs in zip(rounded, found[1:], strict=True):
+        bound = theirs.clone().float()
+        bound[0, -1, -1] = 448.0 if theirs is found[2] else bound[0, -1, -1]
+        torch.testing.assert_close(ours[cells].float(), bound, atol=2**-9, rtol=FP8_STEP / 2 + ROUNDING[dtype])
+    assert torch.equal(given.view(rows, -1, dim)[:, :heads], found[0])
     others = [1, 4, 5, 6, 8, 10]
     assert keys[others].eq(5).all() and values[others].eq(5).all()
 

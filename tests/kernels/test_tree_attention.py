@@ -49,6 +49,13 @@ def test_every_dtype_head_size_and_ratio_of_heads(dtype, group, dims):
     check(Forest([0, 70, 300], [1, 9, 3], 2, group, *dims, dtype=dtype, padding=2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_cache_in_fp8(window, dtype):
+    """Equal to attention in fp64 over the numbers that it holds."""
+    check(Forest([0, 70, 300], [1, 9, 3], 2, 4, 64, 64, dtype=dtype, window=window, stored=torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize("counts", [[64, 65], [130, 3]])
 def test_more_nodes_than_a_word_has_bits(counts):
     check(Forest([40, 250], counts, 1, 2))

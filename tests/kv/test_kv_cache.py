@@ -51,6 +51,26 @@ def test_what_is_written_is_read(slots, columns):
         assert torch.equal(read[0], keys + layer) and torch.equal(read[1], values + layer)
 
 
+@pytest.mark.parametrize("slots", [[2, 0, 3], [1]])
+def test_a_cache_in_fp8_rounds_to_the_nearest_number_it_has(slots):
+    """Beyond 448 to its largest; half as many bytes as in bf16."""
+    blocks = scattered(4, 40).blocks
+    cache = KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu", stored=torch.float8_e4m3fn)
+    assert cache.keys.nbytes * 2 == KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu").keys.nbytes
+    keys, values = (100 * torch.randn(HEADS, 13 * len(slots), DIM).bfloat16() for _ in range(2))
+    keys[0, 0] = torch.tensor([449.0, -1e9, 448.0, 2**-10])
+    cells = cache.slot_mapping(torch.tensor(slots)[:, None], torch.arange(13)).flatten()
+    cache.write(1, cells, keys, values)
+    where = cache.block_index(DecodeSlots.of(slots, [13] * len(slots)), 0)
+    for written, read, found in zip((keys, values), cache.read(1, where, 13), cache.gather(1, cells), strict=True):
+        assert read.dtype == found.dtype == torch.bfloat16
+        assert torch.equal(read.transpose(0, 1).flatten(1, 2), found.transpose(0, 1))
+        expected = written.float().clamp(-448, 448)
+        torch.testing.assert_close(found.transpose(0, 1).float(), expected, atol=2**-10, rtol=2**-4)
+    assert found.untyped_storage().data_ptr() != cache.values.untyped_storage().data_ptr()
+    assert cache.gather(1, cells[:1])[0][0, 0].tolist() == [448, -448, 448, 0]
+
+
 def test_one_sequence_in_neighbouring_blocks_is_read_in_place():
     cache = KVCache(BlockManager(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
     cache.blocks.reserve(0, 20)

@@ -22,7 +22,7 @@ class Forest:
     """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
 
     rectangle: rows are B x N. bound: all that the host knows of the lengths, for the kernels. stale: what positions
-    hold that no sequence has written.
+    hold that no sequence has written. stored: the dtype of the cache, if it is not the rows'.
     """
 
     lengths: list[int]
@@ -40,6 +40,7 @@ class Forest:
     firsts: list[int] | None = None
     bound: int | None = None
     stale: float | None = None
+    stored: torch.dtype | None = None
     seed: int = 0
 
     def attended(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +58,8 @@ class Forest:
         query = torch.randn(1, heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
         key = torch.randn(1, self.kv_heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
         value = torch.randn(1, self.kv_heads, num_rows, self.value_dim, device=DEVICE, dtype=self.dtype)
+        if self.stored is not None:
+            key, value = (x.to(self.stored).to(self.dtype) for x in (key, value))
         sinks = torch.randn(heads, device=DEVICE) if self.sinks else None
         attention = AttentionParams(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
         columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.null_position)
@@ -81,7 +84,7 @@ class Forest:
         blocks.free_blocks = order
         for slot, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             assert blocks.reserve(slot, length + count)
-        cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim)
+        cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim, self.stored)
         cache.keys.copy_(torch.randn(cache.keys.shape, device=DEVICE))
         cache.values.copy_(torch.randn(cache.values.shape, device=DEVICE))
         if self.stale is not None:

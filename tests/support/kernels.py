@@ -2,7 +2,8 @@
 
 TRITON_INTERPRET=1 asks for the interpreter where there is a GPU too. In Triton 3.6, numpy 2.4 no longer makes a number
 of an array of one, which loops need of their bounds. And at each call of each function the interpreter looks through
-all of triton.language for what it has to replace: most of the time that it took.
+all of triton.language for what it has to replace: most of the time that it took. It rounds to FP8 upwards, without a
+carry into the exponent; a GPU rounds to the nearest number as torch does.
 """
 
 import inspect
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from triton.runtime import interpreter
 
@@ -36,6 +38,22 @@ def mend() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter._patch_builtin = _patch_builtin
+    convert = interpreter._convert_float
+
+    def converted(numbers: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        is_fp8 = [kind == interpreter.tl.float8e4nv for kind in (source, target)]
+        return _converted_fp8(numbers, *is_fp8) if any(is_fp8) else convert(numbers, source, target, rounding)
+
+    interpreter._convert_float = converted
+
+
+def _converted_fp8(numbers: np.ndarray, from_fp8: bool, to_fp8: bool) -> np.ndarray:
+    """Convert between FP8, which the interpreter keeps as bytes, and fp32."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    if from_fp8:
+        return tensor if to_fp8 else tensor.view(torch.float8_e4m3fn).float().numpy()
+    assert tensor.dtype == torch.float32, "kernels convert by way of fp32"
+    return tensor.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:

@@ -1,0 +1,332 @@
+"""Frozen linear layers whose weights stay quantised on a GPU.
+
+    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # of a QuantizedWeight or an Fp8Weight of a checkpoint
+    quantize_fp8(model.base_model.layers)                 # dense layers, rounded to FP8
+    outputs = layer(rows)
+
+Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with a scale for each
+row, so a row's numbers do not depend on the batch. The operation before it rounds the rows if it can:
+
+    outputs = layer(layer_ops.add_rms_norm_fp8(...))          # one product, and no launch more
+
+Int4Linear multiplies up to INT4_ROWS rows by weights of 4 bits with torch's own kernel, whose sums have one order
+whatever the number of rows. For more rows it restores the weight in bf16 first.
+
+Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they move with the module,
+and count as its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, UInt8
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType, scaled_mm
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
+from eagle_ray.kernels.layer_ops import scaled_rows
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+
+log = logging.getLogger("eagle_ray")
+
+FP8_MULTIPLE = 16  # of in_features and out_features, which torch's product by rows asks for
+INT4_GROUPS = (256, 128, 64, 32)  # inputs of a scale that torch's kernel knows
+INT4_OUTPUTS = 8  # of a tile; the kernel multiplies one by 16 rows
+INT4_INPUTS = (128, 64, 32)  # of a run of tiles: 16 bytes of a lane, or 8, or 4
+INT4_ROWS = (
+    32  # an estimate: the kernel reads the rows again for each tile of outputs, so it is bound by them from 16 on
+)
+
+
+class GpuLinear(nn.Module):
+    """A linear layer of this module. reads_fp8: whether the operation before it is to return ScaledRows."""
+
+    reads_fp8 = False
+    bias: Tensor | None
+
+    def __init__(self, out_features: int, in_features: int, bias: Float[Tensor, " O"] | None):
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        """Return whether `merged` takes these layers, of which this is one."""
+        return all(type(part) is type(self) and (part.bias is None) == (self.bias is None) for part in parts)
+
+    def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
+        """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Fp8Linear(GpuLinear):
+    """Computes inputs @ weight.T + bias with inputs in FP8; others are rounded here, in a launch more."""
+
+    reads_fp8 = True
+    values: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Fp8Weight, bias: Float[Tensor, " O"] | None = None):
+        super().__init__(*weight.values.shape, bias)
+        scale = weight.scale.float().expand(self.out_features, 1).contiguous()
+        self.register_buffer("values", weight.values, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def merged(self, parts: Sequence[GpuLinear]) -> Fp8Linear:
+        layers = cast(Sequence[Fp8Linear], parts)
+        values, scale = _joined([x.values for x in layers]), _joined([x.scale for x in layers])
+        return Fp8Linear(Fp8Weight(values, scale), _joined_biases(layers))
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder on the weight's device."""
+        return torch.empty(0, dtype=torch.bfloat16, device=self.values.device)
+
+    def forward(self, inputs: Float[Tensor, "*rows I"] | ScaledRows) -> Float[Tensor, "*rows O"]:
+        if isinstance(inputs, ScaledRows):
+            return self._multiply(inputs)
+        rows = scaled_rows(inputs.reshape(-1, self.in_features))
+        return self._multiply(rows).view(*inputs.shape[:-1], -1)
+
+    def _multiply(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
+        by_row = ScalingType.RowWise
+        weight, scale = self.values.t(), self.scale.t()
+        return scaled_mm(
+            rows.values, weight, rows.scale, by_row, scale, by_row, bias=self.bias, output_dtype=rows.dtype
+        )
+
+
+class Int4Linear(GpuLinear):
+    """Computes inputs @ weight.T + bias over weights of 4 bits, (code - 8) * scale + zero, with inputs in bf16.
+
+    Raises ValueError for a weight that `why_not_int4` refuses.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None):
+        if (reason := why_not_int4(weight)) is not None:
+            raise ValueError(reason)
+        super().__init__(*weight.codes.shape, None if bias is None else bias.to(torch.bfloat16))
+        self.register_buffer("packed", tile_packed(weight.codes), persistent=False)
+        self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
+        self.register_buffer("order", weight.order, persistent=False)
+
+    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        layers = cast(Sequence[Int4Linear], parts)
+        return super().can_merge(parts) and all(
+            x.packed.shape[1:] == self.packed.shape[1:] and len(x.scales) == len(self.scales) and x.order is self.order
+            for x in layers
+        )
+
+    def merged(self, parts: Sequence[GpuLinear]) -> Int4Linear:
+        layers = cast(Sequence[Int4Linear], parts)
+        whole = Int4Linear.__new__(Int4Linear)
+        GpuLinear.__init__(whole, sum(x.out_features for x in layers), self.in_features, _joined_biases(layers))
+        scales = torch.cat([x.scales for x in layers], 1)
+        for part, view in zip(layers, scales.split([x.out_features for x in layers], 1), strict=True):
+            part.scales.data = view
+        whole.register_buffer("packed", _joined([x.packed for x in layers]), persistent=False)
+        whole.register_buffer("scales", scales, persistent=False)
+        whole.register_buffer("order", self.order, persistent=False)
+        return whole
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder with the dtype and device of inputs."""
+        return torch.empty(0, dtype=torch.bfloat16, device=self.packed.device)
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of inputs that share a scale."""
+        return self.in_features // len(self.scales)
+
+    def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        rows = inputs.reshape(-1, self.in_features)
+        rows = rows.contiguous() if self.order is None else rows[:, self.order]
+        if len(rows) > INT4_ROWS:
+            return F.linear(rows, self.dequantize(), self.bias).view(*inputs.shape[:-1], -1)
+        outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
+        outputs = outputs if self.bias is None else outputs + self.bias
+        return outputs.view(*inputs.shape[:-1], -1)
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        """Return the weight in bf16, with inputs in the order of the codes, in one launch."""
+        from eagle_ray.kernels.fused_layer import dequantize_int4
+
+        return dequantize_int4(self.packed, self.scales)
+
+
+def gpu_linear(
+    weight: QuantizedWeight | Fp8Weight, bias: Float[Tensor, " O"] | None, dtype: torch.dtype, device: torch.device
+) -> GpuLinear | nn.Linear:
+    """Return a layer over a checkpoint's weight: quantised if a kernel of the device takes it, else dense in `dtype`.
+
+    The layer is where the weight is; it may move to the device later. A reason why it is dense is logged once.
+    """
+    is_fp8 = isinstance(weight, Fp8Weight)
+    reason = _why_not_fp8(weight) if isinstance(weight, Fp8Weight) else why_not_int4(weight)
+    reason = reason or _why_not_here(dtype, device, is_fp8)
+    if reason is None:
+        return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
+    _log_dense(reason)
+    with torch.device("meta"):
+        dense = nn.Linear(*weight.shape[::-1], bias=bias is not None)
+    dense.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    dense.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+    return dense
+
+
+def why_not_int4(weight: QuantizedWeight) -> str | None:
+    """Return why torch's kernel of 4 bits does not multiply by this weight, or None."""
+    num_out, num_in = weight.codes.shape
+    if weight.bits != 4:
+        return f"codes have {weight.bits} bits, and the kernel reads 4"
+    if num_out % INT4_OUTPUTS or num_in % INT4_INPUTS[-1]:
+        return f"it is {num_out} x {num_in}, and the kernel takes multiples of {INT4_OUTPUTS} x {INT4_INPUTS[-1]}"
+    if weight.group_size % INT4_GROUPS[-1]:
+        return f"{weight.group_size} inputs share a scale, and the kernel takes multiples of {INT4_GROUPS[-1]}"
+    return None
+
+
+def _why_not_here(dtype: torch.dtype, device: torch.device, is_fp8: bool) -> str | None:
+    if dtype is not torch.bfloat16:
+        return f"rows are {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16"
+    if is_fp8:
+        return why_no_fp8(device)
+    return None if knows_layout(device) else "this torch packs weights of 4 bits in a layout that is not known here"
+
+
+def _why_not_fp8(weight: Fp8Weight) -> str | None:
+    num_out, num_in = weight.values.shape
+    if num_out % FP8_MULTIPLE or num_in % FP8_MULTIPLE:
+        return f"it is {num_out} x {num_in}, and products in FP8 take multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Return why a device does not compute in FP8, or None."""
+    if device.type != "cuda":
+        return f"{device.type} is no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        return None
+    return f"compute capability {capability[0]}.{capability[1]} is under {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}"
+
+
+@cache
+def _log_dense(reason: str) -> None:
+    log.warning("a quantised weight is restored to 16 bits, which takes more memory: %s", reason)
+
+
+def fp8_weight(weight: Float[Tensor, "O I"]) -> Fp8Weight:
+    """Return a weight in FP8. The scale of an output maps its largest weight to the largest number of FP8."""
+    largest = weight.abs().amax(1, keepdim=True).float()
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    return Fp8Weight(to_fp8(weight.float() / scale), scale)
+
+
+def quantize_fp8(module: nn.Module, device: torch.device | str | None = None) -> None:
+    """Replace every linear layer of a module by one in FP8, in place and one by one.
+
+    Args:
+        device: where the weights are quantised and stay; None is where they are.
+
+    Raises:
+        EngineError: the size of a layer is no multiple of FP8_MULTIPLE.
+    """
+    for name, linear in list(module.named_modules()):
+        if not isinstance(linear, nn.Linear):
+            continue
+        if linear.in_features % FP8_MULTIPLE or linear.out_features % FP8_MULTIPLE:
+            raise EngineError(
+                f"model.quantization: {name} is {linear.out_features} x {linear.in_features}, and FP8 needs multiples "
+                f"of {FP8_MULTIPLE}. Set it to none."
+            )
+        weight, bias = linear.weight.detach().to(device), linear.bias
+        parent, _, own = name.rpartition(".")
+        quantised = Fp8Linear(fp8_weight(weight), None if bias is None else bias.detach().to(device))
+        setattr(module.get_submodule(parent), own, quantised)
+
+
+def int4_product(
+    rows: Float[Tensor, "R I"],
+    packed: Int32[Tensor, "tiles runs 32 words"],
+    group_size: int,
+    scales: Float[Tensor, "G O 2"],
+) -> Float[Tensor, "R O"]:
+    """Return rows @ weight.T by torch's kernel, which is for CUDA alone."""
+    return torch.ops.aten._weight_int4pack_mm(rows, packed, group_size, scales)
+
+
+@cache
+def knows_layout(device: torch.device) -> bool:
+    """Return whether torch packs weights on this device as `tile_packed` does; its own packing is for CUDA alone."""
+    if device.type != "cuda":
+        return True
+    codes = torch.arange(64 * 128, device=device).mul(7).remainder(16).to(torch.uint8).view(64, 128)
+    pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _run_inputs(codes.shape[1]) // 16)
+    return torch.equal(packed, tile_packed(codes))
+
+
+def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
+    """Return codes as torch's kernel of 4 bits reads them: eight outputs in a tile, 32 lanes in a run of its inputs.
+
+    A word holds eight codes of one output, of 32 inputs of which four lanes hold a pair in each quarter. Lane
+    4 * output + pair has them in its bits from the lowest on: the even inputs of the four quarters, then the odd ones.
+    """
+    run = _run_inputs(codes.shape[1])
+    tiles = codes.view(len(codes) // 8, 8, -1, run // 32, 4, 4, 2)  # tile, output, run, word, quarter, pair, odd
+    nibbles = tiles.permute(0, 2, 1, 5, 3, 6, 4).flatten(5).long()  # tile, run, output, pair, word, (odd, quarter)
+    words = (nibbles << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return signed.flatten(2, 3).contiguous()
+
+
+def _run_inputs(num_inputs: int) -> int:
+    """Return the inputs of a run of tiles: the most that divide a row."""
+    return next(run for run in INT4_INPUTS if num_inputs % run == 0)
+
+
+def _scales_and_zeros(weight: QuantizedWeight) -> Float[Tensor, "G O 2"]:
+    """Return bf16 scales and zeros: scale * code + offset is scale * (code - 8) + zero. Large groups are divided."""
+    size = next(size for size in INT4_GROUPS if weight.group_size % size == 0)
+    scale = weight.scale.float()
+    both = torch.stack([scale, weight.offset.float() + 8 * scale], -1).to(torch.bfloat16)
+    return both.repeat_interleave(weight.group_size // size, 1).transpose(0, 1).contiguous()
+
+
+def _joined_biases(parts: Sequence[GpuLinear]) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return _joined(biases) if biases else None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts' rows as one tensor, of which the parts become views; without a copy if they are views of it."""
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    begins = [part.data_ptr() for part in parts]
+    num_rows, first = sum(map(len, parts)), parts[0]
+    if begins[1:] == ends[:-1] and _bytes_from(first) >= sum(part.nbytes for part in parts):
+        return first.as_strided((num_rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return whole
+
+
+def _bytes_from(part: Tensor) -> int:
+    """Return the bytes of the part's storage from its first number on."""
+    storage = part.untyped_storage()
+    return storage.nbytes() - (part.data_ptr() - storage.data_ptr())
