@@ -1,5 +1,6 @@
 """Quantised weights of checkpoints, against the values of slow readers."""
 
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize
 from safetensors.torch import save_file
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, write_checkpoint
+from eagle_ray.gguf.blocks import READERS
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, tensor_names, write_checkpoint
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
@@ -23,6 +26,7 @@ from tests.support.quantised_files import (
     gptq_layer,
     integer_layer,
     packed_layer,
+    random_blocks,
     write_layers,
 )
 from tests.support.toy_models import llama
@@ -113,9 +117,14 @@ def test_groups_have_the_values_of_a_slow_reader(tmp_path, kind):
     assert (found.order is not None) == (kind.endswith("desc_act") or kind.endswith("actorder"))
 
 
-def test_scales_stay_in_fp16_where_offsets_are_exact(tmp_path):
-    found = opened(tmp_path, packed_layer(4, 10, IN_ORDER, True, torch.float16), packed()).projection(LAYER)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_are_in_fp16_where_that_is_exact(tmp_path, dtype):
+    layer = packed_layer(4, 10, IN_ORDER, True, dtype)
+    found = opened(tmp_path, layer, packed()).projection(LAYER)
     assert found.scale.dtype is found.offset.dtype is torch.float16
+    layer.tensors["weight_scale"][3, 1] = 1e5 if dtype is torch.bfloat16 else 6e4
+    found = opened(tmp_path, layer, packed()).projection(LAYER)
+    assert found.scale.dtype is found.offset.dtype is torch.float32
 
 
 def test_a_scale_in_fp32_is_within_the_bound_that_is_said(tmp_path):
@@ -353,6 +362,33 @@ def test_gguf_tensors_are_those_of_the_converted_model(toy):
         torch.testing.assert_close(values, tensor, atol=0, rtol=2**-11)  # the conversion rounds to fp16
     assert found["model.layers.0.self_attn.q_proj.weight"].bits == 4
     assert found["lm_head.weight"].bits == 8
+
+
+def test_every_type_of_blocks_is_read_of_a_file_of_ggufs_own_writer(tmp_path):
+    metadata = toy_metadata() | {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    stored, kinds = {}, itertools.cycle(READERS)
+    for name, (_, values) in toy_tensors(metadata).items():
+        kind = GGMLQuantizationType["F32" if values.ndim == 1 else next(kinds)]
+        size = GGML_QUANT_SIZES[kind][0]
+        data = values if values.ndim == 1 else random_blocks(kind.name, len(values), values.shape[1] // size)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        stored[name] = dequantize(data, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(metadata, GGUFFile.open(tmp_path / "x.gguf").tensors)
+    found = quantized_tensors(file, llama_config(file))
+    assert {found[name].bits for name in found if name.endswith("proj.weight")} == {4, 8}
+    for source, name in tensor_names(llama_config(file)):
+        if stored[source].ndim == 2 and "attn_q" not in source and "attn_k" not in source:
+            np.testing.assert_array_equal(found[name].dequantize().numpy(), stored[source])
+    query = found["model.layers.0.self_attn.q_proj.weight"].dequantize()  # 4 heads of 64: pairs become halves
+    for row in range(256):
+        head, i = divmod(row, 64)
+        source = head * 64 + (2 * i if i < 32 else 2 * (i - 32) + 1)
+        np.testing.assert_array_equal(query[row].numpy(), stored["blk.0.attn_q.weight"][source])
 
 
 def test_gguf_layers_are_read_one_at_a_time(toy):
