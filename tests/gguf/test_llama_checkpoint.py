@@ -81,8 +81,8 @@ def test_rotary_pairs_become_halves():
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is set"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
         (
-            {"tokenizer.ggml.pre": "qwen2"},
-            "tokenizer.ggml.pre is 'qwen2'.*Put the model's own config.json and tokenizer",
+            {"tokenizer.ggml.pre": "tekken"},
+            "tokenizer.ggml.pre is 'tekken'.*Put the model's own config.json and tokenizer",
         ),
     ],
 )
