@@ -12,9 +12,26 @@ from eagle_ray.gguf.byte_level_bpe import tokenizer_config, tokenizer_json
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import byte_letters, toy_metadata
 
+WHOLE = "xyz"  # a token that no merges lead to
 WORDS = ["th", "the", " t", " the", "in", "ing", "12", "123", "\n\n", "  ", "'s", "er", " a", "é", "ab", "abc", "!!"]
 PIECES = ["the", " the", "thing", "1", "12345", "６７", "'s", "'LL", "é", "e\u0301", "東京", "🙂", "\n", "\r\n", " \n"]
-PIECES += ["  ", "!!", "?\n", "\t", "abc", "ABC", "don't", " ", "½", "Ⅻ", "<|im_start|>", "<tool_call>", "_x", "\u00a0"]
+PIECES += [
+    "  ",
+    "!!",
+    "?\n",
+    "\t",
+    "abc",
+    "ABC",
+    "don't",
+    " ",
+    "½",
+    "Ⅻ",
+    "<|im_start|>",
+    "<tool_call>",
+    "_x",
+    "\u00a0",
+    WHOLE,
+]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"]  # the last one is added, not special
 
 
@@ -23,10 +40,10 @@ def letters(text: bytes) -> str:
 
 
 def metadata_of(pre: str) -> dict:
-    """Return a vocabulary of bytes, of the beginnings of WORDS, made by one merge each, and of SPECIAL."""
+    """Return a vocabulary of bytes, of the beginnings of WORDS, made by one merge each, of WHOLE and of SPECIAL."""
     words = {word.encode()[:size] for word in WORDS for size in range(2, len(word.encode()) + 1)}
     joined = sorted(words, key=lambda word: (len(word), word))
-    tokens = [letters(bytes([byte])) for byte in range(256)] + [letters(word) for word in joined]
+    tokens = [letters(bytes([byte])) for byte in range(256)] + [*map(letters, joined), WHOLE]
     metadata = toy_metadata(
         **{
             "tokenizer.ggml.pre": pre,
