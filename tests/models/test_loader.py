@@ -79,12 +79,12 @@ def test_a_quantiser_that_nobody_knows_is_refused_before_the_start(directory):
         load(directory)
 
 
-@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="gptqmodel is installed")
+@pytest.mark.skipif(find_spec("aqlm") is not None, reason="aqlm is installed")
 def test_a_quantiser_whose_library_is_missing_is_refused_with_what_to_install(directory):
-    declare(directory, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"})
-    with pytest.raises(EngineError, match=r"quantised \(awq\).*pip install gptqmodel"):
+    declare(directory, quantization_config={"quant_method": "aqlm"})
+    with pytest.raises(EngineError, match=r"quantised \(aqlm\).*pip install aqlm"):
         load_config(directory)
-    with pytest.raises(EngineError, match=r"quantised \(awq\).*pip install gptqmodel"):
+    with pytest.raises(EngineError, match=r"quantised \(aqlm\).*pip install aqlm"):
         load(directory)
 
 

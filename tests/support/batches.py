@@ -210,7 +210,7 @@ def runner_of(store, replicas, window=4, max_lines=1000, **more):
     return BatchRunner(store, BatchesConfig(max_lines=max_lines), replicas.respond, window, **more)
 
 
-async def run_until(runner, condition, seconds=20.0):
+async def run_until(runner, condition, seconds=120.0):
     """Run the runner until the condition holds, then end it as a shutdown does."""
     running, end = asyncio.ensure_future(runner.run()), time.monotonic() + seconds
     try:

@@ -3,7 +3,9 @@
 import asyncio
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -229,11 +231,19 @@ def test_a_cancelled_batch_keeps_its_answers_and_names_the_other_lines(store):
     assert record.as_json()["cancelling_at"] in (None, at) and record.cancelling_at == at
 
 
-def test_a_batch_that_is_late_expires_with_what_it_has(store):
-    slow = Replicas(seconds=0.4)
-    [record] = finish(store, runner_of(store, slow, window=1), begin(store, [f"p{i}" for i in range(50)], window_s=2))
+def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
+    replicas, late = Replicas(seconds=0.05), SimpleNamespace(time=lambda: time.time() + 120, monotonic=time.monotonic)
+    runner, batch = runner_of(store, replicas, window=1), begin(store, [f"p{i}" for i in range(1000)])
+
+    async def expire_in_the_middle():
+        await run_until(runner, lambda: num_completed(store, batch) >= 3)
+        monkeypatch.setattr(batch_runner, "time", late)
+        await run_until(runner, lambda: store.find("all", batch.id).is_over)
+
+    asyncio.run(expire_in_the_middle())
+    record = store.find("all", batch.id)
     done, failed = outcome(store, record)
-    assert record.status == "expired" and 1 <= len(done) < 10 and record.expired_at
+    assert record.status == "expired" and 3 <= len(done) < 1000 and record.expired_at
     assert {line["error"]["code"] for line in failed} == {"batch_expired"}
 
 
