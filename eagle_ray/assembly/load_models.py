@@ -41,11 +41,11 @@ from eagle_ray.models.packed_linear import (
     WARM_ROWS,
     layer_bytes,
     linear_layers,
+    pack_draft,
     pack_linears,
     run_linears,
     warm_up_kernels,
 )
-from eagle_ray.models.quantized_linear import holds_quantized, quantize_linears
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
@@ -113,9 +113,7 @@ def load_draft(
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
         weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
-        if holds_quantized(causal_lm):
-            quantize_linears(weights)
-        pack_linears(weights)
+        pack_draft(weights, causal_lm)
     return weights
 
 

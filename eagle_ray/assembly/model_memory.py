@@ -137,7 +137,9 @@ def _check_kv_tokens(kv_tokens: int, tree_columns: int) -> None:
 
 def model_text(causal_lm: CausalLM) -> str:
     """Return the size and dtype of a model, such as "8B bfloat16"."""
-    number, dtype = sum(p.numel() for p in causal_lm.parameters()), input_embedding(causal_lm).weight.dtype
+    quantised = [module for module in causal_lm.modules() if isinstance(module, GpuLinear)]
+    number = sum(p.numel() for p in causal_lm.parameters()) + sum(x.in_features * x.out_features for x in quantised)
+    dtype = input_embedding(causal_lm).weight.dtype
     size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
     return f"{size} {str(dtype).removeprefix('torch.')}"
 

@@ -68,7 +68,7 @@ SIGNATURES = {
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this module's functions work for tensors of this device and dtype, and for a cache of this dtype."""
+    """Return whether this module's functions work for tensors, or for a cache, of this device and dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
     return is_host and dtype in DTYPES and best_library() is not None
 
@@ -119,8 +119,8 @@ class PackedWeight:
     """A weight of 4 or 8 bits as quantized_matmul.cpp reads it.
 
     Attributes:
-        codes: of tiles of TILE outputs; in a tile, of blocks of BLOCK inputs. A vector of 64 bytes has 4 successive inputs
-            of each output. With 4 bits, its low halves are those of vector j and its high halves those of vector j + 4.
+        codes: of tiles of TILE outputs; in a tile, of blocks of BLOCK inputs. A vector of 64 bytes has 4 successive
+            inputs of each output. With 4 bits, its low halves are those of vector j, its high halves those of j + 4.
         scales: TILE scales and TILE offsets for each group of inputs, in fp16 or fp32.
         num_outputs: without those that fill the last tile.
     """
@@ -128,7 +128,7 @@ class PackedWeight:
     codes: UInt8[Tensor, "tiles blocks vectors 64"]
     scales: Float[Tensor, "tiles groups 2 16"]
     num_outputs: int
-    _weight: _Weight = field(init=False, repr=False)
+    descriptor: _Weight = field(init=False, repr=False)
 
     @property
     def bits(self) -> int:
@@ -140,7 +140,7 @@ class PackedWeight:
         sizes = (inputs, self.num_outputs, inputs // self.scales.shape[1], self.bits)
         pointers = (self.codes.data_ptr(), self.scales.data_ptr())
         weight = _Weight(*sizes, *pointers, self.scales.dtype is torch.float16, quantized_path())
-        object.__setattr__(self, "_weight", weight)
+        object.__setattr__(self, "descriptor", weight)
 
 
 def add_rms_norm(
@@ -171,7 +171,7 @@ def quantized_matmul(
     """
     out = inputs.new_empty(len(inputs), weight.num_outputs)
     pointers = (out.data_ptr(), inputs.data_ptr(), None if bias is None else bias.data_ptr())
-    _run("quantized_matmul", inputs.dtype, *pointers, weight._weight, len(inputs), torch.get_num_threads())
+    _run("quantized_matmul", inputs.dtype, *pointers, weight.descriptor, len(inputs), torch.get_num_threads())
     return out
 
 

@@ -24,12 +24,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.quantized_checkpoint import reads
@@ -229,8 +229,8 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     """Return the dtype that `model.dtype: auto` stands for, and the reason in a few words.
 
     On a GPU it is the checkpoint's own. On a CPU it is fp32, also of activations between quantised weights, unless the
-    checkpoint is plain bf16 already, the processor multiplies bf16 matrices (AMX or AVX512-BF16) and reading the weights
-    dominates a step.
+    checkpoint is plain bf16 already, the processor multiplies bf16 matrices (AMX or AVX512-BF16) and reading the
+    weights dominates a step.
 
     Args:
         config: of the causal LM.

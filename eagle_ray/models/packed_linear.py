@@ -1,7 +1,7 @@
 """Projections: the linear layers that our own forward runs, dense, packed for a CPU, or quantised.
 
-A projection is any module of Projection's attributes. PackedLinear is a frozen nn.Linear on a CPU with its weight in the
-layout of oneDNN's kernels.
+A projection is any module of Projection's attributes. PackedLinear is a frozen nn.Linear on a CPU with its weight in
+the layout of oneDNN's kernels.
 
     pack_linears(model)             # once, before the model is used; layers that gain nothing stay as they are
     warm_up_kernels(model, 64)      # compile kernels for passes of up to 64 rows before requests wait for them
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.gpu_linears import GpuLinear
-from eagle_ray.models.quantized_linear import QuantizedLinear
+from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized, quantize_linears
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
@@ -43,6 +43,7 @@ MERGED: dict[str, list[tuple[str, ...]]] = {
 }  # projections that read the same input, by the class of their module
 
 
+@runtime_checkable
 class Projection(Protocol):
     """A linear layer over the last dimension.
 
@@ -180,6 +181,13 @@ def _joined_data(parts: list[nn.Parameter]) -> Tensor:
     return whole
 
 
+def pack_draft(draft: nn.Module, target: nn.Module) -> None:
+    """Pack a draft, of which no output needs to be exact: with a quantised target, it is rounded to 8 bits first."""
+    if holds_quantized(target):
+        quantize_linears(draft)
+    pack_linears(draft)
+
+
 def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     """Replace the model's linear layers in place where that pays and this machine's torch supports it.
 
@@ -282,7 +290,7 @@ def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
 
     Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
     """
-    if isinstance(linear, QuantizedLinear):
+    if isinstance(linear, QuantizedLinear | GpuLinear):
         return linear.rows(rows)
     if isinstance(linear, PackedLinear):
         weight, bias = linear._weight.to_dense(), linear._bias

@@ -4,12 +4,12 @@
     layer = QuantizedLinear(weight, dtype=torch.bfloat16)
     outputs = layer(inputs)                                     # [*rows, I] -> [*rows, O]
 
-A weight is scale * code + offset, with one scale and one offset for each group of inputs of an output. Q4_0, Q4_1, Q8_0,
-Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all exactly that.
+A weight is scale * code + offset, with one scale and one offset for each group of inputs of an output. Q4_0, Q4_1,
+Q8_0, Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all exactly that.
 
-On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that products are integers. Sums
-of integers have no rounding, and blocks are added in the order of the inputs. Hence a row's result is the same bits in
-any batch, on any number of threads and on any x86 processor.
+On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that products are integers.
+Sums of integers have no rounding, and blocks are added in the order of the inputs. Hence a row's result is the same
+bits in any batch, on any number of threads and on any x86 processor.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
-        self.packed = pack(weight)
+        self.packed = pack_weight(weight)
         self.order, self.dtype = weight.order, dtype
         self.bias = None if bias is None else bias.detach().to(dtype)
 
@@ -149,7 +149,7 @@ class QuantizedLinear(nn.Module):
         rows = inputs.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows[:, self.order]
-        multiply = cpu_ops.quantized_matmul if cpu_ops.available(rows.device, rows.dtype) else quantized_matmul
+        multiply = cpu_ops.quantized_matmul if cpu_ops.available(rows.device, rows.dtype) else portable_matmul
         return multiply(rows.contiguous(), self.packed, self.bias).view(*inputs.shape[:-1], self.out_features)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedLinear:
@@ -159,7 +159,7 @@ class QuantizedLinear(nn.Module):
 
     def quantized_weight(self) -> QuantizedWeight:
         """Return the weight as it was given."""
-        return unpack(self.packed, self.order)
+        return unpack_weight(self.packed, self.order)
 
     @classmethod
     def merged(cls, parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
@@ -216,14 +216,14 @@ def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
     return weight.codes.shape[1:], weight.scales.shape[1:], weight.scales.dtype
 
 
-def pack(weight: QuantizedWeight) -> PackedWeight:
+def pack_weight(weight: QuantizedWeight) -> PackedWeight:
     """Return the weight in the layout of the CPU's kernel. Raises EngineError for inputs or groups of other sizes."""
     num_outputs, num_inputs = weight.codes.shape
     group_size = weight.group_size
     if num_inputs % BLOCK or (group_size % BLOCK and group_size != BLOCK // 2):
         raise EngineError(
-            f"a quantised weight of {num_inputs} inputs in groups of {group_size}: inputs must be a multiple of {BLOCK}, "
-            f"and so must be groups, or {BLOCK // 2}. Use a checkpoint with other groups"
+            f"a quantised weight of {num_inputs} inputs in groups of {group_size}: inputs must be a multiple of "
+            f"{BLOCK}, and so must be groups, or {BLOCK // 2}. Use a checkpoint with other groups"
         )
     missing = -num_outputs % TILE
     tiles = pad(weight.codes, (0, 0, 0, missing)).view(-1, TILE, num_inputs // BLOCK, BLOCK // 4, 4)
@@ -236,7 +236,7 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     return PackedWeight(codes.flatten(3).contiguous(), scales.permute(0, 3, 1, 2).contiguous(), num_outputs)
 
 
-def unpack(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> QuantizedWeight:
+def unpack_weight(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> QuantizedWeight:
     """Return what was packed."""
     codes = packed.codes.unflatten(3, (TILE, 4))
     if packed.bits == 4:
@@ -246,12 +246,12 @@ def unpack(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> Quan
     return QuantizedWeight(outputs, scale, offset, packed.bits, order)
 
 
-def quantized_matmul(
+def portable_matmul(
     rows: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
 ) -> Float[Tensor, "R O"]:
     """Return what `cpu_ops.quantized_matmul` does, within fp32 rounding, by PyTorch's operations."""
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     rounded = (blocks * torch.where(largest > 0, 127 / largest, 0)).round() * (largest / 127)
-    outputs = rounded.flatten(1) @ unpack(weight).dequantize().T
+    outputs = rounded.flatten(1) @ unpack_weight(weight).dequantize().T
     return (outputs if bias is None else outputs + bias.float()).to(rows.dtype)

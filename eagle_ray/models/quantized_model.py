@@ -3,15 +3,16 @@
     checkpoint = quantized_checkpoint(path, config)         # None for plain weights, and for other libraries' formats
     model = build_model(config, checkpoint, torch.bfloat16, "cpu")
 
-The module tree is transformers', so that every part of this engine finds what it knows. Each quantised nn.Linear in it is
-replaced by a layer that computes with the stored codes. Weights are read one at a time: the host never holds a dense copy.
+The module tree is transformers', so that every part of this engine finds what it knows. Each quantised nn.Linear in it
+is replaced by a layer that computes with the stored codes. Weights are read one at a time: the host never holds a dense
+copy.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from eagle_ray.storage.model_files import gguf_in
 Weight = QuantizedWeight | Fp8Weight | Tensor
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """What a model is built from. Names are transformers'."""
 

@@ -226,7 +226,7 @@ class TargetModel:
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of keys and values: that of activations, and bf16 beside quantised weights on a CPU.
+    """Return the dtype of keys and values: that of activations, and bf16 with quantised weights on a CPU.
 
     There, reading an fp32 cache would soon take longer than reading the weights.
     """

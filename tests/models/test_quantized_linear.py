@@ -8,7 +8,13 @@ import torch
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.packed_linear import OutputSlice, merge_linears, pack_linears, slice_rows
-from eagle_ray.models.quantized_linear import QuantizedLinear, QuantizedWeight, pack, quantized_matmul, unpack
+from eagle_ray.models.quantized_linear import (
+    QuantizedLinear,
+    QuantizedWeight,
+    pack_weight,
+    portable_matmul,
+    unpack_weight,
+)
 
 NUM_PATHS = 4  # portable, AVX2, AVX512-VNNI, AMX
 needs_library = pytest.mark.skipif(cpu_ops.best_library() is None, reason="no compiled library for this processor")
@@ -40,23 +46,23 @@ def slow_product(rows, weight):
 def test_products_are_those_of_the_definition(bits, group_size, dtype):
     weight = weight_of(40, 192, group_size, bits, dtype)
     rows, bias = torch.randn(19, 192), torch.randn(40)
-    found = cpu_ops.quantized_matmul(rows, pack(weight), bias)
+    found = cpu_ops.quantized_matmul(rows, pack_weight(weight), bias)
     expected = slow_product(rows, weight) + bias
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=float(expected.abs().max()) * 1e-6)
-    torch.testing.assert_close(quantized_matmul(rows, pack(weight), bias), found, rtol=1e-4, atol=1e-3)
-    halves = cpu_ops.quantized_matmul(rows.bfloat16(), pack(weight), bias.bfloat16())
-    wide = cpu_ops.quantized_matmul(rows.bfloat16().float(), pack(weight), bias.bfloat16().float())
+    torch.testing.assert_close(portable_matmul(rows, pack_weight(weight), bias), found, rtol=1e-4, atol=1e-3)
+    halves = cpu_ops.quantized_matmul(rows.bfloat16(), pack_weight(weight), bias.bfloat16())
+    wide = cpu_ops.quantized_matmul(rows.bfloat16().float(), pack_weight(weight), bias.bfloat16().float())
     assert torch.equal(halves, wide.bfloat16())
 
 
 def products(library, packed, path, rows):
     """A product by the instructions of a path. Paths are by number: those that a processor lacks are not run."""
     weight = dataclasses.replace(packed)
-    weight._weight.path = path
+    weight.descriptor.path = path
     out = torch.empty(len(rows), packed.num_outputs)
     function = library.quantized_matmul_float32
     function.argtypes, function.restype = cpu_ops.SIGNATURES["quantized_matmul"], None
-    function(out.data_ptr(), rows.data_ptr(), None, weight._weight, len(rows), 2)
+    function(out.data_ptr(), rows.data_ptr(), None, weight.descriptor, len(rows), 2)
     return out
 
 
@@ -64,7 +70,7 @@ def products(library, packed, path, rows):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [16, 32, 64])
 def test_every_processor_makes_the_same_bits(bits, group_size):
-    packed = pack(weight_of(48, 128, group_size, bits, torch.float16))
+    packed = pack_weight(weight_of(48, 128, group_size, bits, torch.float16))
     rows = torch.randn(45, 128) * torch.logspace(-3, 3, 128)
     found = []
     for library in filter(None, map(cpu_ops.library_of, cpu_ops.levels())):
@@ -75,7 +81,7 @@ def test_every_processor_makes_the_same_bits(bits, group_size):
 
 @needs_library
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads():
-    packed, rows = pack(weight_of(96, 256, 32, 4)), torch.randn(300, 256)
+    packed, rows = pack_weight(weight_of(96, 256, 32, 4)), torch.randn(300, 256)
     together = cpu_ops.quantized_matmul(rows, packed, None)
     alone = torch.cat([cpu_ops.quantized_matmul(rows[i : i + 1], packed, None) for i in range(300)])
     torch.set_num_threads(2)
@@ -92,13 +98,13 @@ def test_largest_codes_and_inputs_do_not_overflow():
     weight = QuantizedWeight(codes, torch.ones(16, 2), torch.zeros(16, 2), 8)
     for path in range(cpu_ops.quantized_path() + 1):
         for sign in (1.0, -1.0):
-            out = products(cpu_ops.best_library(), pack(weight), path, torch.full((20, 64), sign * 127.0))
+            out = products(cpu_ops.best_library(), pack_weight(weight), path, torch.full((20, 64), sign * 127.0))
             assert torch.equal(out, torch.full((20, 16), sign * 64 * 255 * 127.0))
 
 
 @needs_library
 def test_numbers_that_are_not_finite_make_their_row_nan_and_zeros_make_zeros():
-    packed, rows = pack(weight_of(16, 64, 32, 4)), torch.randn(4, 64)
+    packed, rows = pack_weight(weight_of(16, 64, 32, 4)), torch.randn(4, 64)
     rows[0, 3], rows[1, 40], rows[2] = torch.nan, torch.inf, 0.0
     out = cpu_ops.quantized_matmul(rows, packed, None)
     assert out[:2].isnan().all() and torch.equal(out[2], torch.zeros(16)) and out[3].isfinite().all()
@@ -107,7 +113,7 @@ def test_numbers_that_are_not_finite_make_their_row_nan_and_zeros_make_zeros():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_loses_nothing(bits):
     weight = weight_of(40, 96, 32, bits, torch.float16)
-    found = unpack(pack(weight))
+    found = unpack_weight(pack_weight(weight))
     assert torch.equal(found.codes, weight.codes) and torch.equal(found.scale, weight.scale)
     assert torch.equal(found.offset, weight.offset) and found.bits == bits
 
