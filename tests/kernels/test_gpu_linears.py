@@ -22,8 +22,18 @@ from eagle_ray.models.gpu_linears import (
 )
 from eagle_ray.models.packed_linear import merge_linears, slice_rows
 from eagle_ray.models.quantized_linear import QuantizedWeight
+from eagle_ray.models.quantized_model import build_model
 from eagle_ray.models.target import TargetModel
-from tests.support.families import CHUNKS, COVERED, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
+from tests.support.families import (
+    CHUNKS,
+    COVERED,
+    FAMILIES,
+    assert_trees_equal,
+    plain_copy,
+    prefill,
+    random_model,
+    target_of,
+)
 from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama
 
@@ -194,3 +204,60 @@ def test_what_no_kernel_takes_is_restored_and_said_once(messages):
     assert len(reasons) == len(set(reasons)) == 4
     assert "it is 12 x 64, and the kernel takes multiples of 8 x 32" in reasons[0]
     assert isinstance(gpu_linear(weight_of(16, 64, 32), None, torch.bfloat16, cpu), Int4Linear)
+
+
+class Stored:
+    """A checkpoint of a random Llama whose projections are quantised in memory."""
+
+    def __init__(self, quantise):
+        model = llama(hidden_size=64, intermediate_size=96, head_dim=16).bfloat16()
+        self.config, self.state = model.config, model.state_dict()
+        self.weights = {
+            name.removesuffix(".weight"): quantise(weight) for name, weight in self.state.items() if "_proj." in name
+        }
+
+    def tensor_names(self) -> set[str]:
+        return set(self.state)
+
+    def names(self) -> list[str]:
+        return list(self.weights)
+
+    def projection(self, name: str):
+        return self.weights[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.state[name]
+
+
+def in_4_bits(weight: torch.Tensor) -> QuantizedWeight:
+    groups = weight.float().unflatten(1, (-1, 32))
+    offset, top = groups.amin(2), groups.amax(2)
+    scale = (top - offset) / 15
+    codes = ((groups - offset[..., None]) / scale[..., None]).round().to(torch.uint8).flatten(1)
+    return QuantizedWeight(codes, scale, offset, 4)
+
+
+@pytest.mark.parametrize(
+    "quantise, kind, atol",
+    [
+        (fp8_weight, Fp8Linear, 0.5),
+        (in_4_bits, Int4Linear, 0.1),
+        (lambda weight: replace(in_4_bits(weight), bits=8), nn.Linear, 0.05),
+    ],
+    ids=["fp8", "4 bits", "8 bits"],
+)
+@torch.inference_mode()
+def test_a_checkpoint_for_a_gpu_runs_in_our_forward(quantise, kind, atol, monkeypatch):
+    """Its layers are made where the weights are, for the GPU to which they move; here they stay."""
+    monkeypatch.setattr(gpu_linears, "why_no_fp8", lambda device: None)
+    monkeypatch.setattr(gpu_linears, "knows_layout", lambda device: True)
+    monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
+    stored = Stored(quantise)
+    model = build_model(stored.config, stored, torch.bfloat16, "cpu", runs_on="cuda")
+    dense = build_model(stored.config, stored, torch.bfloat16, "cpu", dequantize=True)
+    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}
+    assert is_llama_shaped(model) and model.lm_head.weight.dtype == torch.bfloat16
+    target, reference = target_of(model), target_of(dense)
+    expected = prefill(reference, None)
+    torch.testing.assert_close(prefill(target, None), expected, atol=atol * float(expected.std()), rtol=0.05)
+    assert type(target.logits_over(torch.arange(5))(torch.zeros(1, 64, dtype=torch.bfloat16))) is torch.Tensor
