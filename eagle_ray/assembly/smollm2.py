@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from eagle_ray.config.job import SMOLLM2
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_metadata
 from eagle_ray.models.loader import load_causal_lm
@@ -29,7 +30,6 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
-SMOLLM2 = "embedded:smollm2"
 WRITER_VERSION = 2  # raise it when the files of a directory change
 LINK = "model.gguf"
 DIGEST_CHARS = 16  # of the GGUF file's SHA-256, in directory names

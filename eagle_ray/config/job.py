@@ -113,7 +113,8 @@ class InputConfig(StrictModel):
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
 
-EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
+SMOLLM2 = "embedded:smollm2"
+EMBEDDED_PAIRS = ("embedded:tiny", SMOLLM2)
 EMBEDDED_HEADS = (*EMBEDDED_PAIRS, "embedded:smollm2/eagle2")
 EMBEDDED_NAMES = {"target": EMBEDDED_PAIRS, "draft": EMBEDDED_HEADS}  # by key of model
 

@@ -49,12 +49,25 @@ enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, AMX };
 
 constexpr int64_t TILE = 16, BLOCK = 32;
 constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
+#ifndef AHEAD
+#define AHEAD 2048
+#endif
 constexpr int MIN_AMX_ROWS = 9;       // of 16 that a tile register takes
 constexpr int64_t SMALL = 1 << 16;    // multiplications below which starting threads costs more than they save
 
 inline float number(float x) { return x; }
 inline float number(bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline int32_t magnitude_bits(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits & 0x7fffffff;
+}
+inline float float_of(int32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
@@ -87,18 +100,19 @@ struct Inputs {
         std::fill(sum, sum + groups, 0.0f);
         int64_t group = size / groups;
         for (int64_t b = 0; b < blocks; b++) {
-            float values[BLOCK], most = 0.0f, zero = 0.0f;  // zero: NaN if a value is not finite, and then the step is, too
+            float values[BLOCK];
             for (int i = 0; i < BLOCK; i++)
                 values[i] = number(from[b * BLOCK + i]);
+            int32_t most = 0;  // the bits of the largest magnitude: they are in the order of the numbers
             for (int i = 0; i < BLOCK; i++)
-                most = std::max(most, std::fabs(values[i]));
-            for (int i = 0; i < BLOCK; i++)
-                zero += values[i] * 0.0f;
-            step[b] = most / 127.0f + zero;
-            float inverse = most > 0.0f && zero == 0.0f ? 127.0f / most : 0.0f;
+                most = std::max(most, magnitude_bits(values[i]));
+            float largest = float_of(most);
+            bool is_finite = most < 0x7f800000;
+            step[b] = is_finite ? largest / 127.0f : NAN;
+            float inverse = is_finite && most > 0 ? 127.0f / largest : 0.0f;
             int32_t rounded[BLOCK];
             for (int i = 0; i < BLOCK; i++)
-                rounded[i] = zero == 0.0f ? (int32_t)__builtin_rintf(values[i] * inverse) : 0;
+                rounded[i] = (int32_t)__builtin_rintf(is_finite ? values[i] * inverse : 0.0f);
             for (int i = 0; i < BLOCK; i++)
                 to[b * BLOCK + i] = (int8_t)rounded[i];
             for (int64_t i = 0; i < BLOCK; i += part) {
@@ -162,16 +176,16 @@ inline int32_t word(const int8_t *from) {
     return four;
 }
 
-// `half` of a tile: 8 outputs of COUNT rows. PARTS: groups of a block.
+// `half` of a tile: 8 outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
 template <int COUNT, int BITS, int PARTS>
 void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int half, float *totals) {
     constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-    constexpr int STEPS = 8 / PARTS;
+    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const uint8_t *codes = w.codes + tile * in.blocks * BYTES + half * 32;
     const int8_t *numbers = in.numbers.data() + row * in.size;
     const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
-    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE + half * 8;
+    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE + half * 8;
     __m256 total[COUNT];
     for (int r = 0; r < COUNT; r++)
         total[r] = _mm256_setzero_ps();
@@ -179,7 +193,7 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
         __m256 partial[COUNT];
         for (int r = 0; r < COUNT; r++)
             partial[r] = _mm256_setzero_ps();
-        int64_t first = g / PARTS * per_group, begin = g % PARTS * STEPS;
+        int64_t first = g / NUM_PARTS * per_group, begin = g % NUM_PARTS * STEPS;
         for (int64_t b = first; b < first + per_group; b++) {
             __m256i whole[COUNT];
             for (int r = 0; r < COUNT; r++)
@@ -253,45 +267,51 @@ inline void load_scales(const Weight &w, int64_t at, __m512 &scale, __m512 &offs
     }
 }
 
-// A tile's outputs of COUNT rows. PARTS: groups of a block.
+// A tile's outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
 template <int COUNT, int BITS, int PARTS>
 FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t row, float *totals) {
     constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-    constexpr int STEPS = 8 / PARTS;
+    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m512i low = _mm512_set1_epi8(15);
     const uint8_t *codes = w.codes + tile * in.blocks * BYTES;
     const int8_t *numbers = in.numbers.data() + row * in.size;
     const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
-    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE;
-    __m512 total[COUNT];
+    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE;
+    __m512 total[COUNT], partial[COUNT];
     for (int r = 0; r < COUNT; r++)
         total[r] = _mm512_setzero_ps();
     for (int64_t b = 0, g = 0; b < in.blocks; b += per_group) {
-        for (int part = 0; part < PARTS; part++, g++, at += 2 * TILE) {
-            __m512 partial[COUNT];
+        for (int part = 0; part < NUM_PARTS; part++, g++, at += 2 * TILE) {
             for (int r = 0; r < COUNT; r++)
                 partial[r] = _mm512_setzero_ps();
             for (int64_t c = b; c < b + per_group; c++) {
                 __m512i code[STEPS];
+#pragma GCC unroll 8
                 for (int j = 0; j < STEPS; j++) {
                     int step = part * STEPS + j;
                     code[j] = _mm512_loadu_si512(codes + c * BYTES + (BITS == 8 ? step : step % 4) * 64);
+                    if (BITS == 8 || step < 4)
+                        _mm_prefetch(codes + c * BYTES + AHEAD + step * 64, _MM_HINT_T0);
                     if (BITS == 4)
                         code[j] = _mm512_and_si512(step < 4 ? code[j] : _mm512_srli_epi16(code[j], 4), low);
                 }
+#pragma GCC unroll 8
                 for (int r = 0; r < COUNT; r++) {
                     const int8_t *input = numbers + r * in.size + c * BLOCK + part * 4 * STEPS;
                     __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+#pragma GCC unroll 4
                     for (int j = 0; j < STEPS; j += 2) {
                         even = _mm512_dpbusd_epi32(even, code[j], _mm512_set1_epi32(word(input + 4 * j)));
                         odd = _mm512_dpbusd_epi32(odd, code[j + 1], _mm512_set1_epi32(word(input + 4 * j + 4)));
                     }
                     __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-                    partial[r] = _mm512_fmadd_ps(sum, _mm512_set1_ps(steps[r * in.blocks + c]), partial[r]);
+                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + c]);
+                    partial[r] = PARTS ? _mm512_mul_ps(sum, step) : _mm512_fmadd_ps(sum, step, partial[r]);
                 }
             }
             __m512 scale, offset;
             load_scales(w, at, scale, offset);
+#pragma GCC unroll 8
             for (int r = 0; r < COUNT; r++) {
                 total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
                 total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
@@ -340,51 +360,44 @@ struct TileRegisters {
     }
 };
 
-// A tile's outputs of 16 rows; `codes` takes a byte for each, whatever the bits.
+// A tile's outputs of 16 rows; `codes` has a byte for each, whatever the bits. PARTS as above.
 template <int PARTS>
 FOR_AMX void amx_rows(const Weight &w, const Inputs &in, const uint8_t *codes, int64_t tile, int64_t row,
                       float *totals) {
-    constexpr int STEPS = 8 / PARTS;
+    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     alignas(64) int32_t whole[16 * TILE];
     const int8_t *numbers = in.numbers.data() + row * in.size;
     const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
-    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE;
+    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE;
     __m512 total[16];
     for (int r = 0; r < 16; r++)
         total[r] = _mm512_setzero_ps();
     for (int64_t b = 0, g = 0; b < in.blocks; b += per_group)
-        for (int part = 0; part < PARTS; part++, g++, at += 2 * TILE) {
-            __m512 scale, offset;
+        for (int part = 0; part < NUM_PARTS; part++, g++, at += 2 * TILE) {
+            __m512 scale, offset, partial[PARTS ? 1 : 16];
             load_scales(w, at, scale, offset);
-            if (per_group == 1) {
-                _tile_zero(0);
-                _tile_loadd(1, numbers + b * BLOCK + part * 4 * STEPS, in.size);
-                _tile_loadd(2, codes + b * BLOCK * TILE + part * STEPS * 64, 64);
-                _tile_dpbsud(0, 1, 2);
-                _tile_stored(0, whole, 64);
-                for (int r = 0; r < 16; r++) {
-                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + b]);
-                    __m512 partial = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE)), step);
-                    total[r] = _mm512_fmadd_ps(partial, scale, total[r]);
-                    total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
-                }
-                continue;
-            }
-            alignas(64) float partial[16 * TILE] = {};
+            for (int r = 0; !PARTS && r < 16; r++)
+                partial[r] = _mm512_setzero_ps();
             for (int64_t c = b; c < b + per_group; c++) {
                 _tile_zero(0);
-                _tile_loadd(1, numbers + c * BLOCK, in.size);
-                _tile_loadd(2, codes + c * BLOCK * TILE, 64);
+                _tile_loadd(1, numbers + c * BLOCK + part * 4 * STEPS, in.size);
+                _tile_loadd(2, codes + c * BLOCK * TILE + part * STEPS * 64, 64);
                 _tile_dpbsud(0, 1, 2);
                 _tile_stored(0, whole, 64);
+#pragma GCC unroll 16
                 for (int r = 0; r < 16; r++) {
                     __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE));
-                    __m512 before = _mm512_load_ps(partial + r * TILE);
-                    _mm512_store_ps(partial + r * TILE, _mm512_fmadd_ps(sum, _mm512_set1_ps(steps[r * in.blocks + c]), before));
+                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + c]);
+                    if (PARTS) {
+                        total[r] = _mm512_fmadd_ps(_mm512_mul_ps(sum, step), scale, total[r]);
+                        total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+                    } else
+                        partial[r] = _mm512_fmadd_ps(sum, step, partial[r]);
                 }
             }
-            for (int r = 0; r < 16; r++) {
-                total[r] = _mm512_fmadd_ps(_mm512_load_ps(partial + r * TILE), scale, total[r]);
+#pragma GCC unroll 16
+            for (int r = 0; !PARTS && r < 16; r++) {
+                total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
                 total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
             }
         }
@@ -428,10 +441,11 @@ FOR_AMX void amx(const Weight &w, const Inputs &in, int64_t tile, int64_t row, i
 using TileFunction = void (*)(const Weight &, const Inputs &, int64_t tile, int64_t row, int count, float *totals);
 
 template <template <int, int> class Choice> TileFunction chosen(const Weight &w) {
-    bool halved = w.group < BLOCK;
-    if (w.bits == 4)
-        return halved ? Choice<4, 2>::run : Choice<4, 1>::run;
-    return halved ? Choice<8, 2>::run : Choice<8, 1>::run;
+    if (w.group > BLOCK)
+        return w.bits == 4 ? Choice<4, 0>::run : Choice<8, 0>::run;
+    if (w.group == BLOCK)
+        return w.bits == 4 ? Choice<4, 1>::run : Choice<8, 1>::run;
+    return w.bits == 4 ? Choice<4, 2>::run : Choice<8, 2>::run;
 }
 
 #if X86
@@ -481,11 +495,15 @@ void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t r
                 float totals[PANEL * TILE];
                 int64_t begin = tile * TILE, lanes = std::min(TILE, w.outputs - begin);
                 run(w, rounded, tile, 0, count, totals);
-                for (int64_t r = 0; r < count; r++)
-                    for (int64_t lane = 0; lane < lanes; lane++) {
-                        float total = totals[r * TILE + lane] + (bias ? number(bias[begin + lane]) : 0.0f);
-                        set(out[(first + r) * w.outputs + begin + lane], total);
-                    }
+                float add[TILE] = {};
+                for (int64_t lane = 0; bias && lane < lanes; lane++)
+                    add[lane] = number(bias[begin + lane]);
+                for (int64_t r = 0; r < count; r++) {
+                    T row[TILE];
+                    for (int64_t lane = 0; lane < TILE; lane++)
+                        set(row[lane], totals[r * TILE + lane] + add[lane]);
+                    memcpy(out + (first + r) * w.outputs + begin, row, lanes * sizeof(T));
+                }
             }
         }
     }

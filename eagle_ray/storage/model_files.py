@@ -277,6 +277,21 @@ def gguf_in(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
+def stored_quantization(path: Path) -> str | None:
+    """Return how the weights of a target are quantised in its files, such as "awq, 4 bits"; None if they are not.
+
+    path: a directory, or a GGUF file. Raises EngineError.
+    """
+    file = gguf_in(path) if path.is_dir() else path
+    if file is not None:
+        return f"gguf, {file.resolve().name}"
+    settings = read_object(path, CONFIG).get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    method, bits = settings.get("quant_method", "unknown"), settings.get("bits")
+    return method if bits is None else f"{method}, {bits} bits"
+
+
 def gguf_file() -> Path | None:
     """Return the GGUF file of embedded:smollm2, or None if its wheel or the file is missing.
 

@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.input_index import PreviousRun
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
 from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import JobError, OutputMismatch
@@ -58,6 +59,7 @@ from eagle_ray.runs.output_index import OutputIndex, own_files
 from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
 from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
+from eagle_ray.storage.model_files import gguf_file, stored_quantization
 from eagle_ray.storage.path import StoragePath
 
 REMEDY = "choose another output.path, or --overwrite"
@@ -155,6 +157,7 @@ def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerpri
         "config": recorded(config),
         "config_hash": config_hash(config),
         "inputs": write_inputs(state.output, inputs, before.get("inputs")),
+        "target_quantization": _target_quantization(config),
         "models": {name: _model_files(name) for name in (config.model.target, *config.model.drafts)},
         "versions": library_versions(),
         "hardware": _hardware(),
@@ -215,6 +218,28 @@ def _model_files(name: str) -> dict[str, dict[str, int]]:
     """Size and time of a local model's files: what stood under that name. An embedded one comes with the version."""
     files = sorted(file for file in Path(name).glob("*") if file.is_file())
     return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
+
+
+def _target_quantization(config: JobConfig) -> str | None:
+    """Return how the target is quantised whose plain decoding gives the run's outputs; None if it is not.
+
+    A model that is no file here is "unknown": workers get it from storage or the hub.
+    """
+    model, path = config.model, Path(config.model.target)
+    if model.quantization != "none":
+        stored: str | None = f"{model.quantization}, rounded when it is loaded"
+    elif model.dtype == "float32":
+        stored = None  # whatever the files hold is dequantised
+    elif model.target == SMOLLM2:
+        file = gguf_file()
+        stored = None if file is None else stored_quantization(file)
+    elif model.target in EMBEDDED_PAIRS:
+        stored = None
+    else:
+        stored = stored_quantization(path) if path.exists() else "unknown"
+    if config.execution.kv_dtype == "auto":
+        return stored
+    return f"{stored or 'weights are not'}; keys and values {config.execution.kv_dtype}"
 
 
 def library_versions() -> dict[str, str]:
