@@ -14,6 +14,8 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_parameters": "torch: what a module keeps its own tensors in, which fake ones replace",
     "_buffers": "torch: what a module keeps its own tensors in, which fake ones replace",
     "_linear_pointwise": "torch: an operation that a build may lack",
+    "_convert_weight_to_int4pack_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
+    "_weight_int4pack_mm_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
     "_exit": "os: how a process dies",
     "_private": "ray: what this process is to a cluster",
     "_global_node": "ray: what this process is to a cluster",

@@ -118,19 +118,19 @@ def load_draft(
 
 
 def check_device(model: ModelConfig) -> None:
-    """Raise ConfigError if model.device is not on this machine."""
+    """Raise ConfigError if model.device is not on this machine, or is a CPU and model.quantization is for GPUs."""
     if model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
-
-
-def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
-    """Raise ConfigError or UnfitDevice for settings of FP8 that this machine's device does not compute."""
-    on_gpu = device_type(model) == "cuda"
-    if model.quantization == "fp8" and not on_gpu:
+    if model.quantization == "fp8" and device_type(model) == "cpu":
         raise ConfigError(
             "model.quantization: fp8 is for GPUs, and the model is loaded on a CPU. Set it to none, or take a "
             "checkpoint of 4 or 8 bits, which a CPU runs as it is."
         )
+
+
+def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
+    """Raise UnfitDevice if a setting asks for FP8 of a GPU that does not compute in it."""
+    on_gpu = device_type(model) == "cuda"
     keys = {"model.quantization": model.quantization == "fp8", "execution.kv_dtype": args.stored_kv is not None}
     reason = why_no_fp8(torch.device("cuda")) if on_gpu and any(keys.values()) else None
     if reason is not None:

@@ -20,23 +20,29 @@ from torch import nn
 from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.memory_plan import KV_MARGIN, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.worker_plan import usual_slots
-from eagle_ray.config import JobConfig, SpeculativeConfig
+from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.gguf.blocks import READERS
+from eagle_ray.gguf.llama_checkpoint import GGUFFile
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.gpu_linears import GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
+from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
+from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
 
 PROFILE_PROMPTS = 8
 LOGIT_ROWS = 1024  # of the largest pass that decodes
 LM_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+SCALE_BYTES = 4 / 32  # of a weight of a GGUF file: a scale and an offset in 16 bits for 32 weights
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
@@ -103,7 +109,7 @@ def plan_checkpoint(
         EngineError: a file of weights cannot be read.
     """
     execution, speculative = config.execution, config.speculative
-    target_bytes = target_bytes_of(target, shape, dtype, device, config.model.quantization)
+    target_bytes = target_bytes_of(target, shape, dtype, device, config.model)
     of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
     if target_bytes is None or None in of_drafts:
         return None
@@ -117,7 +123,7 @@ def plan_checkpoint(
     if on_gpu:
         of_pass = _estimated_pass(shape, dtype.itemsize, args.prefill_tokens_on("cuda"))
     else:
-        target_bytes += _packed_copy(target, shape, dtype)
+        target_bytes += 0 if gguf_in(target) else _packed_copy(target, shape, dtype)
     plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
     try:
         return plan.sized(execution.slots, execution.kv_tokens)
@@ -137,7 +143,9 @@ def _check_kv_tokens(kv_tokens: int, tree_columns: int) -> None:
 
 def model_text(causal_lm: CausalLM) -> str:
     """Return the size and dtype of a model, such as "8B bfloat16"."""
-    number, dtype = sum(p.numel() for p in causal_lm.parameters()), input_embedding(causal_lm).weight.dtype
+    quantised = [module for module in causal_lm.modules() if isinstance(module, GpuLinear)]
+    number = sum(p.numel() for p in causal_lm.parameters()) + sum(x.in_features * x.out_features for x in quantised)
+    dtype = input_embedding(causal_lm).weight.dtype
     size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
     return f"{size} {str(dtype).removeprefix('torch.')}"
 
@@ -193,9 +201,7 @@ def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     return sum(sizes) + sum(layer_bytes(module) for module in packed if outside is None)
 
 
-def target_bytes_of(
-    target: Path, shape: Any, dtype: torch.dtype, device: str, quantization: str = "none"
-) -> int | None:
+def target_bytes_of(target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig) -> int | None:
     """Return the bytes of a target's tensors in memory, or None if it has no weights.
 
     Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
@@ -203,21 +209,38 @@ def target_bytes_of(
 
     Args:
         shape: the target's config.
-        quantization: model.quantization.
+        model: of which dtype and quantization are read.
     """
+    file = gguf_in(target)
+    if file is not None:
+        return _gguf_bytes(file, shape, dtype, device, model.dtype == "float32")
+    quantized = quantization_of(shape)
+    if quantized is None and model.quantization == "none":
+        return loaded_bytes(target, dtype)
     headers = read_headers(target)
     if headers is None:
         return None
-    if quantization == "fp8":
+    if quantized is None:
         rounded = {name for name in headers if name.endswith(PROJECTION)}
         return sum(
             4 * h.shape[0] + h.numel if name in rounded else h.numel * dtype.itemsize for name, h in headers.items()
         )
-    quantized = quantization_of(shape)
-    if quantized is None:
-        return loaded_bytes(target, dtype)
     factor = dtype.itemsize if is_restored(quantized, device) else 1
     return sum(h.num_bytes * (1 if h.is_float else factor) for h in headers.values())
+
+
+def _gguf_bytes(file: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool) -> int:
+    """Return about the bytes of a GGUF file's tensors in memory: codes of 4 or 8 bits with their scales, or dense."""
+    checkpoint = GGUFCheckpoint(GGUFFile.open(file), shape.to_dict())
+    quantized = set() if dequantize else {f"{name}.weight" for name in checkpoint.names()} - {EMBEDDING}
+    total = 0.0
+    for name, source in checkpoint.sources.items():
+        tensor = checkpoint.file.tensors[source]
+        kind = tensor.tensor_type.name
+        bits = READERS[kind][0] if name in quantized and kind in READERS else None
+        is_dense = bits is None or (bits == 8 and device == "cuda")
+        total += int(tensor.n_elements) * (dtype.itemsize if is_dense or bits is None else bits / 8 + SCALE_BYTES)
+    return int(total)
 
 
 def is_restored(quantized: Mapping[str, Any], device: str) -> bool:

@@ -87,6 +87,8 @@ def directory_of(name: str, part: str) -> Path | None:
 
 def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
     """Return the dtype in which the pair would be loaded. name: model.dtype."""
+    if name == "auto" and here.config.model.quantization == "fp8":
+        return torch.bfloat16
     return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
 
 

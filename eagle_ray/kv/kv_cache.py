@@ -3,7 +3,7 @@
 A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the accepted path. What is not
 committed is overwritten by the next pass, so a rejected tree leaves no trace.
 
-A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they are written and
+A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they are written, and
 read in the rows' dtype. FP8 has no scale here: keys and values of language models lie far within its range.
 """
 

@@ -25,11 +25,12 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int32, UInt8
+from jaxtyping import Float, Int, Int32, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
@@ -64,6 +65,14 @@ class GpuLinear(nn.Module):
         """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
         raise NotImplementedError
 
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        """Return the weight in bf16."""
+        raise NotImplementedError
+
+    def rows(self, index: Int[Tensor, " D"]) -> nn.Linear:
+        """Return a dense layer with some of the outputs, in the given order."""
+        return dense_linear(self.dequantize()[index], None if self.bias is None else self.bias[index])
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
@@ -76,7 +85,8 @@ class Fp8Linear(GpuLinear):
     scale: Tensor
 
     def __init__(self, weight: Fp8Weight, bias: Float[Tensor, " O"] | None = None):
-        super().__init__(*weight.values.shape, bias)
+        num_out, num_in = weight.values.shape
+        super().__init__(num_out, num_in, bias)
         scale = weight.scale.float().expand(self.out_features, 1).contiguous()
         self.register_buffer("values", weight.values, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
@@ -96,6 +106,9 @@ class Fp8Linear(GpuLinear):
             return self._multiply(inputs)
         rows = scaled_rows(inputs.reshape(-1, self.in_features))
         return self._multiply(rows).view(*inputs.shape[:-1], -1)
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        return (self.values.float() * self.scale).to(torch.bfloat16)
 
     def _multiply(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
         by_row = ScalingType.RowWise
@@ -118,7 +131,8 @@ class Int4Linear(GpuLinear):
     def __init__(self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None):
         if (reason := why_not_int4(weight)) is not None:
             raise ValueError(reason)
-        super().__init__(*weight.codes.shape, None if bias is None else bias.to(torch.bfloat16))
+        num_out, num_in = weight.codes.shape
+        super().__init__(num_out, num_in, None if bias is None else bias.to(torch.bfloat16))
         self.register_buffer("packed", tile_packed(weight.codes), persistent=False)
         self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
         self.register_buffer("order", weight.order, persistent=False)
@@ -154,18 +168,26 @@ class Int4Linear(GpuLinear):
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         rows = inputs.reshape(-1, self.in_features)
-        rows = rows.contiguous() if self.order is None else rows[:, self.order]
+        ordered = rows.contiguous() if self.order is None else rows[:, self.order]
         if len(rows) > INT4_ROWS:
-            return F.linear(rows, self.dequantize(), self.bias).view(*inputs.shape[:-1], -1)
-        outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
+            return F.linear(ordered, self._restored(), self.bias).view(*inputs.shape[:-1], -1)
+        outputs = int4_product(ordered, self.packed, self.group_size, self.scales.contiguous())
         outputs = outputs if self.bias is None else outputs + self.bias
         return outputs.view(*inputs.shape[:-1], -1)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
-        """Return the weight in bf16, with inputs in the order of the codes, in one launch."""
-        from eagle_ray.kernels.fused_layer import dequantize_int4
+        restored = self._restored()
+        return restored if self.order is None else restored[:, self.order.argsort()]
 
-        return dequantize_int4(self.packed, self.scales)
+    def _restored(self) -> Float[Tensor, "O I"]:
+        """Return the weight in bf16, with inputs in the order of the codes, in one launch if Triton's kernels run."""
+        if use_triton(self.packed.device):
+            from eagle_ray.kernels.fused_layer import dequantize_int4
+
+            return dequantize_int4(self.packed, self.scales)
+        scale, zero = self.scales.float().transpose(0, 1).unbind(-1)
+        codes = tile_unpacked(self.packed).unflatten(1, (-1, self.group_size)) - 8
+        return (codes * scale[..., None] + zero[..., None]).flatten(1).to(torch.bfloat16)
 
 
 def gpu_linear(
@@ -181,11 +203,16 @@ def gpu_linear(
     if reason is None:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
     _log_dense(reason)
+    return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
+
+
+def dense_linear(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> nn.Linear:
+    """Return a frozen dense layer over these tensors."""
     with torch.device("meta"):
-        dense = nn.Linear(*weight.shape[::-1], bias=bias is not None)
-    dense.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
-    dense.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
-    return dense
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return layer
 
 
 def why_not_int4(weight: QuantizedWeight) -> str | None:
@@ -293,6 +320,14 @@ def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 wor
     words = (nibbles << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     return signed.flatten(2, 3).contiguous()
+
+
+def tile_unpacked(packed: Int32[Tensor, "tiles runs 32 words"]) -> Int32[Tensor, "O I"]:
+    """Return the codes that `tile_packed` packed."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    nibbles = (packed[..., None] >> shifts) & 15
+    parts = nibbles.unflatten(-1, (2, 4)).unflatten(2, (8, 4))  # tile, run, output, pair, word, odd, quarter
+    return parts.permute(0, 2, 1, 4, 6, 3, 5).flatten(2).flatten(0, 1)
 
 
 def _run_inputs(num_inputs: int) -> int:

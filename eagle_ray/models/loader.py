@@ -10,6 +10,7 @@ other quantisers, such as bitsandbytes, are loaded by transformers and the libra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,9 +20,16 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.quantized_checkpoint import reads
@@ -29,7 +37,11 @@ from eagle_ray.models.quantized_model import build_model, quantization_of, quant
 from eagle_ray.models.supported_models import check_config
 from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in
 
+log = logging.getLogger("eagle_ray")
+
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+REPLACEMENTS = "AWQ, GPTQ, compressed-tensors or GGUF, which this engine runs by itself"
+FETCHING = ("eetq", "fbgemm_fp8", "metal", "nvfp4")  # quantisers of transformers that download kernels at run time
 CausalLM = PreTrainedModel  # for packages that do not import transformers
 
 
@@ -64,6 +76,11 @@ def load_causal_lm(
         model.generation_config = _generation_config(path, model)
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    if (quantization := quantization_of(config)) is not None:
+        method = quantization.get("quant_method")
+        log.warning("the target is quantised (%s): slower than %s, since transformers runs it", method, REPLACEMENTS)
+        if method == "mxfp4":
+            options["quantization_config"] = Mxfp4Config(dequantize=True)  # its kernels would be downloaded
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
     if quantization_of(config) is not None or loads_to(device):
         options |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
@@ -120,8 +137,13 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise EngineError(
             "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
-            "bits depends on all rows of a pass, so that a row's tokens would depend on its company; take a checkpoint "
-            "of 4 bits, or set llm_int8_threshold to 0.0 in its config.json"
+            "bits depends on all rows of a pass, so that a row's tokens would depend on its company. Take a checkpoint "
+            f"of {REPLACEMENTS}, or set llm_int8_threshold to 0.0 in its config.json"
+        )
+    if method in FETCHING:
+        raise EngineError(
+            f"the target is quantised ({method}), whose kernels transformers fetches from the hub while it runs. Take "
+            f"a checkpoint of {REPLACEMENTS}."
         )
     try:
         quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(quantisation), pre_quantized=True)
@@ -129,7 +151,10 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     except RuntimeError:
         return
     except (ValueError, TypeError, ImportError) as error:
-        raise EngineError(f"the target is quantised ({method}) and cannot be run here: {one_line(error)}") from error
+        raise EngineError(
+            f"the target is quantised ({method}) and cannot be run here: {one_line(error)}. Install that, or take a "
+            f"checkpoint of {REPLACEMENTS}."
+        ) from error
 
 
 def set_eos_ids(model: PreTrainedModel, ids: frozenset[int]) -> None:
@@ -188,13 +213,13 @@ def _check_complete(path: Path, report: dict[str, Any]) -> None:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars, which would overwrite the caller's output."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 MIN_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB

@@ -290,7 +290,7 @@ def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
 
     Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
     """
-    if isinstance(linear, QuantizedLinear):
+    if isinstance(linear, QuantizedLinear | GpuLinear):
         return linear.rows(rows)
     if isinstance(linear, PackedLinear):
         weight, bias = linear._weight.to_dense(), linear._bias

@@ -45,6 +45,7 @@ for call in (
         lambda: rotate_and_write(qkv, cells.to(FP8), cells.to(FP8), whole, angles, angles),
         *(lambda width=width: fused_layer.silu_mul_fp8(wide[:, :2 * width]) for width in (9728, 14336, 28672)),
     )),
+    lambda: fused_layer.dequantize_int4(torch.zeros(512, 32, 32, 4, dtype=torch.int32), rows[:, :8192].view(32, -1, 2)),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
     lambda: sample_rows(logits, real, *cuts, whole, whole, whole),
@@ -76,7 +77,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
         *("_cut_floor", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
-        *("_silu_mul_fp8", "_scaled_rows"),
+        *("_silu_mul_fp8", "_scaled_rows", "_dequantize_int4"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 

@@ -10,11 +10,30 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels import layer_ops
 from eagle_ray.models import gpu_linears
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.gpu_linears import INT4_ROWS, Fp8Linear, Int4Linear, fp8_weight, gpu_linear, quantize_fp8
-from eagle_ray.models.packed_linear import merge_linears
+from eagle_ray.models.gpu_linears import (
+    INT4_ROWS,
+    Fp8Linear,
+    Int4Linear,
+    fp8_weight,
+    gpu_linear,
+    quantize_fp8,
+    tile_packed,
+    tile_unpacked,
+)
+from eagle_ray.models.packed_linear import merge_linears, slice_rows
 from eagle_ray.models.quantized_linear import QuantizedWeight
+from eagle_ray.models.quantized_model import build_model
 from eagle_ray.models.target import TargetModel
-from tests.support.families import CHUNKS, COVERED, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
+from tests.support.families import (
+    CHUNKS,
+    COVERED,
+    FAMILIES,
+    assert_trees_equal,
+    plain_copy,
+    prefill,
+    random_model,
+    target_of,
+)
 from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama
 
@@ -106,17 +125,26 @@ def weight_of(num_out: int, num_in: int, group: int, order: torch.Tensor | None 
 
 
 def multiply_on_cpu(rows, packed, group_size, scales):
-    """torch's product of 4 bits for a CPU, whose formula is CUDA's, over codes unpacked one by one."""
-    num_tiles, num_runs, _, words = packed.shape
-    codes = torch.zeros(8 * num_tiles, 32 * words * num_runs, dtype=torch.int32)
-    for output in range(codes.shape[0]):
-        for place in range(codes.shape[1]):
-            lane = output % 8 * 4 + place % 8 // 2
-            word = int(packed[output // 8, place // (32 * words), lane, place % (32 * words) // 32])
-            codes[output, place] = word >> (place % 32 // 8 * 4 + place % 2 * 16) & 15
+    """torch's product of 4 bits for a CPU, whose formula is CUDA's."""
     return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        rows, torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), group_size, scales
+        rows, torch.ops.aten._convert_weight_to_int4pack_for_cpu(tile_unpacked(packed), 1), group_size, scales
     )
+
+
+@pytest.mark.parametrize("num_out, num_in", [(8, 32), (24, 64), (16, 384)])
+def test_codes_are_packed_as_tensor_cores_read_them(num_out, num_in):
+    """The layout of torch's matrix_to_m16n8k16_Bint4_layout, one code at a time."""
+    codes = weight_of(num_out, num_in, 32).codes
+    packed = tile_packed(codes)
+    run = 128 if num_in % 128 == 0 else num_in
+    assert packed.shape == (num_out // 8, num_in // run, 32, run // 32)
+    for output in range(num_out):
+        for place in range(num_in):
+            lane, word = output % 8 * 4 + place % 8 // 2, place % run // 32
+            shift = place % 32 // 8 * 4 + place % 2 * 16
+            found = int(packed[output // 8, place // run, lane, word]) >> shift & 15
+            assert found == codes[output, place]
+    assert torch.equal(tile_unpacked(packed), codes.int())
 
 
 @pytest.mark.parametrize("num_out, num_in, group", [(16, 64, 32), (48, 128, 64), (16, 512, 512), (16, 96, 96)])
@@ -126,14 +154,32 @@ def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, m
     order = torch.randperm(num_in)
     weight, bias = weight_of(num_out, num_in, group, order), torch.randn(num_out)
     layer = Int4Linear(weight, bias)
-    restored = layer.dequantize()[:, order.argsort()].float()
+    restored = layer.dequantize().float()
+    with monkeypatch.context() as patch:
+        patch.setenv("EAGLE_RAY_KERNELS", "portable")
+        torch.testing.assert_close(layer.dequantize().float(), restored, atol=0, rtol=2**-7)
     steps = weight.scale.float().amax()
     torch.testing.assert_close(restored, weight.dequantize(), atol=float(steps) / 16, rtol=2**-7)
     inputs = torch.randn(INT4_ROWS + 1, num_in, dtype=torch.bfloat16)
     expected = inputs.float() @ restored.T + bias
     for rows in (slice(0, 3), slice(0, INT4_ROWS + 1)):
         torch.testing.assert_close(layer(inputs[rows]).float(), expected[rows], atol=0.03, rtol=2**-6)
-    assert device_operations(lambda: layer.dequantize()) == {"_dequantize_int4": 1}
+    some = slice_rows(layer, torch.tensor([7, 0, 12]))
+    assert torch.equal(some.weight.float(), restored[[7, 0, 12]]) and torch.equal(
+        some.bias, bias[[7, 0, 12]].bfloat16()
+    )
+
+
+@torch.inference_mode()
+def test_a_layer_of_four_bits_is_as_many_launches_as_a_dense_one(fused, monkeypatch):
+    """Few rows: one product each; prompts: one launch more, which restores the weight."""
+    monkeypatch.setattr(
+        gpu_linears, "int4_product", lambda rows, packed, *_: rows.new_empty(len(rows), 8 * len(packed))
+    )
+    layer = Int4Linear(weight_of(16, 64, 32))
+    few, many = (torch.randn(count, 64, dtype=torch.bfloat16) for count in (INT4_ROWS, INT4_ROWS + 1))
+    assert not device_operations(lambda: layer(few))  # but for the product, which is CUDA's
+    assert device_operations(lambda: layer(many)) == {"_dequantize_int4": 1, "linear": 1}
 
 
 def test_merged_layers_of_four_bits_equal_their_parts(fused, monkeypatch):
@@ -158,3 +204,60 @@ def test_what_no_kernel_takes_is_restored_and_said_once(messages):
     assert len(reasons) == len(set(reasons)) == 4
     assert "it is 12 x 64, and the kernel takes multiples of 8 x 32" in reasons[0]
     assert isinstance(gpu_linear(weight_of(16, 64, 32), None, torch.bfloat16, cpu), Int4Linear)
+
+
+class Stored:
+    """A checkpoint of a random Llama whose projections are quantised in memory."""
+
+    def __init__(self, quantise):
+        model = llama(hidden_size=64, intermediate_size=96, head_dim=16).bfloat16()
+        self.config, self.state = model.config, model.state_dict()
+        self.weights = {
+            name.removesuffix(".weight"): quantise(weight) for name, weight in self.state.items() if "_proj." in name
+        }
+
+    def tensor_names(self) -> set[str]:
+        return set(self.state)
+
+    def names(self) -> list[str]:
+        return list(self.weights)
+
+    def projection(self, name: str):
+        return self.weights[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.state[name]
+
+
+def in_4_bits(weight: torch.Tensor) -> QuantizedWeight:
+    groups = weight.float().unflatten(1, (-1, 32))
+    offset, top = groups.amin(2), groups.amax(2)
+    scale = (top - offset) / 15
+    codes = ((groups - offset[..., None]) / scale[..., None]).round().to(torch.uint8).flatten(1)
+    return QuantizedWeight(codes, scale, offset, 4)
+
+
+@pytest.mark.parametrize(
+    "quantise, kind, atol",
+    [
+        (fp8_weight, Fp8Linear, 0.5),
+        (in_4_bits, Int4Linear, 0.1),
+        (lambda weight: replace(in_4_bits(weight), bits=8), nn.Linear, 0.05),
+    ],
+    ids=["fp8", "4 bits", "8 bits"],
+)
+@torch.inference_mode()
+def test_a_checkpoint_for_a_gpu_runs_in_our_forward(quantise, kind, atol, monkeypatch):
+    """Its layers are made where the weights are, for the GPU to which they move; here they stay."""
+    monkeypatch.setattr(gpu_linears, "why_no_fp8", lambda device: None)
+    monkeypatch.setattr(gpu_linears, "knows_layout", lambda device: True)
+    monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
+    stored = Stored(quantise)
+    model = build_model(stored.config, stored, torch.bfloat16, "cpu", runs_on="cuda")
+    dense = build_model(stored.config, stored, torch.bfloat16, "cpu", dequantize=True)
+    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}
+    assert is_llama_shaped(model) and model.lm_head.weight.dtype == torch.bfloat16
+    target, reference = target_of(model), target_of(dense)
+    expected = prefill(reference, None)
+    torch.testing.assert_close(prefill(target, None), expected, atol=atol * float(expected.std()), rtol=0.05)
+    assert type(target.logits_over(torch.arange(5))(torch.zeros(1, 64, dtype=torch.bfloat16))) is torch.Tensor

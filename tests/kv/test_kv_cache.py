@@ -13,6 +13,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.draft_tree import VerifyResult
+from tests.support.families import CHUNKS, prefill, target_of
+from tests.support.toy_models import llama
 
 HEADS, DIM = 2, 4
 
@@ -69,6 +71,15 @@ def test_a_cache_in_fp8_rounds_to_the_nearest_number_it_has(slots):
         torch.testing.assert_close(found.transpose(0, 1).float(), expected, atol=2**-10, rtol=2**-4)
     assert found.untyped_storage().data_ptr() != cache.values.untyped_storage().data_ptr()
     assert cache.gather(1, cells[:1])[0][0, 0].tolist() == [448, -448, 448, 0]
+
+
+@torch.inference_mode()
+def test_a_prompt_sees_its_own_keys_as_they_are_stored():
+    """Hence chunks of a prompt make no difference; with the numbers as they were written they would."""
+    whole, in_chunks, exact = (target_of(llama(), kv_dtype=dtype) for dtype in (torch.float8_e4m3fn,) * 2 + (None,))
+    logits = prefill(whole, None)
+    torch.testing.assert_close(prefill(in_chunks, CHUNKS), logits, atol=1e-4, rtol=1e-4)
+    assert (prefill(exact, None) - logits).abs().max() > 1e-2
 
 
 def test_one_sequence_in_neighbouring_blocks_is_read_in_place():

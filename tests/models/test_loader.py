@@ -88,6 +88,12 @@ def test_a_quantiser_whose_library_is_missing_is_refused_with_what_to_install(di
         load(directory)
 
 
+def test_a_quantiser_that_downloads_kernels_is_refused_with_what_replaces_it(directory):
+    declare(directory, quantization_config={"quant_method": "fbgemm_fp8"})
+    with pytest.raises(EngineError, match=r"\(fbgemm_fp8\), whose kernels transformers fetches .* AWQ, GPTQ"):
+        load_config(directory)
+
+
 @pytest.mark.parametrize("said", [{}, {"llm_int8_threshold": 6.0}])
 def test_layers_whose_rows_depend_on_their_company_are_refused(directory, said):
     declare(directory, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True, **said})
