@@ -55,7 +55,7 @@ def main() -> None:
         print(f"{dtype}, plain, against {args.dtypes[0]}: {differences(plain, reference)}", flush=True)
         for head in HEADS:
             outputs, tau = decode(causal_lm, prompts, head, args)
-            print(f"{dtype}, {head}, against plain: tau {tau:.3f}, {differences(outputs, plain)}", flush=True)
+            print(f"{dtype}, {head}, against plain: tau {tau or 1:.3f}, {differences(outputs, plain)}", flush=True)
         found = distributions(causal_lm, prompts, reference)
         log_probs = log_probs or found
         print(f"{dtype}, next tokens, against {args.dtypes[0]}: {divergence(found, log_probs)}", flush=True)
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def decode(
     causal_lm: CausalLM, prompts: list[list[int]], head: str | None, args: argparse.Namespace
-) -> tuple[Outputs, float]:
+) -> tuple[Outputs, float | None]:
     """Return the greedy outputs and tau. head: a name of one of the target's, or None for plain decoding."""
     speculative = PLAIN if head is None else SpeculativeConfig(budget="uniform", max_nodes=args.nodes)
     weights = load_draft(ModelConfig(target=SMOLLM2, draft=head), speculative, causal_lm)
