@@ -27,12 +27,15 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, ReaderTensor
 
+from eagle_ray.core.errors import EngineError
+
 DENSE = ("F32", "F16", "BF16")
+LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)  # of 8 bytes
 Array = np.ndarray
 
 
-class GGUFError(ValueError):
-    """A file that is not GGUF, is cut off, or holds a target that cannot be converted."""
+class GGUFError(EngineError):
+    """A file that is not GGUF, is cut off, or holds a target that is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,9 @@ def _fp16(pairs: Array) -> Array:
 
 def _halves(packed: Array, run: int = 16) -> Array:
     """Return the low halves of a run of bytes, then their high halves, run after run."""
-    runs = packed.reshape(len(packed), -1, run)
-    return np.stack([runs & 15, runs >> 4], 2).reshape(len(packed), -1)
+    runs = np.ascontiguousarray(packed).view("<u8").reshape(len(packed), -1, run // 8)  # 8 bytes at once
+    halves = np.stack([runs & LOW_HALVES, runs >> np.uint64(4) & LOW_HALVES], 2)
+    return halves.view(np.uint8).reshape(len(packed), -1)
 
 
 def _fifth_bits(packed: Array) -> Array:

@@ -5,8 +5,8 @@
     tensor_names(config)                      # [("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"), ...]
     write_checkpoint(file, directory)         # config.json, model.safetensors, tokenizer.json, ...
 
-The package `gguf` reads the file. Here stand the names of tensors, the order of their rows, and the byte-level BPE
-tokenizer. Mistral's files call their architecture llama.
+The package `gguf` reads the file. Here stand the names of tensors and the order of their rows. Mistral's files call
+their architecture llama.
 
 Weights are stored in fp16 and config.json names bf16 as the dtype to run in. Q4_1 and Q8_0 values are products and
 sums of fp16 numbers: fp16, with 11 significant bits, keeps them eight times as precisely as bf16 with 8. The model was
@@ -27,10 +27,11 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
+from gguf import GGUFReader, ReaderTensor, dequantize
 from safetensors.numpy import save_file
 
 from eagle_ray.gguf.blocks import DENSE, BlockValues, GGUFError, read_blocks
+from eagle_ray.gguf.byte_level_bpe import tokenizer_config, tokenizer_json
 
 RUN_DTYPE = "bfloat16"
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -50,28 +51,15 @@ QKV_BIASES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 ROPE_FACTORS = "rope_freqs.weight"
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE_OF = {"mistral": "llama"} | {name: name for name in CLASSES}  # by model_type
 ADJACENT_PAIRS = ("llama", "mistral")  # model types whose q_proj and k_proj have other rows than in transformers
 # keys of models that compute something else
 UNSUPPORTED = ("rope.scaling.type", "expert_count", "attention.sliding_window", "logit_scale", "attention.scale")
 DEFAULT_THETA = 10000.0  # of files that do not say it
-LLAMA3_ROPES = [  # of Llama 3.1 and 3.3, and of Llama 3.2
+LLAMA3_ROPES: list[dict[str, Any]] = [  # of Llama 3.1 and 3.3, and of Llama 3.2
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 ]
-
-PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "smollm": [
-        {"type": "Digits", "individual_digits": True},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    ]
-}
-OWN_TOKENIZER = "Put the model's own config.json and tokenizer.json into the directory of the file"
-ROLES = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 
 
 class GGUFFile:
@@ -92,7 +80,7 @@ class GGUFFile:
         try:
             reader = _BoundedReader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, GGUFError) as error:
             raise GGUFError(f"{path}: not a readable GGUF file: {error}") from error
         return cls(metadata, {tensor.name: tensor for tensor in reader.tensors})
 
@@ -233,7 +221,20 @@ def llama3_factors(
 
 
 def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one."""
+    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one.
+
+    config: the content of config.json.
+    """
+    kind, architecture = config["model_type"], file.metadata.get("general.architecture")
+    if kind not in ARCHITECTURE_OF:
+        raise GGUFError(f"model_type {kind!r} is not read from GGUF files. Use one of {', '.join(ARCHITECTURE_OF)}")
+    if architecture != ARCHITECTURE_OF[kind]:
+        raise GGUFError(
+            f"general.architecture is {architecture!r}, but model_type in config.json is {kind!r}. "
+            "Use the config.json of the file's own model"
+        )
+    if (num_parts := file.metadata.get("split.count", 1)) > 1:
+        raise GGUFError(f"the file is one of {num_parts} parts. Join them by `llama-gguf-split --merge`")
     expected = {source for source, _ in tensor_names(config)}
     if missing := sorted(expected - file.tensors.keys()):
         raise GGUFError(f"the file lacks tensor {missing[0]}. Download it again")
@@ -241,7 +242,7 @@ def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
     allowed = {ROPE_FACTORS} if rope_type == "llama3" else set()
     tied = {LM_HEAD} if config["tie_word_embeddings"] else set()
     if others := sorted(file.tensors.keys() - expected - allowed - tied):
-        raise GGUFError(f"tensor {others[0]} is part of no {config['model_type']} that is supported. Use another model")
+        raise GGUFError(f"tensor {others[0]} is part of no {kind} that is supported. Use another model")
 
 
 def _shortest(value: float) -> float:
@@ -309,72 +310,3 @@ def _to_fp16(name: str, weight: np.ndarray) -> np.ndarray:
             return np.ascontiguousarray(weight, np.float16)
     except FloatingPointError as error:
         raise GGUFError(f"{name} has values that fp16 cannot hold") from error
-
-
-def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of tokenizer.json. Raises GGUFError if the tokenizer is not a known byte-level BPE."""
-    tokens, merges = _vocabulary(metadata)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added_token(id, tokens[id]) for id in special_ids(metadata)],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _pre_tokenizers(metadata)},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: id for id, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in merges],
-        },
-    }
-
-
-def tokenizer_config(metadata: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json. max_length: of a sequence, in tokens."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    roles = {role: tokens[metadata[key]] for role, key in ROLES.items() if key in metadata}
-    extra = [tokens[id] for id in special_ids(metadata) if tokens[id] not in roles.values()]
-    config = {
-        "backend": "tokenizers",
-        "tokenizer_class": "TokenizersBackend",
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        **roles,
-        "extra_special_tokens": extra,
-    }
-    template = metadata.get("tokenizer.chat_template")
-    return config if template is None else config | {"chat_template": template}
-
-
-def special_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the ids of special tokens."""
-    return [id for id, kind in enumerate(metadata["tokenizer.ggml.token_type"]) if kind == TokenType.CONTROL]
-
-
-def _vocabulary(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise GGUFError(f"tokenizer.ggml.model is {kind!r}. Known: 'gpt2' (byte-level BPE). {OWN_TOKENIZER}")
-    return metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-
-
-def _pre_tokenizers(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
-        raise GGUFError(f"tokenizer.ggml.pre is {name!r}. Known: {', '.join(PRE_TOKENIZERS)}. {OWN_TOKENIZER}")
-    return PRE_TOKENIZERS[name]
-
-
-def _added_token(id: int, content: str) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": id, "content": content, **flags}

@@ -335,7 +335,7 @@ void vnni(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int coun
         vnni_rows<1, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
 }
 
-// Tile registers: 0 holds sums [16 rows, TILE], 1 the inputs of 16 rows, 2 codes.
+// Tile registers: 0 to 3 hold sums [16 rows, TILE], 4 and 5 the inputs of 16 rows, 6 and 7 codes.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -347,8 +347,10 @@ struct TileRegisters {
     TileConfig before;
     FOR_AMX explicit TileRegisters(int64_t part) {
         TileConfig mine;
-        mine.rows[0] = mine.rows[1] = 16, mine.rows[2] = part / 4;
-        mine.row_bytes[0] = mine.row_bytes[2] = 64, mine.row_bytes[1] = part;
+        for (int i = 0; i < 8; i++) {
+            mine.rows[i] = i < 6 ? 16 : part / 4;
+            mine.row_bytes[i] = i == 4 || i == 5 ? part : 64;
+        }
         _tile_storeconfig(&before);
         _tile_loadconfig(&mine);
     }
@@ -360,47 +362,74 @@ struct TileRegisters {
     }
 };
 
+// The integer sums of 16 rows with `count` <= 4 parts of blocks from `part` on, each in its own tile register: these take
+// longer to come than four of them take to begin.
+template <int PARTS>
+FOR_AMX inline __attribute__((always_inline)) void amx_sums(const int8_t *numbers, int64_t row_bytes,
+                                                            const uint8_t *codes, int64_t part, int64_t count,
+                                                            int32_t *sums) {
+    constexpr int64_t INPUTS = BLOCK / PARTS;
+    numbers += part * INPUTS, codes += part * INPUTS * TILE;
+#define SUM_PART(k, total, input, code)                                                                                \
+    if (k < count) {                                                                                                   \
+        _tile_zero(total);                                                                                             \
+        _tile_loadd(input, numbers + k * INPUTS, row_bytes);                                                           \
+        _tile_loadd(code, codes + k * INPUTS * TILE, 64);                                                              \
+        _tile_dpbsud(total, input, code);                                                                              \
+    }
+    SUM_PART(0, 0, 4, 6) SUM_PART(1, 1, 5, 7) SUM_PART(2, 2, 4, 6) SUM_PART(3, 3, 5, 7)
+#undef SUM_PART
+    _tile_stored(0, sums, 64);
+    if (count > 1)
+        _tile_stored(1, sums + 16 * TILE, 64);
+    if (count > 2)
+        _tile_stored(2, sums + 32 * TILE, 64);
+    if (count > 3)
+        _tile_stored(3, sums + 48 * TILE, 64);
+}
+
 // A tile's outputs of 16 rows; `codes` has a byte for each, whatever the bits. PARTS as above.
 template <int PARTS>
 FOR_AMX void amx_rows(const Weight &w, const Inputs &in, const uint8_t *codes, int64_t tile, int64_t row,
                       float *totals) {
-    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
-    alignas(64) int32_t whole[16 * TILE];
+    constexpr int NUM_PARTS = PARTS ? PARTS : 1;
+    alignas(64) int32_t wholes[4 * 16 * TILE];
     const int8_t *numbers = in.numbers.data() + row * in.size;
     const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
-    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE;
-    __m512 total[16];
+    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE, parts = in.blocks * NUM_PARTS;
+    __m512 total[16], partial[PARTS ? 1 : 16];
     for (int r = 0; r < 16; r++)
         total[r] = _mm512_setzero_ps();
-    for (int64_t b = 0, g = 0; b < in.blocks; b += per_group)
-        for (int part = 0; part < NUM_PARTS; part++, g++, at += 2 * TILE) {
-            __m512 scale, offset, partial[PARTS ? 1 : 16];
-            load_scales(w, at, scale, offset);
-            for (int r = 0; !PARTS && r < 16; r++)
-                partial[r] = _mm512_setzero_ps();
-            for (int64_t c = b; c < b + per_group; c++) {
-                _tile_zero(0);
-                _tile_loadd(1, numbers + c * BLOCK + part * 4 * STEPS, in.size);
-                _tile_loadd(2, codes + c * BLOCK * TILE + part * STEPS * 64, 64);
-                _tile_dpbsud(0, 1, 2);
-                _tile_stored(0, whole, 64);
+    for (int64_t first = 0, g = 0; first < parts; first += 4) {
+        int64_t count = std::min<int64_t>(4, parts - first);
+        amx_sums<NUM_PARTS>(numbers, in.size, codes, first, count, wholes);
+        for (int64_t p = first; p < first + count; p++) {
+            const int32_t *whole = wholes + (p - first) * 16 * TILE;
+            const float *step = steps + p / NUM_PARTS;
+            if (!PARTS) {
+                bool begins = p % per_group == 0;
 #pragma GCC unroll 16
                 for (int r = 0; r < 16; r++) {
                     __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE));
-                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + c]);
-                    if (PARTS) {
-                        total[r] = _mm512_fmadd_ps(_mm512_mul_ps(sum, step), scale, total[r]);
-                        total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
-                    } else
-                        partial[r] = _mm512_fmadd_ps(sum, step, partial[r]);
+                    __m512 before = begins ? _mm512_setzero_ps() : partial[r];
+                    partial[r] = _mm512_fmadd_ps(sum, _mm512_set1_ps(step[r * in.blocks]), before);
                 }
+                if ((p + 1) % per_group)
+                    continue;
             }
+            __m512 scale, offset;
+            load_scales(w, at, scale, offset);
 #pragma GCC unroll 16
-            for (int r = 0; !PARTS && r < 16; r++) {
-                total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
+            for (int r = 0; r < 16; r++) {
+                __m512 of_group = PARTS ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE)),
+                                                        _mm512_set1_ps(step[r * in.blocks]))
+                                        : partial[r];
+                total[r] = _mm512_fmadd_ps(of_group, scale, total[r]);
                 total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
             }
+            g++, at += 2 * TILE;
         }
+    }
     for (int r = 0; r < 16; r++)
         _mm512_storeu_ps(totals + r * TILE, total[r]);
 }

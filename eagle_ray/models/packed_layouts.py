@@ -17,7 +17,7 @@ first.
 
     weight = scale * (code - zero point) = scale * code + offset
 
-Scale and offset are fp16 if the scale is and the offset is exact in it, else fp32. If scales are fp16 or bf16, the sum
+Scale and offset are fp16 if that is exact for both, else fp32. If scales are fp16 or bf16, the sum
 in fp32 has no rounding. If they are fp32, its error is at most 3 * 2 ** (bits - 24) * |scale|.
 """
 
@@ -65,7 +65,8 @@ class SafetensorFiles:
                 raise EngineError(f"{directory / INDEX}: weight_map must name files of the directory. {DOWNLOAD}")
             return cls(directory, weight_map)
         files = cls(directory, {})
-        for path in sorted(directory.glob("*.safetensors")):
+        paths = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+        for path in paths:
             files.file_of.update(dict.fromkeys(files.handle(path.name).keys(), path.name))
         if not files.file_of:
             raise EngineError(f"{directory}: holds no *.safetensors. Quantised weights are read from safetensors files")
@@ -147,19 +148,23 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> QuantizedWeight:
     """Return a weight of AutoAWQ's version "gemm". zero_point: whether qzeros must be there; without them it is 8."""
     words = layer.tensor("qweight", WORDS, (None, None))
-    codes = _awq_codes(words).T.contiguous()
+    codes = _awq_codes(words)
     num_outputs, num_inputs = codes.shape
     num_groups = _num_groups(layer, "qweight", num_inputs, group_size)
     scale = layer.scale("scales", (num_groups, num_outputs))
-    zero = torch.full_like(scale, 8, dtype=torch.uint8)
+    zero = torch.full_like(scale.T, 8)
     if zero_point or layer.has("qzeros"):
         zero = _awq_codes(layer.tensor("qzeros", WORDS, (num_groups, words.shape[1])))
-    return _grouped(codes, scale.T, zero.T, 4)
+    return _grouped(codes, scale.T, zero, 4)
 
 
-def _awq_codes(words: Int32[Tensor, "R W"]) -> UInt8[Tensor, "R C"]:
-    inverse = torch.tensor(AWQ_ORDER).argsort()
-    return _codes(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))[..., inverse].flatten(1)
+def _awq_codes(words: Int32[Tensor, "R W"]) -> UInt8[Tensor, "O R"]:
+    """Return the codes of each output."""
+    turned = words.T.contiguous()
+    codes = torch.empty(len(turned), len(AWQ_ORDER), len(words), dtype=torch.uint8)
+    for i, output in enumerate(AWQ_ORDER):
+        codes[:, output] = turned >> 4 * i & 15
+    return codes.flatten(0, 1)
 
 
 def read_gptq(layer: LayerTensors, bits: int, group_size: int, zero_shift: int, desc_act: bool) -> QuantizedWeight:
@@ -261,16 +266,20 @@ def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) ->
     """
     values = layer.tensor("weight", (torch.float8_e4m3fn,), (None, None))
     shape = [-(-size // step) for size, step in zip(values.shape, block, strict=True)]
-    scale = layer.scale(suffix, shape).float()
-    scale = scale.repeat_interleave(block[0], 0)[: values.shape[0]]
-    scale = scale.repeat_interleave(block[1], 1)[:, : values.shape[1]]
-    return values.float() * scale
+    scale = layer.scale(suffix, shape).float().repeat_interleave(block[1], 1)[:, : values.shape[1]]
+    weight = values.float()
+    for rows, row_scale in zip(weight.split(block[0]), scale, strict=True):
+        rows.mul_(row_scale)
+    return weight
 
 
 def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:
     """Return the codes of each row of words, lowest bits first."""
-    octets = words.flatten().view(torch.uint8).unflatten(0, (len(words), -1))
-    return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+    octets = words.flatten().view(torch.uint8)
+    if bits == 4:
+        pairs = octets.short()
+        octets = (pairs & 15).add_((pairs >> 4).mul_(256)).view(torch.uint8)  # the low half in the first byte
+    return octets.unflatten(0, (len(words), -1))
 
 
 def _num_groups(layer: LayerTensors, suffix: str, num_inputs: int, group_size: int) -> int:
@@ -310,8 +319,11 @@ def _grouped(
     order: Int[Tensor, " I"] | None = None,
 ) -> QuantizedWeight:
     """Return scale * (codes - zero), with codes in the given order of the inputs."""
-    codes = codes.contiguous() if order is None else codes[:, order]
+    codes = codes.contiguous() if order is None else codes.index_select(1, order)
     offset = -(zero.float() * scale.float())
-    half = offset.half()
-    dtype = torch.float16 if scale.dtype is torch.float16 and torch.equal(half.float(), offset) else torch.float32
+    dtype = torch.float16 if _is_exact_in_fp16(scale) and _is_exact_in_fp16(offset) else torch.float32
     return QuantizedWeight(codes, scale.to(dtype).contiguous(), offset.to(dtype).contiguous(), bits, order)
+
+
+def _is_exact_in_fp16(values: Float[Tensor, "O G"]) -> bool:
+    return torch.equal(values.half().float(), values.float())

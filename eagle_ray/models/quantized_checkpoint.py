@@ -105,7 +105,7 @@ class QuantizedCheckpoint:
         if reader is not None and not (layer.has("weight") and not _is_quantized(layer)):
             return reader(layer)
         if _is_quantized(layer):
-            raise layer.fault("weight", "is quantised, but no config group targets it", f"Mend {KEY}.config_groups")
+            raise layer.fault("weight", "is quantised, but config_groups ignore it", f"Mend {KEY} in config.json")
         return layer.tensor("weight", FLOAT_DTYPES)
 
     def tensor(self, name: str) -> Tensor:
@@ -306,8 +306,8 @@ class GGUFCheckpoint:
         if self.file.is_dense(source):
             return self.tensor(f"{name}.weight")
         blocks = self.file.blocks(source)
-        arrays = (torch.from_numpy(array) for array in (blocks.codes, blocks.scale, blocks.offset))
-        weight = QuantizedWeight(*arrays, blocks.bits)
+        codes, scale, offset = (torch.from_numpy(array) for array in (blocks.codes, blocks.scale, blocks.offset))
+        weight = QuantizedWeight(codes, scale, offset, blocks.bits)
         order = row_order(source, len(blocks.codes), self.config)
         return weight if order is None else weight.rows(torch.from_numpy(order))
 
@@ -316,7 +316,7 @@ class GGUFCheckpoint:
         source = self._source(name)
         values = self.file.tensor(source)
         order = row_order(source, len(values), self.config)
-        return torch.from_numpy(np.array(values) if order is None else values[order])
+        return torch.from_numpy(np.require(values, requirements="W") if order is None else values[order])
 
     def tensor_names(self) -> set[str]:
         """Return the names of all tensors."""

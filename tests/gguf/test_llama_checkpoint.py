@@ -77,11 +77,12 @@ def test_rotary_pairs_become_halves():
         ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is set"),
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
+        ({"split.count": 3}, "the file is one of 3 parts.*llama-gguf-split --merge"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is set"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
         (
-            {"tokenizer.ggml.pre": "qwen2"},
-            "tokenizer.ggml.pre is 'qwen2'.*Put the model's own config.json and tokenizer",
+            {"tokenizer.ggml.pre": "tekken"},
+            "tokenizer.ggml.pre is 'tekken'.*Put the model's own config.json and tokenizer",
         ),
     ],
 )

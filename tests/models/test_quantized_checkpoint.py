@@ -1,5 +1,6 @@
 """Quantised weights of checkpoints, against the values of slow readers."""
 
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize
 from safetensors.torch import save_file
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, write_checkpoint
+from eagle_ray.gguf.blocks import READERS
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, tensor_names, write_checkpoint
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
@@ -23,14 +26,16 @@ from tests.support.quantised_files import (
     gptq_layer,
     integer_layer,
     packed_layer,
+    random_blocks,
     write_layers,
 )
+from tests.support.toy_models import llama
 
 LAYER = "model.layers.0.self_attn.q_proj"
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 IN_ORDER = [i // 32 for i in range(96)]
-MIXED = torch.randperm(96, generator=torch.Generator().manual_seed(0)).div(32, rounding_mode="floor").tolist()
+MIXED = (torch.randperm(96, generator=torch.Generator().manual_seed(0)) // 32).tolist()
 
 
 def compressed(layout: str, ignore: Sequence[str] = (), targets: Sequence[str] = ("Linear",), **weights: Any) -> dict:
@@ -64,6 +69,7 @@ def test_an_order_says_which_input_each_code_belongs_to():
     inputs = torch.arange(8.0)
     found = weight(order)
     torch.testing.assert_close(found.dequantize() @ inputs, weight().dequantize() @ inputs[order])
+    assert found.shape == (3, 8)
     assert torch.equal(found.rows(torch.tensor([2, 0])).dequantize(), found.dequantize()[[2, 0]])
     assert torch.equal(QuantizedWeight.cat([found, found]).dequantize(), torch.cat([found.dequantize()] * 2))
 
@@ -111,9 +117,14 @@ def test_groups_have_the_values_of_a_slow_reader(tmp_path, kind):
     assert (found.order is not None) == (kind.endswith("desc_act") or kind.endswith("actorder"))
 
 
-def test_scales_stay_in_fp16_where_offsets_are_exact(tmp_path):
-    found = opened(tmp_path, packed_layer(4, 10, IN_ORDER, True, torch.float16), packed()).projection(LAYER)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_are_in_fp16_where_that_is_exact(tmp_path, dtype):
+    layer = packed_layer(4, 10, IN_ORDER, True, dtype)
+    found = opened(tmp_path, layer, packed()).projection(LAYER)
     assert found.scale.dtype is found.offset.dtype is torch.float16
+    layer.tensors["weight_scale"][3, 1] = 1e5 if dtype is torch.bfloat16 else 6e4
+    found = opened(tmp_path, layer, packed()).projection(LAYER)
+    assert found.scale.dtype is found.offset.dtype is torch.float32
 
 
 def test_a_scale_in_fp32_is_within_the_bound_that_is_said(tmp_path):
@@ -186,8 +197,9 @@ def test_ignore_lists_and_targets_are_read(tmp_path, entry):
     layer = packed_layer(4, 10, IN_ORDER, True)
     targeted = opened(tmp_path, layer, packed(targets=[entry])).projection(LAYER)
     assert torch.equal(targeted.dequantize(), layer.weight)
-    with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but no config group targets it"):
-        opened(tmp_path, layer, packed(targets=["re:.*mlp.*"])).projection(LAYER)
+    for quantization in (packed(targets=["re:.*mlp.*"]), packed(ignore=[entry])):
+        with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but config_groups"):
+            opened(tmp_path, layer, quantization).projection(LAYER)
 
 
 def test_a_group_has_a_format_of_its_own(tmp_path):
@@ -295,6 +307,40 @@ def test_broken_files_are_named(tmp_path):
         QuantizedCheckpoint.open(tmp_path, AWQ).tensor("a.weight")
 
 
+def mixed_groups(num_inputs: int) -> list[int]:
+    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
+    return (order // 32).tolist()
+
+
+DYNAMIC_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MODELS = {
+    "awq": (lambda shape: awq_layer(*shape, 32), AWQ),
+    "gptq": (lambda shape: gptq_layer(4, shape[0], mixed_groups(shape[1]), 1), GPTQ),
+    "compressed-tensors": (lambda shape: packed_layer(4, shape[0], [i // 32 for i in range(shape[1])], True), packed()),
+    "fp8": (lambda shape: fp8_layer(*shape, torch.rand(shape[0], 1), (1, shape[1]), "weight_scale"), DYNAMIC_FP8),
+}
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method):
+    make, quantization = MODELS[method]
+    model = llama(hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=1)
+    state = model.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if "_proj" not in name}
+    for name in sorted(state.keys() - tensors.keys()):
+        layer = make(tuple(state[name].shape))
+        state[name] = layer.weight
+        tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    model.load_state_dict(state)
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A GGUF file of every type that the support file quantises, and the directory that it converts to."""
@@ -318,6 +364,33 @@ def test_gguf_tensors_are_those_of_the_converted_model(toy):
     assert found["lm_head.weight"].bits == 8
 
 
+def test_every_type_of_blocks_is_read_of_a_file_of_ggufs_own_writer(tmp_path):
+    metadata = toy_metadata() | {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    stored, kinds = {}, itertools.cycle(READERS)
+    for name, (_, values) in toy_tensors(metadata).items():
+        kind = GGMLQuantizationType["F32" if values.ndim == 1 else next(kinds)]
+        size = GGML_QUANT_SIZES[kind][0]
+        data = values if values.ndim == 1 else random_blocks(kind.name, len(values), values.shape[1] // size)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        stored[name] = dequantize(data, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(metadata, GGUFFile.open(tmp_path / "x.gguf").tensors)
+    found = quantized_tensors(file, llama_config(file))
+    assert {found[name].bits for name in found if name.endswith("proj.weight")} == {4, 8}
+    for source, name in tensor_names(llama_config(file)):
+        if stored[source].ndim == 2 and "attn_q" not in source and "attn_k" not in source:
+            np.testing.assert_array_equal(found[name].dequantize().numpy(), stored[source])
+    query = found["model.layers.0.self_attn.q_proj.weight"].dequantize()  # 4 heads of 64: pairs become halves
+    for row in range(256):
+        head, i = divmod(row, 64)
+        source = head * 64 + (2 * i if i < 32 else 2 * (i - 32) + 1)
+        np.testing.assert_array_equal(query[row].numpy(), stored["blk.0.attn_q.weight"][source])
+
+
 def test_gguf_layers_are_read_one_at_a_time(toy):
     file, _ = toy
     checkpoint = GGUFCheckpoint(file, llama_config(file))
@@ -328,6 +401,27 @@ def test_gguf_layers_are_read_one_at_a_time(toy):
     assert torch.equal(embedding, checkpoint.tensor("model.embed_tokens.weight"))
     with pytest.raises(GGUFError, match=r"tensor model\.layers\.9\.mlp\.up_proj\.weight: the file has none"):
         checkpoint.projection("model.layers.9.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("gemma2", "model_type 'gemma2' is not read from GGUF"),
+        ("qwen3", "architecture is 'llama', but model_type"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(toy, model_type, says):
+    file, _ = toy
+    with pytest.raises(GGUFError, match=says):
+        GGUFCheckpoint(file, llama_config(file) | {"model_type": model_type})
+
+
+def test_a_config_of_mistral_reads_a_llama_file(toy):
+    file, _ = toy
+    name = "model.layers.0.self_attn.q_proj"
+    config = llama_config(file)
+    mistral = GGUFCheckpoint(file, config | {"model_type": "mistral"}).projection(name)
+    assert torch.equal(mistral.codes, GGUFCheckpoint(file, config).projection(name).codes)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

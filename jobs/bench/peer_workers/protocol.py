@@ -30,7 +30,7 @@ def serve(start, packages):
             max_tokens)``, which returns one list of token ids per prompt. The object may have a dict ``extras``.
         packages: the packages whose versions are reported.
     """
-    _die_with_parent()
+    die_with_parent()
     answers = _own_stdout()
     engine = start(SimpleNamespace(**json.loads(sys.argv[1])))
     _write(answers, {"ready": True, "versions": {name: importlib.metadata.version(name) for name in packages}})
@@ -64,7 +64,7 @@ def admit_and_step(prompts, batch, admit, step):
     return outputs
 
 
-def _die_with_parent():
+def die_with_parent():
     """Let Linux kill this process when the one that asks is killed, even in the middle of a turn."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Decode with eagle_ray: settings.mode is "plain" (method none) or "default" (SpeculativeConfig's defaults)."""
+"""Decode with eagle_ray: settings.mode is "plain" (method none), or else SpeculativeConfig has its defaults."""
 
 from functools import reduce
 
@@ -13,7 +13,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.requests.parameters import SamplingParams
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "stored": "auto"}
 
 
 class EagleRay:

@@ -1,4 +1,4 @@
-"""Decode with OpenVINO GenAI's continuous batching, from the OpenVINO model in settings.converted."""
+"""Decode with OpenVINO GenAI's continuous batching, from the OpenVINO model in settings.target."""
 
 import numpy
 import openvino
@@ -12,15 +12,9 @@ PRECISIONS = {"fp32": "f32", "bf16": "bf16"}
 
 class OpenVino:
     def __init__(self, settings):
-        self.path = settings.converted
+        self.path = settings.target
         self.eos_ids = settings.eos_ids
-        precision = PRECISIONS[settings.dtype]
-        self.properties = {
-            "INFERENCE_NUM_THREADS": settings.threads,
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",  # exact activations
-        }
+        self.properties = {"INFERENCE_NUM_THREADS": settings.threads, **_exact(settings.dtype)}
         self.batch = None
         self.pipeline = None
         self.num_added = 0
@@ -62,6 +56,15 @@ class OpenVino:
             config.eos_token_id = self.eos_ids[0]
             config.stop_token_ids = set(self.eos_ids)
         return config
+
+
+def _exact(dtype):
+    """Return the properties that keep activations and the cache in a dtype; for int4 and int8, leave the defaults."""
+    if dtype not in PRECISIONS:
+        return {}
+    precision = PRECISIONS[dtype]
+    hints = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+    return {**hints, "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 
 
 if __name__ == "__main__":

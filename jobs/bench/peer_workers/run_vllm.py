@@ -7,6 +7,7 @@ from pathlib import Path
 from protocol import admit_and_step, serve
 
 CACHE_GIB = "1"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "bfloat16"}  # of what is not int8
 
 
 class Vllm:
@@ -19,7 +20,7 @@ class Vllm:
         self.extras = {}
         self.engine = LLM(
             model=settings.target,
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.dtype],
+            dtype=DTYPES[settings.dtype],
             max_model_len=settings.max_model_len,
             max_num_seqs=max(settings.batches),
             speculative_config=_speculative(settings),
