@@ -52,13 +52,13 @@ def main() -> None:
         causal_lm = load_target(ModelConfig(target=SMOLLM2, dtype=dtype, device="cpu"), EngineArgs(args.batch))
         plain, _ = decode(causal_lm, prompts, None, args)
         reference = reference or plain
-        print(f"{dtype}, plain: {differences(plain, reference)} in {args.dtypes[0]}", flush=True)
+        print(f"{dtype}, plain, against {args.dtypes[0]}: {differences(plain, reference)}", flush=True)
         for head in HEADS:
             outputs, tau = decode(causal_lm, prompts, head, args)
-            print(f"{dtype}, {head}: tau {tau:.3f}, {differences(outputs, plain)} without drafts", flush=True)
+            print(f"{dtype}, {head}, against plain: tau {tau:.3f}, {differences(outputs, plain)}", flush=True)
         found = distributions(causal_lm, prompts, reference)
         log_probs = log_probs or found
-        print(f"{dtype}, next tokens: {divergence(found, log_probs)} of {args.dtypes[0]}", flush=True)
+        print(f"{dtype}, next tokens, against {args.dtypes[0]}: {divergence(found, log_probs)}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,7 +93,7 @@ def differences(outputs: Outputs, reference: Outputs) -> str:
     places = [first_difference(ids, others) for ids, others in zip(outputs, reference, strict=True)]
     differing = [place for place in places if place is not None]
     at = f", the others from token {mean(differing):.1f} on (mean)" if differing else ""
-    return f"{len(places) - len(differing)} of {len(places)} outputs as{at}"
+    return f"{len(places) - len(differing)} of {len(places)} outputs equal{at}"
 
 
 @torch.inference_mode()
@@ -114,7 +114,7 @@ def divergence(found: list[Float[Tensor, "T V"]], reference: list[Float[Tensor, 
         num_tokens += len(ours)
         num_same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         nats += float(kl_div(ours, theirs, log_target=True, reduction="sum"))
-    return f"KL {nats / num_tokens:.2e}, {num_same} of {num_tokens:,} most probable ones as those"
+    return f"KL {nats / num_tokens:.2e}, {num_same} of {num_tokens:,} most probable tokens equal"
 
 
 if __name__ == "__main__":
