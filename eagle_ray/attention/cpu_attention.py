@@ -117,12 +117,15 @@ class CpuMetadata:
         return self._attend(query, shape.layer, shape.window, ScoreRule(shape.scaling)).flatten(1)
 
     def _attend(self, query: Tensor, layer: int, window: int | None, rule: ScoreRule) -> Tensor:
+        return cpu_ops.attend(self.seen(window), query, *self.cache.layer(layer), rule)
+
+    def seen(self, window: int | None) -> SeenPositions:
+        """Return what the rows see through a sliding window, made once a pass; None sees all."""
         if window not in self._seen:
             self._seen[window] = self._seen_positions(window)
-        return cpu_ops.attend(self._seen[window], query, *self.cache.layer(layer), rule)
+        return self._seen[window]
 
     def _seen_positions(self, window: int | None) -> SeenPositions:
-        """Return what the rows see through a sliding window, made once a pass; None sees all."""
         begin, mask = self.begin, self.mask
         if window is not None:
             begin = torch.maximum(begin, self.positions - window + 1)

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_ops.h"
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -30,10 +32,6 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats4 __attribute__((vector_size(16)));
-
-struct bf16 {
-    uint16_t bits;
-};
 
 inline Floats load(const float *from) { return *reinterpret_cast<const Floats *>(from); }
 
@@ -235,25 +233,6 @@ void rotate_and_write(T *qkv, K *keys, K *values, const int64_t *cells, const fl
 }
 
 // --- attention ------------------------------------------------------------------------------------------------------
-
-}  // namespace
-
-// What each of R rows sees: columns [begin, end) of its sequence, then those of `columns` tree columns from `trunk` on
-// that its mask names. Column c of a sequence lies in cell table[slot][c / block_size] * block_size + c % block_size.
-struct Rows {
-    int64_t rows, columns, block_size, table_width;
-    const int64_t *table, *slots, *begin, *end, *trunk;
-    const uint8_t *mask;
-};
-
-// Strides of the queries are in numbers; keys and values are [cells, kv_heads, dim], the output [rows, heads, value_dim].
-struct Heads {
-    int64_t heads, kv_heads, key_dim, value_dim, row_stride, head_stride;
-    float scaling, softcap;  // softcap 0: none
-    int32_t threads;
-};
-
-namespace {
 
 struct Task {
     int64_t first, last, kv_head;

@@ -58,7 +58,44 @@ class _Weight(Structure):
     ]
 
 
+class _Projection(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+
+
+class DecoderLayer(Structure):
+    """A layer of quantized_layers.cpp."""
+
+    _fields_ = [
+        *((name, _Projection) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_float) for name in ("input_eps", "post_eps", "head_eps")),
+        ("has_bf16_cache", c_int32),
+        *((name, c_void_p) for name in ("keys", "values", "rows", "tap")),
+    ]
+
+
+class LayerScratch(Structure):
+    """The rows of a pass, and room for what quantized_layers.cpp computes."""
+
+    _fields_ = [(name, c_int64) for name in ("rows", "hidden_size", "inner_size")] + [
+        (name, c_void_p)
+        for name in (
+            "cells",
+            "cosine",
+            "sine",
+            "hidden",
+            "normed",
+            "qkv",
+            "attended",
+            "gate_up",
+            "activated",
+            "delta",
+        )
+    ]
+
+
 SIGNATURES = {
+    "quantized_layers": [c_void_p, c_int64, POINTER(LayerScratch), POINTER(_Heads)],
     "quantized_matmul": [c_void_p] * 3 + [POINTER(_Weight), c_int64, c_int],
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
@@ -93,6 +130,10 @@ class SeenPositions:
     trunk: Int[Tensor, " R"]
     mask: UInt8[Tensor, "R M"]
     _rows: _Rows = field(init=False, repr=False)
+
+    @property
+    def descriptor_address(self) -> int:
+        return ctypes.addressof(self._rows)
 
     def __post_init__(self) -> None:
         sizes = (*self.mask.shape, self.block_size, self.table.shape[1])
@@ -227,6 +268,25 @@ def attend(
     return out
 
 
+def quantized_layers(
+    layers: ctypes.Array[DecoderLayer],
+    scratch: LayerScratch,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scaling: float,
+) -> None:
+    """Run decoder layers over the rows of a scratch: see models/quantized_decoder.py."""
+    width = (heads + 2 * kv_heads) * head_dim
+    shape = _Heads(heads, kv_heads, head_dim, head_dim, width, head_dim, scaling, 0.0, torch.get_num_threads())
+    function_for("quantized_layers")(ctypes.addressof(layers), len(layers), scratch, shape)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's first number."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _pair(rows: Tensor, cache: Tensor) -> str:
     """Return the suffix of functions over rows and a cache, whose dtypes may differ."""
     suffix = DTYPES[rows.dtype]
@@ -238,11 +298,11 @@ def _run(name: str, suffix: torch.dtype | str, *arguments: object) -> None:
 
 
 @cache
-def function_for(name: str, suffix: str) -> ctypes._CFuncPtr:
-    """Return a function of the library for the dtypes that its suffix names."""
+def function_for(name: str, suffix: str = "") -> ctypes._CFuncPtr:
+    """Return a function of the library, for the dtypes that its suffix names if it has one."""
     library = best_library()
     assert library is not None, "the library was found when the backend was chosen"
-    function = getattr(library, f"{name}_{suffix}")
+    function = getattr(library, f"{name}_{suffix}" if suffix else name)
     function.argtypes, function.restype = SIGNATURES[name], None
     return function
 

@@ -21,6 +21,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_ops.h"
+
 #if defined(__x86_64__) && defined(__AVX2__)
 #include <immintrin.h>
 #define X86 1
@@ -29,19 +31,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-
-struct bf16 {
-    uint16_t bits;
-};
-
-// A packed weight. scales: of each tile and group, TILE scales and then TILE offsets, in fp16 or fp32.
-struct Weight {
-    int64_t inputs, outputs, group, bits;
-    const uint8_t *codes;
-    const void *scales;
-    int32_t half_scales;
-    int32_t path;  // one of Path; a processor that lacks it must not be asked for it
-};
 
 namespace {
 
@@ -519,7 +508,7 @@ void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t r
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < count; r++)
                 rounded.round(inputs + (first + r) * w.inputs, r);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t tile = 0; tile < tiles; tile++) {
                 float totals[PANEL * TILE];
                 int64_t begin = tile * TILE, lanes = std::min(TILE, w.outputs - begin);
@@ -558,11 +547,11 @@ extern "C" int quantized_matmul_path() {
 }
 
 extern "C" void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight,
-                                         int64_t rows, int threads) {
+                                         int64_t rows, int32_t threads) {
     multiply(out, inputs, bias, *weight, rows, threads);
 }
 
 extern "C" void quantized_matmul_bfloat16(bf16 *out, const bf16 *inputs, const bf16 *bias, const Weight *weight,
-                                          int64_t rows, int threads) {
+                                          int64_t rows, int32_t threads) {
     multiply(out, inputs, bias, *weight, rows, threads);
 }

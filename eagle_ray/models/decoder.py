@@ -34,12 +34,15 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import is_projection, merge_linears
+from eagle_ray.models.quantized_decoder import QuantizedLayer, QuantizedLayers
+from eagle_ray.models.quantized_linear import QuantizedLinear
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -171,6 +174,7 @@ class Decoder:
         self._norm: Norm = base.norm
         self._angles = Angles(base.rotary_emb)
         self._feature_layers = feature_layers
+        self.quantized = quantized_layers(self.layers)
 
     @classmethod
     def of(cls, model: PreTrainedModel, feature_layers: Sequence[int] | None = None) -> Decoder | None:
@@ -187,18 +191,49 @@ class Decoder:
         self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """Run the layers from the rows' embeddings, which are overwritten."""
-        delta, taps = None, {}
         rotary = self._angles(positions)
+        if self.quantized is not None and isinstance(layout, CpuMetadata):
+            delta, taps = self.quantized(hidden, rotary, layout, self._feature_layers)
+        else:
+            delta, taps = self._run_layers(hidden, rotary, layout)
+        out = normed_sum(self._ops, hidden, delta, self._norm)
+        features = out if self._feature_layers is None else torch.cat([taps[i] for i in self._feature_layers], -1)
+        return out, features
 
+    def _run_layers(
+        self, hidden: Float[Tensor, "R H"], rotary: Rotary, layout: AttentionMetadata
+    ) -> tuple[Float[Tensor, "R H"] | None, dict[int, Float[Tensor, "R H"]]]:
+        """Return what the last layer adds to hidden, and the inputs of the feature layers."""
+        delta, taps = None, {}
         for i, layer in enumerate(self.layers):
             normed = layer.normed_input(hidden, delta)
             if self._feature_layers is not None and i in self._feature_layers:
                 taps[i] = hidden.clone()
             delta = layer(hidden, normed, rotary, layout)
+        return delta, taps
 
-        out = normed_sum(self._ops, hidden, delta, self._norm)
-        features = out if self._feature_layers is None else torch.cat([taps[i] for i in self._feature_layers], -1)
-        return out, features
+
+def quantized_layers(layers: Sequence[Layer]) -> QuantizedLayers | None:
+    """Return what runs the layers in one call, or None if one of them is not quantised for a CPU."""
+    parts = []
+    for layer in layers:
+        if layer.input_norm is None or layer.ops is not cpu_ops:
+            return None
+        part = QuantizedLayer(
+            qkv=cast(QuantizedLinear, layer.attention.qkv),
+            output=cast(QuantizedLinear, layer.attention.output),
+            gate_up=cast(QuantizedLinear, layer.mlp.gate_up),
+            down=cast(QuantizedLinear, layer.mlp.down),
+            input_norm=layer.input_norm.weight,
+            input_eps=layer.input_norm.variance_epsilon,
+            post_norm=layer.post_norm.weight,
+            post_eps=layer.post_norm.variance_epsilon,
+            shape=layer.attention.shape,
+        )
+        if not part.is_runnable:
+            return None
+        parts.append(part)
+    return QuantizedLayers(parts)
 
 
 class Angles:

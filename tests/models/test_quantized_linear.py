@@ -5,16 +5,21 @@ import dataclasses
 import pytest
 import torch
 
+from eagle_ray.attention.backend import prefill_metadata
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.packed_linear import OutputSlice, merge_linears, pack_linears, slice_rows
 from eagle_ray.models.quantized_linear import (
     QuantizedLinear,
     QuantizedWeight,
     pack_weight,
     portable_matmul,
+    quantize_linears,
     unpack_weight,
 )
+from eagle_ray.models.target import PromptBatch, TargetModel
+from tests.support.families import config_of, random_model
 
 NUM_PATHS = 4  # portable, AVX2, AVX512-VNNI, AMX
 needs_library = pytest.mark.skipif(cpu_ops.best_library() is None, reason="no compiled library for this processor")
@@ -155,3 +160,24 @@ def test_projections_of_a_layer_are_merged_and_stay_in_the_module_tree():
 def test_sizes_that_the_kernel_does_not_take_are_named(inputs, group_size):
     with pytest.raises(EngineError, match=rf"{inputs} inputs in groups of {group_size}"):
         QuantizedLinear(weight_of(16, inputs, group_size, 4))
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_all_layers_in_one_call_have_the_bits_of_layer_by_layer(family, kv_dtype):
+    model = random_model(config_of(family, hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16))
+    quantize_linears(model)
+    pack_linears(model)
+    outputs = []
+    for is_fused in (True, False):
+        target = TargetModel(model, 2, 64, feature_layers=(0, 1), kv_dtype=kv_dtype)
+        decoder = Decoder.of(model, (0, 1))
+        assert decoder.quantized is not None
+        decoder.quantized = decoder.quantized if is_fused else None
+        for slot in (0, 1):
+            target.cache.blocks.reserve(slot, 20)
+        prompts = PromptBatch.of([0, 1], [list(range(1, 8)), list(range(3, 15))])
+        layout = prefill_metadata(target.cache, [0, 1], [0, 0], [0, 0], [7, 12])
+        outputs.append((*decoder(prompts.tokens, prompts.positions, layout), target.cache.keys.clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
