@@ -27,21 +27,14 @@
 #include <immintrin.h>
 #define X86 1
 #endif
-#if defined(__linux__) && defined(__AVX512F__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
-enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, AMX };
+enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI };
 
 constexpr int64_t TILE = 16, BLOCK = 32;
 constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
-constexpr int MIN_AMX_ROWS = 9;       // of 16 that a tile register takes
+constexpr int64_t AHEAD = 2048;       // bytes of codes that are fetched before they are read
 constexpr int64_t SMALL = 1 << 16;    // multiplications below which starting threads costs more than they save
 
 inline float number(float x) { return x; }
@@ -68,26 +61,29 @@ inline void set(bf16 &to, float x) {
     to.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 0x40;
 }
 
-// The rounded inputs of some rows: int8 numbers, the step of each block, and each group's sum of step * rounded.
+// The rounded inputs of some rows: int8 numbers, the step of each block, and each group's sum of step * rounded. Rows lie
+// together in each block, so that a kernel finds all of its rows at fixed distances.
 struct Inputs {
-    std::vector<int8_t> numbers;
-    std::vector<float> steps, sums;
-    int64_t size, blocks, groups, part, parts;  // part: inputs of a group or of a block, whichever is smaller
+    std::vector<int8_t> numbers;      // [blocks, rows, BLOCK]
+    std::vector<float> steps, sums;   // [blocks, rows] and [groups, rows]
+    int64_t rows, blocks, groups, part;  // part: inputs of a group or of a block, whichever is smaller
 
-    void resize(int64_t rows, const Weight &w) {
-        size = w.inputs, blocks = size / BLOCK, groups = size / w.group;
-        part = std::min(w.group, BLOCK), parts = size / part;
-        int64_t whole = (rows + 15) / 16 * 16;  // tile registers take 16 rows, whatever the last ones hold
-        numbers.resize(whole * size);
-        steps.resize(whole * blocks);
-        sums.resize(whole * groups);
+    void resize(int64_t count, const Weight &w) {
+        rows = count;
+        blocks = w.inputs / BLOCK, groups = w.inputs / w.group, part = std::min(w.group, BLOCK);
+        numbers.resize(blocks * rows * BLOCK);
+        steps.resize(blocks * rows);
+        sums.resize(groups * rows);
     }
 
+    const int8_t *block(int64_t b, int64_t row) const { return numbers.data() + (b * rows + row) * BLOCK; }
+    const float *steps_of(int64_t b, int64_t row) const { return steps.data() + b * rows + row; }
+    const float *sums_of(int64_t g, int64_t row) const { return sums.data() + g * rows + row; }
+
     template <typename T> void round(const T *from, int64_t row) {
-        int8_t *to = numbers.data() + row * size;
-        float *step = steps.data() + row * blocks, *sum = sums.data() + row * groups;
-        std::fill(sum, sum + groups, 0.0f);
-        int64_t group = size / groups;
+        int64_t group = blocks * BLOCK / groups;
+        for (int64_t g = 0; g < groups; g++)
+            sums[g * rows + row] = 0.0f;
         for (int64_t b = 0; b < blocks; b++) {
             float values[BLOCK];
             for (int i = 0; i < BLOCK; i++)
@@ -97,19 +93,21 @@ struct Inputs {
                 most = std::max(most, magnitude_bits(values[i]));
             float largest = float_of(most);
             bool is_finite = most < 0x7f800000;
-            step[b] = is_finite ? largest / 127.0f : NAN;
+            float step = is_finite ? largest / 127.0f : NAN;
             float inverse = is_finite && most > 0 ? 127.0f / largest : 0.0f;
             int32_t rounded[BLOCK];
             for (int i = 0; i < BLOCK; i++)
                 rounded[i] = (int32_t)__builtin_rintf(is_finite ? values[i] * inverse : 0.0f);
+            steps[b * rows + row] = step;
+            int8_t *to = numbers.data() + (b * rows + row) * BLOCK;
             for (int i = 0; i < BLOCK; i++)
-                to[b * BLOCK + i] = (int8_t)rounded[i];
+                to[i] = (int8_t)rounded[i];
             for (int64_t i = 0; i < BLOCK; i += part) {
                 int32_t total = 0;
                 for (int64_t j = i; j < i + part; j++)
                     total += rounded[j];
-                float &at = sum[(b * BLOCK + i) / group];
-                at = __builtin_fmaf(step[b], (float)total, at);
+                float &at = sums[(b * BLOCK + i) / group * rows + row];
+                at = __builtin_fmaf(step, (float)total, at);
             }
         }
     }
@@ -140,18 +138,18 @@ void portable(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int 
     const uint8_t *codes = w.codes + tile * in.blocks * block_bytes;
     for (int r = 0; r < count; r++)
         for (int64_t lane = 0; lane < TILE; lane++) {
-            const int8_t *numbers = in.numbers.data() + (row + r) * in.size;
             float total = 0.0f;
             for (int64_t g = 0; g < in.groups; g++) {
                 float partial = 0.0f;
                 for (int64_t first = g * w.group; first < (g + 1) * w.group; first += in.part) {
                     int32_t whole = 0;
                     for (int64_t i = first; i < first + in.part; i++)
-                        whole += code_of(w, codes + i / BLOCK * block_bytes, i % BLOCK, lane) * numbers[i];
-                    partial = __builtin_fmaf((float)whole, in.steps[(row + r) * in.blocks + first / BLOCK], partial);
+                        whole += code_of(w, codes + i / BLOCK * block_bytes, i % BLOCK, lane) *
+                                 in.block(i / BLOCK, row + r)[i % BLOCK];
+                    partial = __builtin_fmaf((float)whole, *in.steps_of(first / BLOCK, row + r), partial);
                 }
                 total = __builtin_fmaf(partial, scale_of(w, tile, g, lane, false), total);
-                total = __builtin_fmaf(in.sums[(row + r) * in.groups + g], scale_of(w, tile, g, lane, true), total);
+                total = __builtin_fmaf(*in.sums_of(g, row + r), scale_of(w, tile, g, lane, true), total);
             }
             totals[r * TILE + lane] = total;
         }
@@ -172,8 +170,6 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
     constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const uint8_t *codes = w.codes + tile * in.blocks * BYTES + half * 32;
-    const int8_t *numbers = in.numbers.data() + row * in.size;
-    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
     int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE + half * 8;
     __m256 total[COUNT];
     for (int r = 0; r < COUNT; r++)
@@ -184,6 +180,8 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
             partial[r] = _mm256_setzero_ps();
         int64_t first = g / NUM_PARTS * per_group, begin = g % NUM_PARTS * STEPS;
         for (int64_t b = first; b < first + per_group; b++) {
+            const int8_t *numbers = in.block(b, row);
+            const float *steps = in.steps_of(b, row);
             __m256i whole[COUNT];
             for (int r = 0; r < COUNT; r++)
                 whole[r] = _mm256_setzero_si256();
@@ -193,7 +191,7 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
                 if (BITS == 4)
                     code = _mm256_and_si256(j < 4 ? code : _mm256_srli_epi16(code, 4), low);
                 for (int r = 0; r < COUNT; r++) {
-                    __m256i input = _mm256_set1_epi32(word(numbers + r * in.size + b * BLOCK + 4 * j));
+                    __m256i input = _mm256_set1_epi32(word(numbers + r * BLOCK + 4 * j));
                     if (BITS == 4)  // the sums of two products take 12 bits, and those of a block 15
                         whole[r] = _mm256_add_epi16(whole[r], _mm256_maddubs_epi16(code, input));
                     else {  // with a sign, code - 128 and an input fit: pairs take 16 bits. 128 inputs are added again
@@ -207,7 +205,7 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
             }
             for (int r = 0; r < COUNT; r++) {
                 __m256i sum = BITS == 4 ? _mm256_madd_epi16(whole[r], ones) : whole[r];
-                __m256 step = _mm256_set1_ps(steps[r * in.blocks + b]);
+                __m256 step = _mm256_set1_ps(steps[r]);
                 partial[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step, partial[r]);
             }
         }
@@ -222,7 +220,7 @@ void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int
         }
         for (int r = 0; r < COUNT; r++) {
             total[r] = _mm256_fmadd_ps(partial[r], scale, total[r]);
-            total[r] = _mm256_fmadd_ps(_mm256_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+            total[r] = _mm256_fmadd_ps(_mm256_set1_ps(in.sums_of(g, row)[r]), offset, total[r]);
         }
     }
     for (int r = 0; r < COUNT; r++)
@@ -243,7 +241,6 @@ void avx2(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int coun
 
 #if defined(__AVX512F__)
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
-#define FOR_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-int8")))
 
 inline void load_scales(const Weight &w, int64_t at, __m512 &scale, __m512 &offset) {
     if (w.half_scales) {
@@ -263,8 +260,6 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
     constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m512i low = _mm512_set1_epi8(15);
     const uint8_t *codes = w.codes + tile * in.blocks * BYTES;
-    const int8_t *numbers = in.numbers.data() + row * in.size;
-    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
     int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE;
     __m512 total[COUNT], partial[COUNT];
     for (int r = 0; r < COUNT; r++)
@@ -274,6 +269,8 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
             for (int r = 0; r < COUNT; r++)
                 partial[r] = _mm512_setzero_ps();
             for (int64_t c = b; c < b + per_group; c++) {
+                const int8_t *numbers = in.block(c, row);
+                const float *steps = in.steps_of(c, row);
                 __m512i code[STEPS];
 #pragma GCC unroll 8
                 for (int j = 0; j < STEPS; j++) {
@@ -286,7 +283,7 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < COUNT; r++) {
-                    const int8_t *input = numbers + r * in.size + c * BLOCK + part * 4 * STEPS;
+                    const int8_t *input = numbers + r * BLOCK + part * 4 * STEPS;
                     __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
 #pragma GCC unroll 4
                     for (int j = 0; j < STEPS; j += 2) {
@@ -294,7 +291,7 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
                         odd = _mm512_dpbusd_epi32(odd, code[j + 1], _mm512_set1_epi32(word(input + 4 * j + 4)));
                     }
                     __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + c]);
+                    __m512 step = _mm512_set1_ps(steps[r]);
                     partial[r] = PARTS ? _mm512_mul_ps(sum, step) : _mm512_fmadd_ps(sum, step, partial[r]);
                 }
             }
@@ -303,7 +300,7 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
 #pragma GCC unroll 8
             for (int r = 0; r < COUNT; r++) {
                 total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
-                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(in.sums_of(g, row)[r]), offset, total[r]);
             }
         }
     }
@@ -323,137 +320,6 @@ void vnni(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int coun
     for (; r < count; r++)
         vnni_rows<1, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
 }
-
-// Tile registers: 0 to 3 hold sums [16 rows, TILE], 4 and 5 the inputs of 16 rows, 6 and 7 codes.
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Holds this thread's tile registers as this file needs them. Other libraries have theirs back afterwards.
-struct TileRegisters {
-    TileConfig before;
-    FOR_AMX explicit TileRegisters(int64_t part) {
-        TileConfig mine;
-        for (int i = 0; i < 8; i++) {
-            mine.rows[i] = i < 6 ? 16 : part / 4;
-            mine.row_bytes[i] = i == 4 || i == 5 ? part : 64;
-        }
-        _tile_storeconfig(&before);
-        _tile_loadconfig(&mine);
-    }
-    FOR_AMX ~TileRegisters() {
-        if (before.palette)
-            _tile_loadconfig(&before);
-        else
-            _tile_release();
-    }
-};
-
-// The integer sums of 16 rows with `count` <= 4 parts of blocks from `part` on, each in its own tile register: these take
-// longer to come than four of them take to begin.
-template <int PARTS>
-FOR_AMX inline __attribute__((always_inline)) void amx_sums(const int8_t *numbers, int64_t row_bytes,
-                                                            const uint8_t *codes, int64_t part, int64_t count,
-                                                            int32_t *sums) {
-    constexpr int64_t INPUTS = BLOCK / PARTS;
-    numbers += part * INPUTS, codes += part * INPUTS * TILE;
-#define SUM_PART(k, total, input, code)                                                                                \
-    if (k < count) {                                                                                                   \
-        _tile_zero(total);                                                                                             \
-        _tile_loadd(input, numbers + k * INPUTS, row_bytes);                                                           \
-        _tile_loadd(code, codes + k * INPUTS * TILE, 64);                                                              \
-        _tile_dpbsud(total, input, code);                                                                              \
-    }
-    SUM_PART(0, 0, 4, 6) SUM_PART(1, 1, 5, 7) SUM_PART(2, 2, 4, 6) SUM_PART(3, 3, 5, 7)
-#undef SUM_PART
-    _tile_stored(0, sums, 64);
-    if (count > 1)
-        _tile_stored(1, sums + 16 * TILE, 64);
-    if (count > 2)
-        _tile_stored(2, sums + 32 * TILE, 64);
-    if (count > 3)
-        _tile_stored(3, sums + 48 * TILE, 64);
-}
-
-// A tile's outputs of 16 rows; `codes` has a byte for each, whatever the bits. PARTS as above.
-template <int PARTS>
-FOR_AMX void amx_rows(const Weight &w, const Inputs &in, const uint8_t *codes, int64_t tile, int64_t row,
-                      float *totals) {
-    constexpr int NUM_PARTS = PARTS ? PARTS : 1;
-    alignas(64) int32_t wholes[4 * 16 * TILE];
-    const int8_t *numbers = in.numbers.data() + row * in.size;
-    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
-    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE, parts = in.blocks * NUM_PARTS;
-    __m512 total[16], partial[PARTS ? 1 : 16];
-    for (int r = 0; r < 16; r++)
-        total[r] = _mm512_setzero_ps();
-    for (int64_t first = 0, g = 0; first < parts; first += 4) {
-        int64_t count = std::min<int64_t>(4, parts - first);
-        amx_sums<NUM_PARTS>(numbers, in.size, codes, first, count, wholes);
-        for (int64_t p = first; p < first + count; p++) {
-            const int32_t *whole = wholes + (p - first) * 16 * TILE;
-            const float *step = steps + p / NUM_PARTS;
-            if (!PARTS) {
-                bool begins = p % per_group == 0;
-#pragma GCC unroll 16
-                for (int r = 0; r < 16; r++) {
-                    __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE));
-                    __m512 before = begins ? _mm512_setzero_ps() : partial[r];
-                    partial[r] = _mm512_fmadd_ps(sum, _mm512_set1_ps(step[r * in.blocks]), before);
-                }
-                if ((p + 1) % per_group)
-                    continue;
-            }
-            __m512 scale, offset;
-            load_scales(w, at, scale, offset);
-#pragma GCC unroll 16
-            for (int r = 0; r < 16; r++) {
-                __m512 of_group = PARTS ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE)),
-                                                        _mm512_set1_ps(step[r * in.blocks]))
-                                        : partial[r];
-                total[r] = _mm512_fmadd_ps(of_group, scale, total[r]);
-                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
-            }
-            g++, at += 2 * TILE;
-        }
-    }
-    for (int r = 0; r < 16; r++)
-        _mm512_storeu_ps(totals + r * TILE, total[r]);
-}
-
-// The codes of a tile with a byte for each.
-const uint8_t *bytes_of(const Weight &w, const Inputs &in, int64_t tile, std::vector<uint8_t> &scratch) {
-    constexpr int64_t BYTES = BLOCK * TILE;
-    if (w.bits == 8)
-        return w.codes + tile * in.blocks * BYTES;
-    scratch.resize(in.blocks * BYTES);
-    const __m512i low = _mm512_set1_epi8(15);
-    const uint8_t *from = w.codes + tile * in.blocks * BYTES / 2;
-    for (int64_t b = 0; b < in.blocks; b++)
-        for (int j = 0; j < 4; j++) {
-            __m512i pairs = _mm512_loadu_si512(from + b * BYTES / 2 + j * 64);
-            uint8_t *to = scratch.data() + b * BYTES + j * 64;
-            _mm512_storeu_si512(to, _mm512_and_si512(pairs, low));
-            _mm512_storeu_si512(to + BYTES / 2, _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low));
-        }
-    return scratch.data();
-}
-
-template <int BITS, int PARTS>
-FOR_AMX void amx(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
-    thread_local std::vector<uint8_t> scratch;
-    const uint8_t *codes = bytes_of(w, in, tile, scratch);
-    int r = 0;
-    {
-        TileRegisters registers(in.part);
-        for (; r + MIN_AMX_ROWS <= count; r += 16)
-            amx_rows<PARTS>(w, in, codes, tile, row + r, totals + r * TILE);
-    }
-    if (r < count)
-        vnni<BITS, PARTS>(w, in, tile, row + r, count - r, totals + r * TILE);
-}
 #endif
 
 using TileFunction = void (*)(const Weight &, const Inputs &, int64_t tile, int64_t row, int count, float *totals);
@@ -472,18 +338,13 @@ template <int BITS, int PARTS> struct Avx2 {
 };
 #endif
 #if defined(__AVX512F__)
-template <int BITS, int PARTS> struct Amx {
-    static constexpr TileFunction run = amx<BITS, PARTS>;
-};
 template <int BITS, int PARTS> struct Vnni {
     static constexpr TileFunction run = vnni<BITS, PARTS>;
 };
 #endif
 
-TileFunction function_of(const Weight &w, int64_t rows) {
+TileFunction function_of(const Weight &w) {
 #if defined(__AVX512F__)
-    if (w.path == AMX && rows >= MIN_AMX_ROWS)
-        return chosen<Amx>(w);
     if (w.path >= AVX512_VNNI)
         return chosen<Vnni>(w);
 #endif
@@ -494,10 +355,27 @@ TileFunction function_of(const Weight &w, int64_t rows) {
     return portable;
 }
 
+// Stores two tiles' outputs from `begin` on. Together they fill a cache line or two of each row, which lie pages apart.
+template <typename T>
+void store(T *out, const T *bias, const Weight &w, int64_t begin, int64_t count, const float (*totals)[PANEL * TILE]) {
+    int64_t lanes = std::min(2 * TILE, w.outputs - begin);
+    float add[2 * TILE] = {};
+    for (int64_t lane = 0; bias && lane < lanes; lane++)
+        add[lane] = number(bias[begin + lane]);
+    for (int64_t r = 0; r < count; r++) {
+        T row[2 * TILE];
+        for (int64_t lane = 0; lane < TILE; lane++)
+            set(row[lane], totals[0][r * TILE + lane] + add[lane]);
+        for (int64_t lane = 0; lane < TILE && lanes > TILE; lane++)
+            set(row[TILE + lane], totals[1][r * TILE + lane] + add[TILE + lane]);
+        memcpy(out + r * w.outputs + begin, row, lanes * sizeof(T));
+    }
+}
+
 template <typename T>
 void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads) {
     thread_local Inputs in;
-    TileFunction run = function_of(w, std::min(rows, PANEL));
+    TileFunction run = function_of(w);
     int64_t tiles = (w.outputs + TILE - 1) / TILE;
     for (int64_t first = 0; first < rows; first += PANEL) {
         int64_t count = std::min(PANEL, rows - first);
@@ -509,19 +387,11 @@ void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t r
             for (int64_t r = 0; r < count; r++)
                 rounded.round(inputs + (first + r) * w.inputs, r);
 #pragma omp for schedule(static) nowait
-            for (int64_t tile = 0; tile < tiles; tile++) {
-                float totals[PANEL * TILE];
-                int64_t begin = tile * TILE, lanes = std::min(TILE, w.outputs - begin);
-                run(w, rounded, tile, 0, count, totals);
-                float add[TILE] = {};
-                for (int64_t lane = 0; bias && lane < lanes; lane++)
-                    add[lane] = number(bias[begin + lane]);
-                for (int64_t r = 0; r < count; r++) {
-                    T row[TILE];
-                    for (int64_t lane = 0; lane < TILE; lane++)
-                        set(row[lane], totals[r * TILE + lane] + add[lane]);
-                    memcpy(out + (first + r) * w.outputs + begin, row, lanes * sizeof(T));
-                }
+            for (int64_t tile = 0; tile < tiles; tile += 2) {
+                float totals[2][PANEL * TILE];
+                for (int64_t i = 0; i < std::min<int64_t>(2, tiles - tile); i++)
+                    run(w, rounded, tile + i, 0, count, totals[i]);
+                store(out + first * w.outputs, bias, w, tile * TILE, count, totals);
             }
         }
     }
@@ -529,13 +399,9 @@ void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t r
 
 }  // namespace
 
-// The best of Path that this processor and this library have. Asks the kernel for the use of AMX.
+// The best of Path that this processor and this library have. AMX was tried: beside the scales of blocks, its products
+// gain nothing over VNNI.
 extern "C" int quantized_matmul_path() {
-#if defined(__AVX512F__) && defined(__linux__)
-    bool has_amx = __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-tile");
-    if (has_amx && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0)
-        return AMX;
-#endif
 #if defined(__AVX512F__)
     if (__builtin_cpu_supports("avx512vnni"))
         return AVX512_VNNI;
