@@ -35,7 +35,7 @@ enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI };
 constexpr int64_t TILE = 16, BLOCK = 32;
 constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
 constexpr int64_t AHEAD = 2048;       // bytes of codes that are fetched before they are read
-constexpr int64_t SMALL = 1 << 16;    // multiplications below which starting threads costs more than they save
+constexpr int64_t SMALL = 1 << 21;     // multiplications below which starting threads costs more than they save
 
 inline float number(float x) { return x; }
 inline float number(bf16 x) {
