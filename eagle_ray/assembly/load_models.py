@@ -220,7 +220,7 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
 
 def _gigabytes(path: Path) -> str:
     """Return the size of the weights in a model's directory, as text."""
-    return f"{sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind)) / 1e9:.1f} GB"
+    return f"{sum(file.stat().st_size for kind in [*WEIGHTS, '*.gguf'] for file in path.glob(kind)) / 1e9:.1f} GB"
 
 
 def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:

@@ -24,7 +24,6 @@ from eagle_ray.storage.path import StoragePath
 SETTINGS: dict[str, Any] = {
     "name": "demo",
     "model.device": "cpu",
-    "model.dtype": "float32",  # the outputs are plain decoding's to the last token; bf16 may round a near-tie otherwise
     "execution.ray_address": "local",
     "execution.actors": 1,
     "execution.slots": 8,
@@ -39,6 +38,7 @@ TINY = {
     "input.path": "embedded:prompts",
     "model.target": "embedded:tiny",
     "model.draft": "embedded:tiny",
+    "model.dtype": "float32",  # the outputs are plain decoding's to the last token; bf16 may round a near-tie otherwise
     "sampling.max_tokens": 128,
 }
 SMOLLM2 = {

@@ -132,7 +132,7 @@ class ModelConfig(StrictModel):
 
     target: Name = Field(
         default="embedded:tiny",
-        description="embedded:tiny, embedded:smollm2, a local directory, a URL such as "
+        description="embedded:tiny, embedded:smollm2, a local directory or GGUF file, a URL such as "
         "s3://bucket/path, or a hub id such as org/name",
     )
     draft: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
@@ -336,7 +336,8 @@ class EnginesConfig(StrictModel):
         on a CPU has room for max_model_len in every slot, or without it for 4,096 tokens in every slot or 32,768 in
         one; on a GPU it is the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
     kv_dtype: the numbers of the target's KV cache. fp8 takes half the memory of bfloat16 and rounds keys and values, so
-        outputs are those of a target with such a cache. auto is the dtype of the weights.
+        outputs are those of a target with such a cache. auto is the dtype of the weights, and bf16 with quantised
+        weights on a CPU.
     prefill_tokens: maximum number of prompt tokens that one step computes. Running sequences wait for them: fewer make
         streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
         endpoint.
