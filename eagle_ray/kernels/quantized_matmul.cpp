@@ -308,17 +308,20 @@ FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t
         _mm512_storeu_ps(totals + r * TILE, total[r]);
 }
 
+// Up to 8 rows read the codes once, however many they are.
 template <int BITS, int PARTS>
 void vnni(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
-    int r = 0;
-    for (; r + 8 <= count; r += 8)
-        vnni_rows<8, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
-    for (; r + 4 <= count; r += 4)
-        vnni_rows<4, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
-    for (; r + 2 <= count; r += 2)
-        vnni_rows<2, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
-    for (; r < count; r++)
-        vnni_rows<1, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
+    for (int r = 0; r < count; r += 8) {
+        float *to = totals + r * TILE;
+        switch (std::min(count - r, 8)) {
+#define ROWS(N)                                                                                                        \
+    case N:                                                                                                            \
+        vnni_rows<N, BITS, PARTS>(w, in, tile, row + r, to);                                                           \
+        break;
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+#undef ROWS
+        }
+    }
 }
 #endif
 
