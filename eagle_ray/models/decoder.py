@@ -174,7 +174,7 @@ class Decoder:
         self._norm: Norm = base.norm
         self._angles = Angles(base.rotary_emb)
         self._feature_layers = feature_layers
-        self.quantized = quantized_layers(self.layers)
+        self.quantized = layers_in_one_call(self.layers)
 
     @classmethod
     def of(cls, model: PreTrainedModel, feature_layers: Sequence[int] | None = None) -> Decoder | None:
@@ -192,10 +192,7 @@ class Decoder:
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """Run the layers from the rows' embeddings, which are overwritten."""
         rotary = self._angles(positions)
-        if self.quantized is not None and isinstance(layout, CpuMetadata):
-            delta, taps = self.quantized(hidden, rotary, layout, self._feature_layers)
-        else:
-            delta, taps = self._run_layers(hidden, rotary, layout)
+        delta, taps = self._run_layers(hidden, rotary, layout)
         out = normed_sum(self._ops, hidden, delta, self._norm)
         features = out if self._feature_layers is None else torch.cat([taps[i] for i in self._feature_layers], -1)
         return out, features
@@ -204,7 +201,10 @@ class Decoder:
         self, hidden: Float[Tensor, "R H"], rotary: Rotary, layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"] | None, dict[int, Float[Tensor, "R H"]]]:
         """Return what the last layer adds to hidden, and the inputs of the feature layers."""
-        delta, taps = None, {}
+        if self.quantized is not None and isinstance(layout, CpuMetadata):
+            return self.quantized(hidden, rotary, layout, self._feature_layers)
+        delta: Float[Tensor, "R H"] | None = None
+        taps: dict[int, Float[Tensor, "R H"]] = {}
         for i, layer in enumerate(self.layers):
             normed = layer.normed_input(hidden, delta)
             if self._feature_layers is not None and i in self._feature_layers:
@@ -213,27 +213,31 @@ class Decoder:
         return delta, taps
 
 
-def quantized_layers(layers: Sequence[Layer]) -> QuantizedLayers | None:
+def layers_in_one_call(layers: Sequence[Layer]) -> QuantizedLayers | None:
     """Return what runs the layers in one call, or None if one of them is not quantised for a CPU."""
-    parts = []
-    for layer in layers:
-        if layer.input_norm is None or layer.ops is not cpu_ops:
-            return None
-        part = QuantizedLayer(
-            qkv=cast(QuantizedLinear, layer.attention.qkv),
-            output=cast(QuantizedLinear, layer.attention.output),
-            gate_up=cast(QuantizedLinear, layer.mlp.gate_up),
-            down=cast(QuantizedLinear, layer.mlp.down),
-            input_norm=layer.input_norm.weight,
-            input_eps=layer.input_norm.variance_epsilon,
-            post_norm=layer.post_norm.weight,
-            post_eps=layer.post_norm.variance_epsilon,
-            shape=layer.attention.shape,
-        )
-        if not part.is_runnable:
-            return None
-        parts.append(part)
-    return QuantizedLayers(parts)
+    parts = [part for layer in layers if (part := _quantized_layer(layer)) is not None]
+    return QuantizedLayers(parts) if len(parts) == len(layers) else None
+
+
+def _quantized_layer(layer: Layer) -> QuantizedLayer | None:
+    """Return the layer's parts if one call computes them."""
+    projections = [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
+    quantized = [projection for projection in projections if isinstance(projection, QuantizedLinear)]
+    if len(quantized) < len(projections) or layer.input_norm is None or layer.ops is not cpu_ops:
+        return None
+    qkv, output, gate_up, down = quantized
+    part = QuantizedLayer(
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+        input_norm=layer.input_norm.weight,
+        input_eps=layer.input_norm.variance_epsilon,
+        post_norm=layer.post_norm.weight,
+        post_eps=layer.post_norm.variance_epsilon,
+        shape=layer.attention.shape,
+    )
+    return part if part.is_runnable else None
 
 
 class Angles:

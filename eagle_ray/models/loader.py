@@ -73,7 +73,7 @@ def load_causal_lm(
         auto = checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
         own = auto if isinstance(dtype, str) else dtype
         model = build_model(config, checkpoint, own, device, dequantize, runs_on)
-        model.generation_config = _generation_config(path, model)
+        model.generation_config = _generation_config(path) or model.generation_config
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     if (quantization := quantization_of(config)) is not None:
@@ -97,11 +97,11 @@ def load_causal_lm(
     return _freeze(model)
 
 
-def _generation_config(path: Path, model: PreTrainedModel) -> GenerationConfig | None:
+def _generation_config(path: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
-        return model.generation_config
+        return None
 
 
 def loads_to(device: str) -> bool:

@@ -43,11 +43,8 @@ class QuantizedLayer:
     @property
     def is_runnable(self) -> bool:
         """Return whether the call computes this layer: in fp32, with inputs in their own order."""
-        projections = [getattr(self, name) for name in PROJECTIONS]
-        return all(
-            isinstance(projection, QuantizedLinear) and projection.dtype is torch.float32 and projection.order is None
-            for projection in projections
-        )
+        projections: list[QuantizedLinear] = [getattr(self, name) for name in PROJECTIONS]
+        return all(projection.dtype is torch.float32 and projection.order is None for projection in projections)
 
 
 class QuantizedLayers:
@@ -110,7 +107,7 @@ def _structure(layer: QuantizedLayer) -> DecoderLayer:
         projection: QuantizedLinear = getattr(layer, name)
         part = getattr(structure, name)
         part.weight, part.bias = ctypes.addressof(projection.packed.descriptor), address(projection.bias)
-    norms = {"input_norm": layer.input_norm, "post_norm": layer.post_norm}
+    norms: dict[str, Tensor | None] = {"input_norm": layer.input_norm, "post_norm": layer.post_norm}
     norms |= {"q_norm": layer.shape.q_norm, "k_norm": layer.shape.k_norm}
     for name, norm in norms.items():
         setattr(structure, name, address(norm))

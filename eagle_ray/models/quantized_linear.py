@@ -81,8 +81,10 @@ class QuantizedWeight:
         first = parts[0]
         if not all(_is_same_order(part.order, first.order) for part in parts):
             raise ValueError("weights whose inputs are in different orders have no common order. Compute them apart")
-        joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "offset"))
-        return cls(*joined, first.bits, first.order)
+        codes, scale, offset = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "offset")
+        )
+        return cls(codes, scale, offset, first.bits, first.order)
 
 
 def _is_same_order(order: Int[Tensor, " I"] | None, other: Int[Tensor, " I"] | None) -> bool:

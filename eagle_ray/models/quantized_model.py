@@ -113,7 +113,8 @@ def _layer(
     with torch.device("meta"):
         layer = nn.Linear(dense.shape[1], dense.shape[0], bias is not None)
     layer.weight = nn.Parameter(dense.to(device, dtype), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
 
 
