@@ -24,6 +24,7 @@ from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
 from eagle_ray.requests.parameters import SamplingParams
+from tests.support.families import FAMILIES
 from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
 from tests.support.quantised_files import (
     PackedLayer,
@@ -354,6 +355,22 @@ def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method, is_tied
     loaded = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize=True)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("family", "says"), [("mixtral", "quantised experts are"), ("gemma2", "of this family is")])
+def test_families_whose_quantised_layers_are_not_read_are_named(tmp_path, family, says):
+    config = FAMILIES[family]
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": AWQ}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(config.hidden_size) for i in range(2)}
+    save_file(norms, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=f"{says} not read here"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+def test_a_method_that_is_no_text_is_not_read():
+    assert not reads(AWQ | {"quant_method": ["awq"]})
 
 
 def test_missing_tensors_of_a_model_are_named(tmp_path):
