@@ -7,6 +7,7 @@ from dataclasses import astuple
 
 import torch
 
+from eagle_ray.assembly.model_memory import weight_bytes
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.counters import choice_text
@@ -90,6 +91,7 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
         "method": speculative.method,
         "draft": engine.drafter.cost_key,
         "dtype": str(target.dtype),
+        "weight_bytes": weight_bytes(target.model),  # quantised weights have the dtype of activations
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else cpu_name(),
         "kernels": backend_name(target.cache),
         "threads": torch.get_num_threads(),

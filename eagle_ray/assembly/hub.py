@@ -79,8 +79,8 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
             raise ConfigError(f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_NAMES[part])}")
         return path
     if Path(name).is_dir():
-        return Path(name)
-    if part == "target" and name.endswith(".gguf") and Path(name).is_file():
+        return _local(Path(name), part)
+    if part == "target" and name.lower().endswith(".gguf") and Path(name).is_file():
         return gguf_directory(Path(name))
     if is_url(name):
         return _fetch(name, part, left_out)
@@ -101,6 +101,17 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
             f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
             f"reached from here ({type(error).__name__})"
         ) from error
+
+
+def _local(directory: Path, part: str) -> Path:
+    """Return the directory. Raises ConfigError if it has nothing but a GGUF file, which is to be named itself."""
+    files = [] if part != "target" or (directory / "config.json").exists() else sorted(directory.glob("*.gguf"))
+    if files:
+        raise ConfigError(
+            f"model.target: {directory} has no config.json. Name the GGUF file itself, such as {files[0]}, or put the "
+            "model's config.json and tokenizer.json into the directory"
+        )
+    return directory
 
 
 def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:

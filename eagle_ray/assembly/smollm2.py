@@ -25,7 +25,7 @@ from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_metadata
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import cache_home, made_once
-from eagle_ray.storage.model_files import INSTALL, NAME_CHARS, gguf_file
+from eagle_ray.storage.model_files import INSTALL, NAME_CHARS, check_no_pointers, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -70,6 +70,7 @@ def gguf_directory(source: Path) -> Path:
     Raises ConfigError naming model.target.
     """
     try:
+        check_no_pointers([source])
         return _directory_of(source, source.stem[:NAME_CHARS], lambda directory: None)
     except (GGUFError, EngineError) as error:
         raise ConfigError(

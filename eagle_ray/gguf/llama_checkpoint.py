@@ -55,6 +55,7 @@ ARCHITECTURE_OF = {"mistral": "llama"} | {name: name for name in CLASSES}  # by 
 ADJACENT_PAIRS = ("llama", "mistral")  # model types whose q_proj and k_proj have other rows than in transformers
 # keys of models that compute something else
 UNSUPPORTED = ("rope.scaling.type", "expert_count", "attention.sliding_window", "logit_scale", "attention.scale")
+BROKEN = (TypeError, ValueError, IndexError, AttributeError, ArithmeticError)  # of values that are no model's
 DEFAULT_THETA = 10000.0  # of files that do not say it
 LLAMA3_ROPES: list[dict[str, Any]] = [  # of Llama 3.1 and 3.3, and of Llama 3.2
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -131,11 +132,18 @@ def write_metadata(file: GGUFFile, directory: Path) -> None:
     """Write the config and the tokenizer into an existing directory. Raises GGUFError."""
     config = llama_config(file)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        tokenizer = tokenizer_json(file.metadata)
+        tokenizer_settings = tokenizer_config(file.metadata, config["max_position_embeddings"])
+    except KeyError as error:
+        raise GGUFError(f"the metadata lacks {error}") from error
+    except BROKEN as error:
+        raise GGUFError(f"the tokenizer's metadata is broken: {error}. Download the file again") from error
     contents = {
         "config.json": config,
         "generation_config.json": generation,
-        "tokenizer.json": tokenizer_json(file.metadata),
-        "tokenizer_config.json": tokenizer_config(file.metadata, config["max_position_embeddings"]),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": tokenizer_settings,
     }
     for name, content in contents.items():
         text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -156,6 +164,8 @@ def llama_config(file: GGUFFile) -> dict[str, Any]:
         config = _config_of(file, architecture)
     except KeyError as error:
         raise GGUFError(f"the metadata lacks {error}") from error
+    except BROKEN as error:
+        raise GGUFError(f"the metadata is broken: {error}. Download the file again") from error
     check_names(file, config)
     return config
 
@@ -277,7 +287,7 @@ def tensor_names(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def row_order(source: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
-    """Return the file's row for each row of transformers; None if they are in one order.
+    """Return the file's row for each row of transformers; None if they are in one order. Raises GGUFError.
 
     source: the name of a weight in the file.
     """
@@ -285,6 +295,11 @@ def row_order(source: str, num_rows: int, config: dict[str, Any]) -> np.ndarray 
     key = heads.get(source.rpartition("blk.")[2].partition(".")[2])
     if key is None or config["model_type"] not in ADJACENT_PAIRS:
         return None
+    if num_rows % (2 * config[key]):
+        raise GGUFError(
+            f"tensor {source}: has {num_rows} rows, which are not {config[key]} heads. "
+            "Use the config.json of the file's own model"
+        )
     return unpermute(np.arange(num_rows)[:, None], config[key])[:, 0]
 
 

@@ -70,7 +70,8 @@ def reads(quantization: dict[str, Any]) -> bool:
 
     quantization: the content of quantization_config.
     """
-    return quantization.get("quant_method") in METHODS
+    method = quantization.get("quant_method")
+    return isinstance(method, str) and method in METHODS
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,8 +152,15 @@ class QuantizedLinear(nn.Module):
         rows = inputs.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows[:, self.order]
-        multiply = cpu_ops.quantized_matmul if cpu_ops.available(rows.device, rows.dtype) else portable_matmul
-        return multiply(rows.contiguous(), self.packed, self.bias).view(*inputs.shape[:-1], self.out_features)
+        return self._multiply(rows.contiguous()).view(*inputs.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        if not cpu_ops.available(rows.device, torch.float32):
+            return portable_matmul(rows, self.packed, self.bias)
+        if rows.dtype in cpu_ops.DTYPES:
+            return cpu_ops.quantized_matmul(rows, self.packed, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return cpu_ops.quantized_matmul(rows.float(), self.packed, bias).to(rows.dtype)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedLinear:
         """Return a layer with some of the outputs, in the given order."""

@@ -149,9 +149,13 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, own)
-    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
-    if model.config.tie_word_embeddings and not isinstance(model.get_output_embeddings(), QuantizedLinear):
+    if model.config.tie_word_embeddings and isinstance(model.get_output_embeddings(), nn.Linear):
         model.tie_weights()
     missing = [name for name in missing if model.get_parameter(name).is_meta]
+    if any(".experts." in name for name in missing):
+        raise EngineError(
+            f"{type(model).__name__}: quantised experts are not read here. Use a checkpoint with plain weights"
+        )
     if missing:
         raise EngineError(f"the target is not whole: missing {', '.join(missing)}")
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self

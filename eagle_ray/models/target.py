@@ -231,5 +231,5 @@ def cache_dtype(model: PreTrainedModel) -> torch.dtype:
     There, reading an fp32 cache would soon take longer than reading the weights.
     """
     weight = input_embedding(model).weight
-    is_wide = holds_quantized(model) and cpu_ops.available(weight.device, torch.bfloat16)
+    is_wide = holds_quantized(model) and cpu_ops.available(weight.device, weight.dtype)
     return torch.bfloat16 if is_wide else weight.dtype

@@ -29,6 +29,7 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
 from tests.support.families import FAMILIES, random_model
+from tests.support.gguf import Q8_0, toy_metadata, toy_tensors, write_gguf
 from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 from tests.support.toy_models import LLAMA, llama, run
@@ -59,6 +60,20 @@ def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, d
         pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, EngineArgs(2))
         parts.append(cost_key(pair.engine, speculative))
     assert parts[0] == parts[1] and parts[0]["device"]
+
+
+def test_costs_are_kept_by_the_bits_of_the_weights(tmp_path):
+    metadata = toy_metadata()
+    mixed = toy_tensors(metadata)
+    wide = {name: (Q8_0 if values.ndim == 2 else kind, values) for name, (kind, values) in mixed.items()}
+    settings = SpeculativeConfig(method="ngram", budget="uniform")
+    keys = []
+    for name, tensors, dtype in (("mixed", mixed, "auto"), ("wide", wide, "auto"), ("wide", wide, "float32")):
+        write_gguf(tmp_path / f"{name}.gguf", metadata, tensors)
+        model = ModelConfig(target=str(tmp_path / f"{name}.gguf"), dtype=dtype)
+        keys.append(cost_key(build_engine_from_config(model, settings, EngineArgs(2)).engine, settings))
+    sizes = [key.pop("weight_bytes") for key in keys]
+    assert keys[0] == keys[1] and len(set(sizes)) == 3
 
 
 def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):

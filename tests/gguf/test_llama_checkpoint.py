@@ -79,6 +79,10 @@ def test_rotary_pairs_become_halves():
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
         ({"split.count": 3}, "the file is one of 3 parts.*llama-gguf-split --merge"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is set"),
+        ({"llama.attention.head_count": 0}, "the metadata is broken: .*Download the file again"),
+        ({"llama.attention.head_count": "four"}, "the metadata is broken"),
+        ({"llama.attention.head_count_kv": 3}, "tensor blk.0.attn_k.weight: has 32 rows, which are not 3 heads"),
+        ({"tokenizer.ggml.eos_token_id": 99999}, "the tokenizer's metadata is broken"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
         (
             {"tokenizer.ggml.pre": "tekken"},
@@ -88,7 +92,7 @@ def test_rotary_pairs_become_halves():
 )
 def test_what_is_no_plain_llama_is_refused(tmp_path, changes, says):
     metadata = toy_metadata(**changes)
-    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata))
+    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(toy_metadata()))
     with pytest.raises(GGUFError, match=says):
         write_checkpoint(GGUFFile.open(tmp_path / "x.gguf"), tmp_path)
 
@@ -104,6 +108,11 @@ def test_what_is_missing_is_named(tmp_path):
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(GGUFError, match=r"llama\.block_count"):
         llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+    metadata = toy_metadata()
+    del metadata["tokenizer.ggml.merges"]
+    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata))
+    with pytest.raises(GGUFError, match=r"the metadata lacks 'tokenizer\.ggml\.merges'"):
+        write_checkpoint(GGUFFile.open(tmp_path / "x.gguf"), tmp_path)
 
 
 @pytest.mark.parametrize("rope", LLAMA3_ROPES, ids=lambda rope: str(rope["factor"]))

@@ -4,20 +4,27 @@ import itertools
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.blocks import READERS
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, tensor_names, write_checkpoint
 from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
-from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
+from eagle_ray.requests.parameters import SamplingParams
+from tests.support.families import FAMILIES
 from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
 from tests.support.quantised_files import (
     PackedLayer,
@@ -29,7 +36,7 @@ from tests.support.quantised_files import (
     random_blocks,
     write_layers,
 )
-from tests.support.toy_models import llama
+from tests.support.toy_models import llama, run
 
 LAYER = "model.layers.0.self_attn.q_proj"
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
@@ -321,10 +328,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("method", MODELS)
-def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method):
+def write_model(directory: Path, method: str, **shape: Any) -> torch.nn.Module:
+    """Write a checkpoint with quantised projections, and return the model of their dequantised weights."""
     make, quantization = MODELS[method]
-    model = llama(hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=1)
+    model = llama(**dict(hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=1) | shape)
     state = model.state_dict()
     tensors = {name: tensor for name, tensor in state.items() if "_proj" not in name}
     for name in sorted(state.keys() - tensors.keys()):
@@ -332,13 +339,75 @@ def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method):
         state[name] = layer.weight
         tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     model.load_state_dict(state)
-    model.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config))
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("method", MODELS)
+def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method, is_tied):
+    model = write_model(tmp_path, method, tie_word_embeddings=is_tied)
     loaded = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize=True)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("family", "says"), [("mixtral", "quantised experts are"), ("gemma2", "of this family is")])
+def test_families_whose_quantised_layers_are_not_read_are_named(tmp_path, family, says):
+    config = FAMILIES[family]
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": AWQ}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(config.hidden_size) for i in range(2)}
+    save_file(norms, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=f"{says} not read here"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+def test_a_method_that_is_no_text_is_not_read():
+    assert not reads(AWQ | {"quant_method": ["awq"]})
+
+
+def test_missing_tensors_of_a_model_are_named(tmp_path):
+    write_model(tmp_path, "awq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"], tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=r"not whole: missing model\.norm\.weight, lm_head\.weight"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_over_a_quantised_target_equal_plain_decoding(tmp_path, dtype):
+    write_model(tmp_path, "awq", vocab_size=104, tie_word_embeddings=True)
+    outputs = []
+    for method, slots in (("none", 1), ("ngram", 3)):
+        target = load_causal_lm(tmp_path, dtype, "cpu")
+        pack_linears(target)
+        settings = SpeculativeConfig(method=method, budget="uniform")
+        engine = build_engine(target, None, settings, EngineArgs(slots, 96, prefill_tokens=8))
+        params = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.9, 0.0)]
+        sequences = run(engine, [[5, 6, 5, 6, 5], list(range(3, 40)), [9]], params)
+        outputs.append([sequence.output_ids for sequence in sequences])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_target_runs_in_fp16_where_no_operation_of_the_library_takes_it(tmp_path):
+    write_model(tmp_path, "awq")
+    target = load_causal_lm(tmp_path, torch.float16, "cpu")
+    engine = build_engine(target, None, SpeculativeConfig(method="none"), EngineArgs(2, 64))
+    assert engine.target.cache.keys.dtype is torch.float16
+    [sequence] = run(engine, [[5, 6, 7]], [SamplingParams(max_tokens=4, ignore_eos=True)])
+    assert len(sequence.output_ids) == 4
+    layer = target.get_submodule(LAYER)
+    inputs = torch.randn(3, layer.in_features).half()
+    wide = QuantizedLinear(layer.quantized_weight())
+    assert torch.equal(layer(inputs), wide(inputs.float()).half())
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,8 @@ def _value_at(tree: Any, dotted: str) -> Any:
 
 def _model_files(name: str) -> dict[str, dict[str, int]]:
     """Size and time of a local model's files: what stood under that name. An embedded one comes with the version."""
-    files = sorted(file for file in Path(name).glob("*") if file.is_file())
+    path = Path(name)
+    files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.is_file())
     return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
 
 
