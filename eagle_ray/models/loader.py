@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.quantized_checkpoint import reads
 from eagle_ray.models.quantized_model import build_model, quantization_of, quantized_checkpoint
 from eagle_ray.models.supported_models import check_config
@@ -243,7 +244,9 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
             return torch.bfloat16, "for activations, in which products with quantised weights are computed"
         return own, "the checkpoint's own"
     if keeps_quantized(path, config):
-        return torch.float32, "of activations; quantised weights stay as they are stored"
+        if cpu_ops.quantized_path() == 0:
+            return torch.float32, "quantised weights are dequantised: nothing here multiplies them as they are stored"
+        return torch.float32, "of activations; quantised weights stay as they are stored, FP8 is dequantised"
     if own is not torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
         return torch.float32, "the checkpoint is not plain bf16"
     unit = bf16_unit()

@@ -23,7 +23,12 @@ def big(tmp_path):
         (None, {"dtype": "bfloat16"}, torch.float32, "neither"),
         ("AMX", {"dtype": "float32"}, torch.float32, "not plain bf16"),
         ("AMX", {"dtype": "float16"}, torch.float32, "not plain bf16"),
-        ("AMX", {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, torch.float32, "quantised"),
+        (
+            "AMX",
+            {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}},
+            torch.float32,
+            "quantised weights",
+        ),
     ],
 )
 def test_on_a_cpu_it_is_bf16_where_that_is_the_checkpoints_own_and_faster(
