@@ -331,7 +331,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 def test_a_name_that_can_be_no_model_is_refused_with_the_nearest(tmp_path):
     message = refusal("model.target=embedded:tinny")
     assert message.startswith(
-        "model.target: must be embedded:tiny, embedded:smollm2, a local directory, a URL such as "
+        "model.target: must be embedded:tiny, embedded:smollm2, a local directory or GGUF file, a URL such as "
         "s3://bucket/path, or a hub id such as org/name, got"
     )
     assert message.endswith("did you mean embedded:tiny?")
