@@ -279,6 +279,7 @@ _NOT_COMPARED = (
 
 
 _COMPARED = ("execution.kv_dtype",)  # but for these
+_ADDED = {"model.quantization": "none", "execution.kv_dtype": "auto"}  # keys that older hashes lack, and their defaults
 
 
 def recorded(config: JobConfig) -> dict[str, Any]:
@@ -287,8 +288,12 @@ def recorded(config: JobConfig) -> dict[str, Any]:
 
 
 def config_hash(config: JobConfig) -> str:
-    """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory."""
-    compared = _compared(config.model_dump(mode="json"))
+    """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory.
+
+    Keys of _ADDED count if they are set, so that rows of older releases have the hash of their configuration still.
+    """
+    compared = _compared(config.model_dump(mode="json")).items()
+    compared = {key: value for key, value in compared if key not in _ADDED or value != _ADDED[key]}
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -91,6 +91,17 @@ def test_a_resume_names_every_changed_key(make_job):
     assert "slots" not in str(error.value)
 
 
+def test_a_resume_with_weights_that_are_quantised_otherwise_is_refused(make_job):
+    run = start(make_job(token_rows(2)))
+    record = read_json(run.output / RUN)
+    (here(run.output) / RUN).write_text(json.dumps(record | {"target_quantization": "gguf, model.Q4_1.gguf"}))
+    with pytest.raises(OutputMismatch, match=r"quantization: was gguf, model.Q4_1.gguf, now None"):
+        start(make_job())
+    del record["target_quantization"]
+    (here(run.output) / RUN).write_text(json.dumps(record))
+    assert start(make_job()).attempt == 2
+
+
 def test_a_record_that_lacks_a_newer_key_is_the_same_job_to_run_and_validate(make_job):
     first = start(make_job(token_rows(2)))
     record = read_json(first.output / RUN)

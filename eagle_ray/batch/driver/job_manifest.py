@@ -180,6 +180,20 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
     if keys := changed_keys(before, new):
         changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration ({changes}): {REMEDY}")
+    _check_same_weights(output, old, _target_quantization(config))
+
+
+def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | None) -> None:
+    """Check that the target is quantised as it was: its outputs are others otherwise.
+
+    Older releases did not record it, and dequantised GGUF files.
+    """
+    unrecorded = None if now is not None and now.startswith("gguf") else now
+    before = old.get("target_quantization", unrecorded)
+    if before != now and "unknown" not in (before, now):
+        raise OutputMismatch(
+            f"{output} was made with a target of other weights (quantization: was {before}, now {now}): {REMEDY}"
+        )
 
 
 def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
