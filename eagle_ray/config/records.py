@@ -292,9 +292,9 @@ def config_hash(config: JobConfig) -> str:
 
     Keys of _ADDED count if they are set, so that rows of older releases have the hash of their configuration still.
     """
-    compared = _compared(config.model_dump(mode="json")).items()
-    compared = {key: value for key, value in compared if key not in _ADDED or value != _ADDED[key]}
-    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
+    compared = _compared(config.model_dump(mode="json"))
+    set_keys = {key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]}
+    return hashlib.sha256(json.dumps(set_keys, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def upgrade_config(dump: dict) -> dict:
