@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.gpu_linears import GpuLinear
+from eagle_ray.models.gpu_linears import GpuLinear, dense_linear
 from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized, quantize_linears
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
@@ -298,10 +298,7 @@ def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
         weight, bias = linear.weight, linear.bias
     else:
         raise EngineError(f"no rows can be taken from the target's lm_head, which is a {type(linear).__name__}")
-    with torch.device("meta"):
-        part = nn.Linear(linear.in_features, len(rows), bias=bias is not None)
-    part.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
-    part.bias = None if bias is None else nn.Parameter(bias.detach()[rows], requires_grad=False)
+    part = dense_linear(weight.detach()[rows], None if bias is None else bias.detach()[rows])
     return PackedLinear(part) if isinstance(linear, PackedLinear) else part
 
 

@@ -226,13 +226,17 @@ def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
     return weight.codes.shape[1:], weight.scales.shape[1:], weight.scales.dtype
 
 
+def fits_kernel(weight: QuantizedWeight) -> bool:
+    """Return whether the CPU's kernel takes the weight's inputs and groups: whole blocks, or groups of half a block."""
+    return weight.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
+
+
 def pack_weight(weight: QuantizedWeight) -> PackedWeight:
     """Return the weight in the layout of the CPU's kernel. Raises EngineError for inputs or groups of other sizes."""
     num_outputs, num_inputs = weight.codes.shape
-    group_size = weight.group_size
-    if num_inputs % BLOCK or (group_size % BLOCK and group_size != BLOCK // 2):
+    if not fits_kernel(weight):
         raise EngineError(
-            f"a quantised weight of {num_inputs} inputs in groups of {group_size}: inputs must be a multiple of "
+            f"a quantised weight of {num_inputs} inputs in groups of {weight.group_size}: inputs must be a multiple of "
             f"{BLOCK}, and so must be groups, or {BLOCK // 2}. Use a checkpoint with other groups"
         )
     missing = -num_outputs % TILE

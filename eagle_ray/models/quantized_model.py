@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.llama_checkpoint import GGUFFile
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.models.gpu_linears import GpuLinear, gpu_linear
+from eagle_ray.models.gpu_linears import GpuLinear, dense_linear, gpu_linear
+from eagle_ray.models.packed_layouts import Weight
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
-from eagle_ray.models.quantized_linear import BLOCK, Fp8Weight, QuantizedLinear, QuantizedWeight
+from eagle_ray.models.quantized_linear import QuantizedLinear, QuantizedWeight, fits_kernel
 from eagle_ray.storage.model_files import gguf_in
-
-Weight = QuantizedWeight | Fp8Weight | Tensor
 
 
 @runtime_checkable
@@ -107,22 +106,11 @@ def _layer(
     """Return what computes with the weight on this device; a dense layer where nothing else does."""
     if not dequantize and not isinstance(weight, Tensor) and torch.device(runs_on).type == "cuda":
         return gpu_linear(weight.to(device), bias, dtype, torch.device(runs_on))
-    if runs_on == "cpu" and isinstance(weight, QuantizedWeight) and not dequantize and _fits_kernel(weight):
+    has_kernel = runs_on == "cpu" and cpu_ops.quantized_path() > 0  # without one, a dense layer is faster
+    if has_kernel and isinstance(weight, QuantizedWeight) and not dequantize and fits_kernel(weight):
         return QuantizedLinear(weight, bias, dtype)
     dense = weight if isinstance(weight, Tensor) else weight.dequantize()
-    with torch.device("meta"):
-        layer = nn.Linear(dense.shape[1], dense.shape[0], bias is not None)
-    layer.weight = nn.Parameter(dense.to(device, dtype), requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return layer
-
-
-def _fits_kernel(weight: QuantizedWeight) -> bool:
-    """Return whether this processor has instructions for the weight's product. Without them a dense layer is faster."""
-    if cpu_ops.quantized_path() == 0:
-        return False
-    return weight.codes.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
+    return dense_linear(dense.to(device, dtype), bias)
 
 
 def _check_shape(name: str, weight: Weight, module: nn.Linear) -> None:
