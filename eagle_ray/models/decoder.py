@@ -40,7 +40,7 @@ from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.loader import decoder_layers
-from eagle_ray.models.packed_linear import is_projection, merge_linears
+from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.models.quantized_decoder import QuantizedLayer, QuantizedLayers
 from eagle_ray.models.quantized_linear import QuantizedLinear
 
@@ -65,8 +65,8 @@ class Norm(Protocol):
 class Attention:
     """The attention of one layer, between its norm and the residual."""
 
-    qkv: nn.Module
-    output: nn.Module
+    qkv: Projection
+    output: Projection
     shape: AttentionShape
 
     @classmethod
@@ -99,8 +99,8 @@ class Attention:
 class Mlp:
     """The gated MLP of one layer, between its norm and the residual. activation: silu_mul, as `down` reads it."""
 
-    gate_up: nn.Module
-    down: nn.Module
+    gate_up: Projection
+    down: Projection
     activation: Callable[[Tensor], Rows]
 
     @classmethod
@@ -151,7 +151,7 @@ class Layer:
         return self.mlp(self._normed_sum(hidden, out, self.post_norm, self.mlp.gate_up))
 
     def _normed_sum(
-        self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm, reader: nn.Module
+        self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm, reader: Projection
     ) -> Rows:
         """Add delta to hidden in place and return the norm of the sum, as the projection `reader` reads it."""
         if reads_fp8(reader):
@@ -263,7 +263,7 @@ def normed_sum(
     return ops.add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
 
 
-def reads_fp8(projection: nn.Module) -> bool:
+def reads_fp8(projection: Projection | nn.Module) -> bool:
     """Return whether a projection reads ScaledRows, which the operation before it then returns."""
     return getattr(projection, "reads_fp8", False)
 

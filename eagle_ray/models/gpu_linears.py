@@ -57,6 +57,11 @@ class GpuLinear(nn.Module):
         self.out_features, self.in_features = out_features, in_features
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder with the dtype and device of inputs."""
+        raise NotImplementedError
+
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether `merged` takes these layers, of which this is one."""
         return all(type(part) is type(self) and (part.bias is None) == (self.bias is None) for part in parts)

@@ -21,13 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.gpu_linears import GpuLinear, dense_linear
 from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized, quantize_linears
 
@@ -45,7 +46,7 @@ MERGED: dict[str, list[tuple[str, ...]]] = {
 
 @runtime_checkable
 class Projection(Protocol):
-    """A linear layer over the last dimension.
+    """A linear layer over the last dimension. Only one that has `reads_fp8` is given ScaledRows.
 
     Attributes:
         weight: its dtype and its device are those of inputs and outputs; its values may be elsewhere.
@@ -57,7 +58,7 @@ class Projection(Protocol):
     @property
     def weight(self) -> Tensor: ...
 
-    def __call__(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]: ...
+    def __call__(self, inputs: Float[Tensor, "*rows I"] | ScaledRows, /) -> Float[Tensor, "*rows O"]: ...
 
 
 class PackedLinear(nn.Module):
@@ -99,6 +100,12 @@ class SideBySideLinear(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self.in_features = cast(Projection, parts[0]).in_features
+        self.out_features = sum(cast(Projection, part).out_features for part in parts)
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Projection, self.parts[0]).weight
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         return torch.cat([part(inputs) for part in self.parts], -1)
@@ -111,6 +118,10 @@ class OutputSlice(nn.Module):
         super().__init__()
         self.whole, self._begin, self._end = whole, begin, end
         self.in_features, self.out_features = whole.in_features, end - begin
+
+    @property
+    def weight(self) -> Tensor:
+        return self.whole.weight
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         return self.whole(inputs)[..., self._begin : self._end]
@@ -140,7 +151,7 @@ def is_projection(module: nn.Module) -> bool:
     return isinstance(module, ours) or _plain_weight(module) is not None
 
 
-def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
+def merge_linears(parts: Sequence[nn.Module]) -> Projection:
     """Return one layer with the concatenated outputs of its parts, in the parts' own memory.
 
     Plain parts become views into the weight of the whole, so nothing is kept twice. Packed parts must have been
@@ -285,7 +296,7 @@ def warm_up_kernels(model: nn.Module, max_rows: int) -> None:
                 return
 
 
-def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
+def slice_rows(linear: nn.Module | Projection, rows: Int[Tensor, " D"]) -> nn.Module:
     """Return a layer with some of the outputs, in the given order, packed if the whole is.
 
     Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
