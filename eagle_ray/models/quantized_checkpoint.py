@@ -327,17 +327,3 @@ class GGUFCheckpoint:
         if name not in self.sources:
             raise GGUFError(f"tensor {name}: the file has none that stands for it. Use another model")
         return self.sources[name]
-
-
-def quantized_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, QuantizedWeight | Tensor]:
-    """Return all tensors of a GGUF file by transformers' names. GGUFCheckpoint reads one at a time.
-
-    config: the content of config.json.
-    """
-    checkpoint = GGUFCheckpoint(file, config)
-    layers = set(checkpoint.names())
-    tensors: dict[str, QuantizedWeight | Tensor] = {}
-    for name in sorted(checkpoint.tensor_names()):
-        layer = name.removesuffix(".weight")
-        tensors[name] = checkpoint.projection(layer) if layer in layers else checkpoint.tensor(name)
-    return tensors

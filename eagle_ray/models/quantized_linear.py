@@ -72,20 +72,6 @@ class QuantizedWeight:
         codes, scale, offset = (part.index_select(0, index) for part in (self.codes, self.scale, self.offset))
         return QuantizedWeight(codes, scale, offset, self.bits, self.order)
 
-    @classmethod
-    def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return the outputs of several weights of one kind over the same inputs, one after the other.
-
-        Raises ValueError if their inputs are in different orders.
-        """
-        first = parts[0]
-        if not all(_is_same_order(part.order, first.order) for part in parts):
-            raise ValueError("weights whose inputs are in different orders have no common order. Compute them apart")
-        codes, scale, offset = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "offset")
-        )
-        return cls(codes, scale, offset, first.bits, first.order)
-
 
 def _is_same_order(order: Int[Tensor, " I"] | None, other: Int[Tensor, " I"] | None) -> bool:
     if order is None or other is None:

@@ -21,7 +21,7 @@ from eagle_ray.gguf.blocks import READERS
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, tensor_names, write_checkpoint
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
+from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.families import FAMILIES
@@ -33,6 +33,7 @@ from tests.support.quantised_files import (
     gptq_layer,
     integer_layer,
     packed_layer,
+    quantized_tensors,
     random_blocks,
     write_layers,
 )
@@ -78,12 +79,6 @@ def test_an_order_says_which_input_each_code_belongs_to():
     torch.testing.assert_close(found.dequantize() @ inputs, weight().dequantize() @ inputs[order])
     assert found.shape == (3, 8)
     assert torch.equal(found.rows(torch.tensor([2, 0])).dequantize(), found.dequantize()[[2, 0]])
-    assert torch.equal(QuantizedWeight.cat([found, found]).dequantize(), torch.cat([found.dequantize()] * 2))
-
-
-def test_weights_of_different_orders_are_not_joined():
-    with pytest.raises(ValueError, match="different orders"):
-        QuantizedWeight.cat([weight(), weight(torch.arange(8))])
 
 
 def test_an_fp8_weight_is_scaled_by_output_or_as_a_whole():

@@ -138,6 +138,9 @@ def test_inputs_in_another_order_are_read_in_it():
     rows = torch.randn(5, 64)
     assert torch.equal(layer(rows), QuantizedLinear(weight)(rows[:, order]))
     assert torch.equal(layer.quantized_weight().dequantize()[:, order], weight.dequantize())
+    twice = QuantizedLinear.merged([layer, layer]).quantized_weight().dequantize()
+    assert torch.equal(twice, torch.cat([layer.quantized_weight().dequantize()] * 2))
+    assert QuantizedLinear.can_merge([layer, layer]) and not QuantizedLinear.can_merge([layer, QuantizedLinear(weight)])
 
 
 def test_projections_of_a_layer_are_merged_and_stay_in_the_module_tree():

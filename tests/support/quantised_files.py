@@ -9,12 +9,16 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
+from eagle_ray.models.quantized_linear import QuantizedWeight
 
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 FP16_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
@@ -251,3 +255,14 @@ def _dequantised(codes: list[list[int]], zeros: list[list[int]], scale: Tensor, 
         ],
         dtype=torch.float32,
     )
+
+
+def quantized_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, QuantizedWeight | Tensor]:
+    """All tensors of a GGUF file by transformers' names, as the engine reads them."""
+    checkpoint = GGUFCheckpoint(file, config)
+    layers = set(checkpoint.names())
+    tensors: dict[str, QuantizedWeight | Tensor] = {}
+    for name in sorted(checkpoint.tensor_names()):
+        layer = name.removesuffix(".weight")
+        tensors[name] = checkpoint.projection(layer) if layer in layers else checkpoint.tensor(name)
+    return tensors
