@@ -20,7 +20,7 @@ from tests.support.messages import messages  # noqa: F401
 from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
 
 WITH_RAY = (
-    "assembly/test_smollm2.py",
+    "assembly/test_gguf_targets.py",
     "batch/",
     "cli/test_demo.py",
     "cli/test_export.py",

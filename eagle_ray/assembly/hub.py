@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from eagle_ray.assembly.engine_sizes import ModelLimits
-from eagle_ray.assembly.smollm2 import SMOLLM2, gguf_directory, target_directory
+from eagle_ray.assembly.gguf_targets import SMOLLM2, gguf_directory, target_directory
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import check_num_drafts, is_url

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
+from eagle_ray.assembly.gguf_targets import LINK, SMOLLM2
 from eagle_ray.assembly.hub import ASSETS, download
-from eagle_ray.assembly.smollm2 import LINK, SMOLLM2
 from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import SAFETENSORS, read_config

@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle_ray.assembly.smollm2 import SMOLLM2
+from eagle_ray.assembly.gguf_targets import SMOLLM2
 from eagle_ray.batch.driver.signals import interruptible
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of, quantised_engines
 from jobs.bench.peer_inputs import QUESTIONS, Models, load_prompts, locked, model_len, smollm2, widened_pair

@@ -19,9 +19,9 @@ from torch.nn.functional import kl_div
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.gguf_targets import SMOLLM2
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import load_draft, load_target
-from eagle_ray.assembly.smollm2 import SMOLLM2
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence

@@ -256,7 +256,7 @@ def make_smoke_job(files: JobFiles, work: Path) -> None:
 def convert_model(findings: Findings) -> None:
     """Convert the GGUF file into the cache ahead of the jobs, to see its time apart."""
     started = time.monotonic()
-    code = "from eagle_ray.assembly.smollm2 import target_directory; print(target_directory())"
+    code = "from eagle_ray.assembly.gguf_targets import target_directory; print(target_directory())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     findings.add(
         "conversion",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_ray.assembly import smollm2
+from eagle_ray.assembly import gguf_targets
 from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
@@ -33,14 +33,14 @@ def toy(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "toy.gguf"
     write_gguf(path, toy_metadata(), toy_tensors(toy_metadata()))
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: path)
-    monkeypatch.setattr(smollm2, "check_target", lambda directory: None)
+    monkeypatch.setattr(gguf_targets, "gguf_file", lambda: path)
+    monkeypatch.setattr(gguf_targets, "check_target", lambda directory: None)
     return path
 
 
 @pytest.fixture
 def missing(monkeypatch) -> None:
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: None)
+    monkeypatch.setattr(gguf_targets, "gguf_file", lambda: None)
 
 
 def test_the_file_is_found_without_importing_the_package(tmp_path, monkeypatch):
@@ -95,13 +95,13 @@ def test_the_doctor_says_whether_it_is_there(missing, tmp_path, monkeypatch):
 
 def test_processes_that_start_together_convert_once(toy, monkeypatch):
     written, found = [], []
-    write_metadata = smollm2.write_metadata
+    write_metadata = gguf_targets.write_metadata
 
     def count(file, directory):
         written.append(directory)
         write_metadata(file, directory)
 
-    monkeypatch.setattr(smollm2, "write_metadata", count)
+    monkeypatch.setattr(gguf_targets, "write_metadata", count)
     threads = [threading.Thread(target=lambda: found.append(download("embedded:smollm2", "target"))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -113,13 +113,13 @@ def test_processes_that_start_together_convert_once(toy, monkeypatch):
 
 
 def test_another_file_and_another_converter_make_another_directory(toy, monkeypatch):
-    first = smollm2.target_directory()
-    assert smollm2.target_directory() == first
+    first = gguf_targets.target_directory()
+    assert gguf_targets.target_directory() == first
     write_gguf(toy, toy_metadata(), toy_tensors(toy_metadata(), seed=1))
     os.utime(toy, ns=(1, 1))
-    second = smollm2.target_directory()
-    monkeypatch.setattr(smollm2, "WRITER_VERSION", smollm2.WRITER_VERSION + 1)
-    assert len({first, second, smollm2.target_directory()}) == 3
+    second = gguf_targets.target_directory()
+    monkeypatch.setattr(gguf_targets, "WRITER_VERSION", gguf_targets.WRITER_VERSION + 1)
+    assert len({first, second, gguf_targets.target_directory()}) == 3
 
 
 def test_a_directory_that_another_process_published_first_is_kept(toy, monkeypatch):
@@ -130,27 +130,27 @@ def test_a_directory_that_another_process_published_first_is_kept(toy, monkeypat
         (directory.parent / final).mkdir()
         (directory.parent / final / "config.json").write_text("the other's")
 
-    monkeypatch.setattr(smollm2, "write_metadata", publish_first)
-    assert (smollm2.target_directory() / "config.json").read_text() == "the other's"
+    monkeypatch.setattr(gguf_targets, "write_metadata", publish_first)
+    assert (gguf_targets.target_directory() / "config.json").read_text() == "the other's"
 
 
 def test_a_wrong_answer_leaves_nothing_in_the_cache(toy, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: toy)
+    monkeypatch.setattr(gguf_targets, "gguf_file", lambda: toy)
     with pytest.raises(ConfigError, match=r"^model\.target: .* continues .* --force-reinstall"):
-        smollm2.target_directory()
+        gguf_targets.target_directory()
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
 def test_a_broken_file_and_a_cache_that_cannot_be_written_are_named(toy, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", "/dev/null/cache")
     with pytest.raises(ConfigError, match=r"Set EAGLE_RAY_CACHE"):
-        smollm2.target_directory()
+        gguf_targets.target_directory()
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(toy.parent))
     toy.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model\.target: .*toy\.gguf"):
-        smollm2.target_directory()
+        gguf_targets.target_directory()
 
 
 def test_a_directory_with_nothing_but_a_gguf_file_and_a_pointer_are_named(toy):
@@ -163,7 +163,7 @@ def test_a_directory_with_nothing_but_a_gguf_file_and_a_pointer_are_named(toy):
 
 def test_a_tokenizer_that_keeps_numbers_together_is_refused():
     with pytest.raises(EngineError, match="digits"):
-        smollm2.check_tokenizer(_EveryText())
+        gguf_targets.check_tokenizer(_EveryText())
 
 
 class _EveryText:
@@ -245,4 +245,4 @@ def test_the_default_system_message_and_the_end_of_an_answer(target):
 
 @installed
 def test_the_converted_target_gives_known_answers(target):
-    smollm2.check_target(target)
+    gguf_targets.check_target(target)
