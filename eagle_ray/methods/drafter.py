@@ -114,9 +114,13 @@ class Drafter(Protocol):
     Attributes:
         supports_graphs: `draft` and `extend` are a fixed sequence of device operations for given shapes, so that a
             graph runner can record and replay them.
+        has_model: it drafts with a model, whose passes take time.
+        has_lookups: it drafts what the host looks up in texts. With both, `plan.lookups_only` leaves out the model.
     """
 
     supports_graphs: bool
+    has_model: bool = False
+    has_lookups: bool = False
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         """Replay drafts of known shape through the runner from now on; None runs each as it is.

@@ -118,6 +118,7 @@ class PairDrafter(Drafter, ABC):
 
     prefill_passes = 1  # of one `prefill`
     supports_graphs = True
+    has_model = True
 
     def __init__(
         self,

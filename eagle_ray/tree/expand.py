@@ -145,6 +145,7 @@ class DraftPlan:
         static_tree: the nodes to expand, if they do not depend on values; no deeper and no wider than the plan.
         probe: the step is taken to measure what drafts cost or yield, not because it promises most.
         num_children: children per expanded node; None is width.
+        lookups_only: no model drafts; what is looked up goes as deep as max_depth, and width is not read.
     """
 
     max_depth: int
@@ -154,6 +155,7 @@ class DraftPlan:
     static_tree: StaticTree | None = None
     probe: bool = False
     num_children: int | None = None
+    lookups_only: bool = False
 
     @property
     def children(self) -> int:

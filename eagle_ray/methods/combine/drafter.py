@@ -77,6 +77,8 @@ class EnsembleDrafter(Drafter):
         self._feature_indices = feature_indices
         self._drafted: _Drafted | None = None
         self._num_taught = 0
+        self.has_model = any(part.has_model for part in parts)
+        self.has_lookups = any(part.has_lookups for part in parts)
 
     @property
     def prefill_passes(self) -> int:

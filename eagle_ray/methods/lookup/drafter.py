@@ -118,6 +118,8 @@ class LookupDrafter(NullDrafter):
     With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
     """
 
+    has_lookups = True
+
     def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
         self.source, self._offers = source, Offers(calibration)
         self._reads: dict[int, _SequenceState] = {}  # by slot

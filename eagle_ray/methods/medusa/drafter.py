@@ -34,6 +34,7 @@ class MedusaDrafter(NullDrafter):
     """heads: Medusa's or Hydra's. calibration, coupling: see CandidateRanker."""
 
     supports_graphs = False
+    has_model = True
 
     def __init__(
         self,
