@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
-from eagle_ray.methods.method import ALL_TOKENS, HEAD, METHODS, draft_parts, draft_requirement, parts_of, reads_draft
+from eagle_ray.methods.method import (
+    ALL_TOKENS,
+    ANY_DRAFT,
+    HEAD,
+    METHODS,
+    draft_parts,
+    draft_requirement,
+    parts_of,
+    reads_draft,
+)
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
@@ -46,7 +55,7 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template, and
     for a chat section whose values do not fit together.
     """
-    model, method = config.model, config.speculative.method
+    model, method = config.model, config.speculative.merged_methods
     _check_name("target", model.target)
     if reads_draft(method, model.drafts):
         if not model.drafts:
@@ -111,11 +120,12 @@ def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
             "speculative.draft_vocab: must be the file that draft_vocab_size takes ids from, got "
             f"{speculative.draft_vocab or 'null'}"
         )
-    if speculative.draft_vocab is not None and draft_requirement(speculative.method) != HEAD:
+    method = speculative.merged_methods
+    if speculative.draft_vocab is not None and draft_requirement(method) not in (HEAD, ANY_DRAFT):
         readers = ", ".join(method.name for method in METHODS.values() if method.draft == HEAD)
         raise ConfigError(
             f"speculative.draft_vocab: of no use: it is for heads that read the target's lm_head ({readers}), and "
-            f"{speculative.method} is set"
+            f"{method} is set"
         )
 
 

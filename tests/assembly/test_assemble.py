@@ -272,7 +272,7 @@ def test_a_missing_head_is_asked_for():
     ],
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
-    model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
+    model, speculative = ModelConfig(), SpeculativeConfig(method="eagle2", max_depth=3, top_k=2, **settings)
     causal_lm = load_target(model, EngineArgs(1))
     drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
     ranking = drafter.ranking
