@@ -36,6 +36,7 @@ from eagle_ray.methods.method import (
     METHODS,
     SOURCES,
     merged,
+    spelled_out,
     validate_method,
     validate_sources,
 )

@@ -279,7 +279,7 @@ _ADDED = {  # keys that older hashes lack, and their defaults
     "execution.kv_dtype": "auto",
     "speculative.sources": None,
 }
-_FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # who drafts changes no token
+_FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft changes a token
 
 
 def recorded(config: JobConfig) -> dict[str, Any]:

@@ -258,15 +258,14 @@ def slot_bytes(
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:
     """Return the drafter of a method; an ensemble if several are merged."""
-    method = speculative.merged_methods
-    parts = [part for part in parts_of(method) if part.draft is None or weights is not None]
+    parts = [part for part in parts_of(speculative.merged_methods) if part.draft is None or weights is not None]
     if len(parts) == 1:
         return parts[0].make_drafter(speculative, target, weights)
     drafts = drafts_of(weights)
     features = [_features_read(draft, drafts, target) for draft in drafts]
     drafters = [
         part.make_drafter(speculative, _with_features(target, own), draft)
-        for part, draft, own in zip(draft_parts(method), drafts, features, strict=True)
+        for part, draft, own in zip([part for part in parts if part.draft], drafts, features, strict=True)
     ]
     drafters += [part.make_drafter(speculative, target, None) for part in parts if part.draft is None]
     blend = EnsembleCalibration(speculative.max_depth, len(drafters), target.device)
