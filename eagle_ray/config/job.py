@@ -252,14 +252,6 @@ class SpeculativeConfig(StrictModel):
             validate_sources(sources)
         return sources
 
-    @model_validator(mode="after")
-    def _check_spelling(self) -> SpeculativeConfig:
-        if self.sources is not None and self.method not in (AUTO, merged(self.sources)):
-            raise ValueError(
-                f"sources: of no use with method {self.method}, which names the sources itself. Leave one of them out"
-            )
-        return self
-
     @property
     def merged_methods(self) -> str:
         """Return the methods whose drafts share a tree, joined by +, or auto for all that fit."""

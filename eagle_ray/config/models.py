@@ -20,6 +20,7 @@ from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
 from eagle_ray.methods.method import (
     ALL_TOKENS,
     ANY_DRAFT,
+    AUTO,
     HEAD,
     METHODS,
     draft_parts,
@@ -57,6 +58,7 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     """
     model, method = config.model, config.speculative.merged_methods
     _check_name("target", model.target)
+    _check_sources(config.speculative)
     if reads_draft(method, model.drafts):
         if not model.drafts:
             raise ConfigError(
@@ -112,6 +114,14 @@ def _check_name(part: str, name: str) -> None:
     near = difflib.get_close_matches(name, [*embedded, *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
+
+
+def _check_sources(speculative: SpeculativeConfig) -> None:
+    if speculative.sources is not None and speculative.method not in (AUTO, speculative.merged_methods):
+        raise ConfigError(
+            f"speculative.sources: of no use with method {speculative.method}, which names its sources itself. Leave "
+            "one of the two out."
+        )
 
 
 def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
