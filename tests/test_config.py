@@ -301,7 +301,7 @@ def test_sources_name_what_drafts_and_a_merge_is_a_spelling_of_them():
     both = load("speculative.method=eagle2+suffix", "speculative.sources=[eagle2, suffix, grammar]")
     assert both.method_name == "eagle2+suffix" and both.speculative.drafts_grammars
     assert "of no use with method eagle2" in refusal("speculative.method=eagle2", "speculative.sources=[suffix]")
-    assert "'sufix' is no method; did you mean suffix?" in refusal("speculative.sources=[sufix]")
+    assert "speculative.sources: must be head, suffix, ngram" in refusal("speculative.sources=[sufix]")
     assert "model.draft: missing" in refusal("model.target=org/model", "speculative.sources=[head, suffix]")
 
 
