@@ -69,14 +69,15 @@ COLUMNS = (
     "probes",
 )
 FINNISH = (
-    "Syksyn ensimmäinen pakkasaamu oli hiljainen, ja järven pinnalla leijui ohut sumu, joka hälveni vasta puolen päivän "
-    "jälkeen. Vanha kalastaja veti veneensä rantaan, ripusti verkot kuivumaan ja lähti polkua pitkin kohti kylää. Matkalla "
-    "hän tapasi opettajan, joka kantoi kainalossaan pinoa kirjoja ja puhui koulun uudesta kirjastosta. Siellä olisi pian "
-    "tilaa tuhannelle teokselle, mutta hyllyt olivat vielä tekemättä, ja puuseppä oli sairastunut kuumeeseen. Kalastaja "
-    "lupasi auttaa, sillä talven tullen hänellä olisi aikaa, ja nuorena hän oli rakentanut kolme taloa ja saunan. He "
-    "sopivat tapaavansa lauantaina torilla, missä myytiin leipää, juustoa, villasukkia ja puolukkahilloa. Illalla satoi "
-    "lunta niin sakeasti, ettei naapurin valoja enää erottanut, ja tuuli ulvoi savupiipussa aamuun asti. Kun aurinko "
-    "viimein nousi, koko laakso oli valkoinen, ja lapset juoksivat mäelle kelkkoineen ennen aamiaista."
+    "Syksyn ensimmäinen pakkasaamu oli hiljainen, ja järven pinnalla leijui ohut sumu, joka hälveni vasta puolen "
+    "päivän jälkeen. Vanha kalastaja veti veneensä rantaan, ripusti verkot kuivumaan ja lähti polkua pitkin kohti "
+    "kylää. Matkalla hän tapasi opettajan, joka kantoi kainalossaan pinoa kirjoja ja puhui koulun uudesta "
+    "kirjastosta. Siellä olisi pian tilaa tuhannelle teokselle, mutta hyllyt olivat vielä tekemättä, ja puuseppä "
+    "oli sairastunut kuumeeseen. Kalastaja lupasi auttaa, sillä talven tullen hänellä olisi aikaa, ja nuorena hän "
+    "oli rakentanut kolme taloa ja saunan. He sopivat tapaavansa lauantaina torilla, missä myytiin leipää, "
+    "juustoa, villasukkia ja puolukkahilloa. Illalla satoi lunta niin sakeasti, ettei naapurin valoja enää "
+    "erottanut, ja tuuli ulvoi savupiipussa aamuun asti. Kun aurinko viimein nousi, koko laakso oli valkoinen, ja "
+    "lapset juoksivat mäelle kelkkoineen ennen aamiaista."
 )
 
 
