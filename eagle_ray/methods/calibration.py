@@ -188,7 +188,8 @@ class Offers:
         self.offered.levels.append(OfferedLevel(frontier, tokens, scores, confidence))
         if self.calibration is None:
             return scores
-        return self.calibration.apply(level, self.offered.kinds, scores, confidence)
+        signals = [] if confidence is None else [confidence]
+        return self.calibration.apply(level, self.offered.kinds, scores, *signals)
 
     def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
         """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
@@ -208,8 +209,8 @@ class Offers:
             tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
             picked = tokens == picks.T[: len(levels), :, None]
             estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
-            confidence = torch.stack(estimates) if estimates else None
-            self.calibration.update(self.offered.kinds, scores, picked, path.reached, confidence)
+            signals = [torch.stack(estimates)] if estimates else []
+            self.calibration.update(self.offered.kinds, scores, picked, path.reached, *signals)
         return path
 
 
