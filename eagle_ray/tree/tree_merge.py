@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import as_int64
 from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
 from eagle_ray.tree.draft_tree import DraftTree
@@ -45,37 +46,42 @@ class Merged:
         return replace(tree, log_values=values.masked_fill(~tree.valid, -torch.inf))
 
 
-def merge_trees(trees: Sequence[DraftTree], max_depth: int) -> Merged:
+def merge_trees(trees: Sequence[DraftTree | None], max_depth: int) -> Merged:
     """Merge trees on the same roots, breadth-first, the first tree's nodes before the others' at each depth.
 
-    max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
+    max_depth bounds their depths. draft_log_probs are those of the first tree that has a node. None is a drafter
+    that did not draft, and lacks every node.
     """
-    codes = torch.cat([path_hashes(tree, max_depth) for tree in trees], 1)
-    valid = torch.cat([tree.valid for tree in trees], 1)
+    drafted = [tree for tree in trees if tree is not None]
+    codes = torch.cat([path_hashes(tree, max_depth) for tree in drafted], 1)
+    valid = torch.cat([tree.valid for tree in drafted], 1)
     place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
     first = _first_occurrence(codes)
     is_node = valid & (first == place)
-    depths = torch.cat([tree.depths for tree in trees], 1)
+    depths = torch.cat([tree.depths for tree in drafted], 1)
     order = torch.where(is_node, depths, max_depth + 1).sort(dim=1, stable=True).indices
     index = torch.empty_like(order).scatter_(1, order, place).gather(1, first)  # of each node in the merged tree
-    own = index.split([tree.num_nodes for tree in trees], 1)
+    own = index.split([tree.num_nodes for tree in drafted], 1)
     parents = [
         torch.where(tree.parents >= 0, at.gather(1, tree.parents.clamp(min=0)), -1)
-        for tree, at in zip(trees, own, strict=True)
+        for tree, at in zip(drafted, own, strict=True)
     ]
-    values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
-    log_probs = [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(trees, own, strict=True)]
+    values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(drafted, own, strict=True)]
+    each = iter(
+        [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(drafted, own, strict=True)]
+    )
+    log_probs = [torch.full_like(values[0], -torch.inf) if tree is None else next(each) for tree in trees]
     is_node = is_node.gather(1, order)
 
     def placed(tensors: list[Tensor], padding: int | float) -> Tensor:
         return torch.where(is_node, torch.cat(tensors, 1).gather(1, order), padding)
 
     merged = DraftTree(
-        tokens=placed([tree.tokens for tree in trees], 0),
+        tokens=placed([tree.tokens for tree in drafted], 0),
         parents=placed(parents, -1),
-        depths=placed([tree.depths for tree in trees], 0),
+        depths=placed([tree.depths for tree in drafted], 0),
         log_values=torch.stack(values, 2).amax(2),
-        draft_log_probs=placed([tree.draft_log_probs for tree in trees], -torch.inf),
+        draft_log_probs=placed([tree.draft_log_probs for tree in drafted], -torch.inf),
         valid=is_node,
     )
     return Merged(merged, torch.stack(log_probs, 2))
@@ -85,10 +91,15 @@ def extra_log_values(
     first_log_probs: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
     """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    values = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
-    depths = tree.depths
+    extra = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
+    return log_values_by_depth(replace(tree, log_values=extra), depth, plan)
+
+
+def log_values_by_depth(tree: DraftTree, depth: int, plan: DraftPlan) -> list[Float[Tensor, "M N"]]:
+    """Return the log values of the nodes of each depth, from 1 on, for the plan's members."""
+    values, depths = tree.log_values, tree.depths
     if plan.members is not None:
-        members = torch.tensor(plan.members, device=values.device)
+        members = to_device(plan.members, values.device)
         values, depths = values[members], depths[members]
     return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]
 

@@ -15,6 +15,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
+from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
@@ -22,7 +23,10 @@ from eagle_ray.methods.combine.drafter import DraftList
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.head_files import save_head
+from eagle_ray.planner.planner import Allocation
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (
     Oracle,
@@ -39,7 +43,7 @@ from tests.support.toy_models import head, head3, llama, run
 LAYERS = 7
 DEPTH = 5
 TREE = dict(max_nodes=16, max_depth=DEPTH, top_k=3, budget="uniform")
-METHODS = ["draft_model+draft_model", "eagle2+draft_model", "eagle3+dflash+suffix"]
+METHODS = ["draft_model+draft_model", "eagle2+draft_model", "eagle3+dflash+suffix", "suffix+ngram"]
 
 
 def small_model(seed: int) -> DraftModel:
@@ -59,7 +63,7 @@ def weights_of(method: str, directory: Path) -> list[nn.Module]:
 
 
 def merged_engine(method: str, weights: List[nn.Module], num_slots: int, **settings: object) -> Engine:
-    several = DraftList(weights) if len(weights) > 1 else weights[0]
+    several = DraftList(weights) if len(weights) > 1 else next(iter(weights), None)
     speculative = SpeculativeConfig(method=method, **{**TREE, **settings})
     return build_engine(llama(num_hidden_layers=LAYERS), several, speculative, EngineArgs(num_slots, 128))
 
@@ -78,9 +82,9 @@ def test_outputs_are_those_of_plain_decoding(oracle, tmp_path, method, num_slots
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_plan_and_no_preemption_changes_an_output(oracle, tmp_path, method):
-    """Some members, any width and depth, plain steps between; the youngest sequence is sent back now and then."""
+    """Some members, any width and depth, steps without drafts or models; now and then the youngest is sent back."""
     engine = merged_engine(method, weights_of(method, tmp_path), 4)
-    engine.planner = Whimsical(3)
+    engine.planner = Whimsical(3, without_model=0.4)
     check_lossless_when_preempted(engine, oracle, every=5)
     assert engine.counters.num_preemptions > 1
 
@@ -136,6 +140,47 @@ def test_one_tree_has_the_nodes_of_both(tmp_path):
         assert int((of_both.depths == 1).sum()) == len(roots[2])
         differ += roots[0] != roots[1]
     assert differ > 2
+
+
+class WithoutModel(ScriptedPlanner):
+    """Leaves the model out of every second step; keeps all plans and drafts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[DraftPlan, Draft]] = []
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return DraftPlan(DEPTH, 3, lookups_only=len(self.steps) % 2 == 1)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        self.steps.append((plan, draft))
+        return Allocation.uniform(draft, 8)
+
+
+def test_a_step_without_the_model_drafts_what_is_looked_up_and_runs_no_pass():
+    engine = merged_engine("eagle2+suffix+ngram", [head()], 2)
+    engine.planner = WithoutModel()
+    model, *lookups = engine.drafter.parts
+    trees: list[list[DraftTree]] = [[], [], []]
+    for found, drafter in zip(trees, [model, *lookups], strict=True):
+        drafter.draft = partial(spied, found, drafter.draft)
+    repeating = [[5, 6, 7, 8] * 5, [9, 4, 9, 4, 9]]
+    run(engine, repeating, [SamplingParams(max_tokens=30, ignore_eos=True)] * 2)
+    steps = engine.planner.steps
+    assert len(trees[0]) == sum(not plan.lookups_only for plan, _ in steps)
+    offers = [max(suffix.num_nodes, ngram.num_nodes) > 1 for suffix, ngram in zip(*trees[1:], strict=True)]
+    without = [(draft, offer) for (plan, draft), offer in zip(steps, offers, strict=True) if plan.lookups_only]
+    assert sum(offer for _, offer in without) > 4
+    for draft, offer in without:
+        assert (draft.num_passes, draft.num_catch_up, draft.is_exhausted) == (0, 0, True)
+        assert bool(draft.levels) == offer and draft.extra_log_values == []
+        depths, values = draft.tree.depths, draft.tree.log_values
+        for depth, level in enumerate(draft.levels, 1):
+            of_depth = values.masked_fill((depths != depth) | ~draft.tree.valid, -torch.inf)
+            expected = of_depth.exp().sum(1)
+            assert level.shape[:2] == (len(values), 1) and (level <= 0).all()
+            torch.testing.assert_close(level[:, 0].exp().sum(1), expected)
+    assert all(draft.num_passes > 0 for plan, draft in steps if not plan.lookups_only)
 
 
 def test_heads_that_read_different_outputs_are_refused(tmp_path):

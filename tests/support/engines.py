@@ -67,10 +67,14 @@ def differing(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
 
 
 class Whimsical:
-    """Drafts for whom it likes, as wide and deep as it likes or not at all, and verifies what it likes of it."""
+    """Drafts for whom it likes, as wide and deep as it likes or not at all, and verifies what it likes of it.
 
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
+    Args:
+        without_model: the share of drafting steps whose plan leaves out the model.
+    """
+
+    def __init__(self, seed: int, without_model: float = 0.0):
+        self.rng, self._without_model = random.Random(seed), without_model
 
     @property
     def will_draft(self) -> bool:
@@ -82,7 +86,10 @@ class Whimsical:
         some = sorted(self.rng.sample(range(len(batch)), self.rng.randint(1, len(batch))))
         members = self.rng.choice([None, tuple(some)])
         enough = self.rng.choice([None, lambda builder: self.rng.random() < 0.3])
-        return DraftPlan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
+        plan = DraftPlan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
+        if not self._without_model:
+            return plan
+        return replace(plan, lookups_only=self.rng.random() < self._without_model)
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         num_nodes = self.rng.randint(1, 20)

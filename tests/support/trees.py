@@ -61,6 +61,9 @@ class Known:
 
     token_ids: list[int]
 
+    def token_ids_from(self, start: int) -> list[int]:
+        return self.token_ids[start:]
+
 
 def paths(draft: Draft, b: int) -> dict[tuple[int, ...], float]:
     """The paths of tree b from the root's child on, with their values."""

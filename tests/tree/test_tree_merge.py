@@ -1,5 +1,7 @@
 """Merged trees against dictionaries of paths; the blend against what it is told."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +47,9 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
 def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
-    merged = merge_trees(trees, max_depth=3)
+    merged = merge_trees([None, *trees, None], max_depth=3)
+    assert (merged.log_probs_by_drafter[..., [0, -1]] == -torch.inf).all()
+    merged = replace(merged, log_probs_by_drafter=merged.log_probs_by_drafter[..., 1:-1])
     valued = merged.with_log_probs(merged.log_probs_by_drafter.amax(-1), max_depth=3)
     check_laws(valued)
     check_laws(merged.tree)
@@ -74,15 +78,44 @@ def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
     """Two drafters say one half of all they offer: both always rightly, the first alone at times, the second never."""
     blend, generator = EnsembleCalibration(2, 2), torch.Generator().manual_seed(0)
     half, none = float(torch.tensor(0.5).log()), -torch.inf
-    said = torch.tensor([[half, half], [half, none], [none, half]])
+    said = torch.tensor([[0.0, 0.0], [half, half], [half, none], [none, half]])
+    offered = torch.tensor([False, True, True, True])
     for _ in range(300):
-        case = torch.randint(0, 3, (8,), generator=generator)
-        right = torch.where(case == 1, torch.rand(8, generator=generator) < 0.5, case == 0)
-        blend.update(1, torch.zeros(8).long(), said[case][:, None], torch.ones(8, 1).bool(), right[:, None])
-    values = blend.apply(torch.full((1, 3), 2), torch.zeros(1).long(), said[None]).exp()[0]
+        right = torch.stack([torch.ones(8) > 0, torch.rand(8, generator=generator) < 0.5, torch.zeros(8) > 0], 1)
+        picked = torch.nn.functional.pad(right, (1, 0))
+        blend.update(1, torch.zeros(8).long(), said.expand(8, -1, -1), offered.expand(8, -1), picked)
+    values = blend.apply(torch.full((1, 4), 2), torch.zeros(1).long(), said[None]).exp()[0, 1:]
     assert values[0] > 0.85 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.15
-    untold = blend.apply(torch.full((1, 3), 1), torch.zeros(1).long(), said[None]).exp()[0]
+    untold = blend.apply(torch.full((1, 4), 1), torch.zeros(1).long(), said[None]).exp()[0, 1:]
     torch.testing.assert_close(untold, torch.full((3,), 0.5))
+
+
+def test_a_blend_keeps_what_it_learns_of_a_model_that_ran_apart_from_steps_without_it():
+    """A lookup's child that the model did not propose is always wrong; without the model it is always right."""
+    blend, both = EnsembleCalibration(1, 2), torch.zeros(4).long()
+    said = torch.tensor([[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]).expand(4, -1, -1)
+    alone = said.clone()
+    alone[..., 0] = -torch.inf
+    offered = torch.tensor([False, True, True]).expand(4, -1)
+    for _ in range(200):
+        blend.update(0, blend.sets(both), said, offered, offered & (said[..., 0] > -1))
+        blend.update(0, blend.sets(both, has_model=False), alone, offered & (alone[..., 1] > -1), alone[..., 1] > -1)
+    depths = torch.ones(4, 3).long()
+    assert blend.apply(depths, blend.sets(both), said).exp()[0, 2] < 0.1
+    assert blend.apply(depths, blend.sets(both, has_model=False), alone).exp()[0, 2] > 0.9
+
+
+def test_that_a_drafter_lacks_a_child_counts_only_if_it_proposes_others():
+    """The second proposes nothing in the second row, so the first's child there keeps its own value."""
+    blend, sets = EnsembleCalibration(1, 2), torch.zeros(2).long()
+    said = torch.tensor([[[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]]).expand(2, -1, -1).clone()
+    said[1, :, 1] = -torch.inf
+    offered = torch.tensor([[False, True, True], [False, True, False]])
+    picked = torch.tensor([[False, False, True], [False, True, False]])
+    for _ in range(200):
+        blend.update(0, sets, said, offered, picked)
+    values = blend.apply(torch.ones(2, 3).long(), sets, said).exp()
+    assert values[0, 1] < 0.2 and values[1, 1] > 0.6
 
 
 def test_nodes_that_were_not_reached_teach_a_blend_nothing():

@@ -7,7 +7,8 @@ value of a node by the drafters that propose it is calibrated here. Two models, 
 merged trees (arXiv 2305.09781), under one budget.
 
 The plan's depth and width are for the parts with a model: the first of them decides where its draft ends, and the
-others go as deep. Parts without a model draft as deep as they can.
+others go as deep. Parts without a model draft as deep as they can; if `plan.lookups_only`, they draft alone. Where they
+find nothing, the draft is the model's.
 
 Any method, merged or not, is checked, loaded and made from here:
 
@@ -37,9 +38,9 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
-from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.method import DraftSettings, draft_parts, parts_of
+from eagle_ray.methods.method import METHODS, DraftSettings, draft_parts, parts_of
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
@@ -47,15 +48,15 @@ from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Planner
 from eagle_ray.tree.draft_tree import VerifyResult
 from eagle_ray.tree.expand import DraftPlan
-from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
+from eagle_ray.tree.tree_merge import Merged, extra_log_values, log_values_by_depth, merge_trees
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """The candidates of the last step."""
+    """The candidates of the last step. sets: see EnsembleCalibration."""
 
     merged: Merged
-    kinds: Int[Tensor, " B"]
+    sets: Int[Tensor, " B"]
     depth: int
 
 
@@ -63,7 +64,7 @@ class EnsembleDrafter(Drafter):
     """Several drafters as one.
 
     Args:
-        parts: at least two, those with a model first.
+        parts: those with a model first, if there are any.
         blend: the calibration for as many drafters.
         feature_indices: for each part with a model, which of the target's features it reads.
     """
@@ -123,29 +124,49 @@ class EnsembleDrafter(Drafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Return the draft of the first part merged with the nodes of the others."""
-        first = self.parts[0].draft(batch, roots, plan, sampling, texts)
-        as_deep = replace(plan, max_depth=max(len(first.levels), 1), should_stop=None)
+        """Return the nodes of all parts in one tree; the models' levels, or those of the tree if no model drafted."""
+        drafts = self._draft_parts(batch, roots, plan, sampling, texts)
+        each = [(part.has_model, draft) for part, draft in zip(self.parts, drafts, strict=True) if draft is not None]
+        models = [draft for has_model, draft in each if has_model]
+        others = [draft for has_model, draft in each if not has_model]
+        is_all = all(draft.is_exhausted for draft in models)  # what is looked up is never continued
+        self._drafted = None
+        if len(models) < 2 and not any(draft.depth for draft in others):
+            alone = models[0] if models else Draft.empty(roots)
+            return replace(alone, is_exhausted=is_all)
+
+        depth = max(draft.depth for draft in (*models, *others))
+        merged = merge_trees([None if draft is None else draft.tree for draft in drafts], depth)
+        sets = self._blend.sets((sampling.temperature > 0).long(), has_model=bool(models))
+        tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, sets, merged.log_probs_by_drafter), depth)
+        self._drafted = _Drafted(merged, sets, depth)
+        if not models:
+            levels = [level[:, None] for level in log_values_by_depth(tree, depth, plan)]
+            return Draft(tree, levels, 0, 0, is_all)
+        extra = extra_log_values(merged.log_probs_by_drafter[..., 0], tree, depth, plan)
+        num_passes = sum(draft.num_passes for draft in models)
+        return Draft(tree, models[0].levels, num_passes, models[0].num_catch_up, is_all, extra)
+
+    def _draft_parts(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> list[Draft | None]:
+        """Return each part's draft; None for a model that the plan leaves out."""
         deepest = replace(plan, should_stop=None)
-        drafts = [first]
-        for i, part in enumerate(self.parts[1:], 1):
-            of_part = as_deep if i < len(self._feature_indices) else deepest
-            drafts.append(part.draft(batch, roots, of_part, sampling, texts))
-        depth = max(draft.depth for draft in drafts)
-        is_all = all(draft.is_exhausted for draft in drafts)
-        if not depth:
-            return replace(first, is_exhausted=is_all)
-        merged, kinds = merge_trees([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
-        tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, kinds, merged.log_probs_by_drafter), depth)
-        self._drafted = _Drafted(merged, kinds, depth)
-        return Draft(
-            tree,
-            first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.children), -torch.inf)],
-            sum(draft.num_passes for draft in drafts),
-            first.num_catch_up,
-            is_all,
-            extra_log_values(merged.log_probs_by_drafter[..., 0], tree, depth, plan),
-        )
+        of_model, drafts = plan, []
+        for part in self.parts:
+            if part.has_model and plan.lookups_only:
+                drafts.append(None)
+                continue
+            draft = part.draft(batch, roots, of_model if part.has_model else deepest, sampling, texts)
+            if part.has_model:
+                of_model = replace(deepest, max_depth=max(len(draft.levels), 1))
+            drafts.append(draft)
+        return drafts
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         for part, own in self._with_features(verified.features):
@@ -184,7 +205,7 @@ class EnsembleDrafter(Drafter):
             offered = (tree.parents == node[:, None]) & reached[:, None]
             picked = offered & (tree.tokens == picks[:, level, None])
             if level in taught:
-                self._blend.update(level, drafted.kinds, log_probs, offered, picked)
+                self._blend.update(level, drafted.sets, log_probs, offered, picked)
             node, reached = picked.long().argmax(1), picked.any(1)
 
 
@@ -258,14 +279,14 @@ def slot_bytes(
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:
     """Return the drafter of a method; an ensemble if several are merged."""
-    parts = parts_of(speculative.method)
+    parts = [part for part in parts_of(speculative.merged_methods) if part.draft is None or weights is not None]
     if len(parts) == 1:
         return parts[0].make_drafter(speculative, target, weights)
     drafts = drafts_of(weights)
     features = [_features_read(draft, drafts, target) for draft in drafts]
     drafters = [
         part.make_drafter(speculative, _with_features(target, own), draft)
-        for part, draft, own in zip(draft_parts(speculative.method), drafts, features, strict=True)
+        for part, draft, own in zip([part for part in parts if part.draft], drafts, features, strict=True)
     ]
     drafters += [part.make_drafter(speculative, target, None) for part in parts if part.draft is None]
     blend = EnsembleCalibration(speculative.max_depth, len(drafters), target.device)
@@ -274,7 +295,7 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Mo
 
 def make_planner(speculative: DraftSettings, drafter: Drafter) -> Planner | None:
     """Return the planner of a method that decides its tree, or None if speculative.budget does."""
-    parts = parts_of(speculative.method)
+    parts = parts_of(speculative.merged_methods)
     return parts[0].make_planner(speculative, drafter) if len(parts) == 1 else None
 
 
@@ -295,3 +316,30 @@ def _with_features(target: TargetModel, features: Int[Tensor, " F"]) -> TargetMo
     view = copy(target)
     view.feature_size = len(features)
     return view
+
+
+def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory without its weights, of whichever kind. Raises EngineError with every reason."""
+    reasons = []
+    for method in METHODS.values():
+        if method.is_kind:
+            try:
+                return method.check_draft(path, target)
+            except EngineError as error:
+                reasons.append(f"as {method.draft}: {error}")
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+
+
+def load_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory, of whichever kind. Raises EngineError."""
+    return METHODS[check_any_draft(path, target).method].load_draft(path, target)
+
+
+def make_head_drafter(speculative: DraftSettings, target: TargetModel, weights: LoadedDraft) -> Drafter:
+    """Return the drafter of a draft's own kind."""
+    return METHODS[weights.method].make_drafter(speculative, target, weights)
+
+
+def make_null_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> NullDrafter:
+    """Return the drafter of plain decoding."""
+    return NullDrafter()

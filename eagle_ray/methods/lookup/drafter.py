@@ -9,8 +9,8 @@ of the text; it returns the likeliest next tokens and moves over one of them:
     cursor.children(width=2)             # [(7, 0.6)]
     cursor.after(7).children(width=2)    # continuations of 5 9 7
 
-Trees grow level by level, as a head's do. The target's samples are taken from the committed texts at the next draft,
-so a step does not sync with the device.
+Trees are grown best first (best_first.py). The target's samples are taken from the committed texts at a later draft, so
+a step does not sync with the device.
 
 An index scores next tokens from counts after contexts of falling length (prediction by partial matching). The longest
 context has weight m / (m + 1), where m is its number of tokens, divided by its counts. The rest of the probability goes
@@ -23,35 +23,29 @@ to the next shorter context, and so on (Cleary and Witten 1984):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.calibration import Calibration, Offers
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.methods.calibration import WARMUP_STEPS, Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.method import DraftSettings
+from eagle_ray.methods.lookup.best_first import Children, Cursor, GrownTrees, GrowthRequest, Texts, grow_trees
+from eagle_ray.methods.lookup.native_index import native_index
+from eagle_ray.methods.method import DraftSettings, parts_of
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import DraftPlan
 
-Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 LONGEST_NGRAM = 4  # tokens of a context
+CALIBRATION_INTERVAL = 16  # steps between updates after the warm-up
+MAX_STATE_TOKENS = 500_000  # of the texts in a drafter's state: 2 MB
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
-
-
-@runtime_checkable
-class Cursor(Protocol):
-    """A position in an index: the end of a text, or of a path drafted on it."""
-
-    def children(self, width: int) -> Children:
-        """Return at most `width` tokens with their probabilities, likeliest first; they sum to 1 at most."""
-
-    def after(self, token: int) -> Cursor:
-        """Return the cursor after one of the children."""
 
 
 @runtime_checkable
@@ -67,21 +61,65 @@ class Reader(Protocol):
 
 @runtime_checkable
 class LookupIndex(Protocol):
-    """Protocol of an index of continuations."""
+    """Protocol of an index of continuations. It makes the readers, one for each sequence."""
 
     @property
     def cost_key(self) -> dict[str, Any]:
         """Return what the cost of a look-up depends on, as JSON."""
 
-    def reader(self) -> Reader:
+    def reader(self) -> Any:
         """Return the reader of a new sequence."""
+
+    def read(self, readers: Sequence[Any], news: Sequence[list[int]]) -> None:
+        """Read further tokens of each reader's sequence."""
+
+    def grow(self, readers: Sequence[Any], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+        """Return the trees after the tokens read. roots: the last token of each sequence."""
 
     def reset(self) -> None:
         """Discard what was read; earlier readers are not used again."""
 
+    def texts(self) -> Texts | None:
+        """Return the texts that all sequences share, the oldest first; None if they share none."""
+
+
+def newest_texts(texts: Texts, max_tokens: int) -> dict[str, Tensor]:
+    """Return the newest whole texts that have at most this many tokens together."""
+    lengths, tokens = texts
+    num_texts = int((lengths.flip(0).cumsum(0) <= max_tokens).sum())
+    newest = lengths[len(lengths) - num_texts :]
+    return {"lengths": newest, "tokens": tokens[len(tokens) - int(newest.sum()) :]}
+
+
+def checked_texts(state: Mapping[str, Tensor], vocab_size: int | None) -> list[list[int]]:
+    """Return the texts of a state. Raises ValueError if they are damaged or of another vocabulary."""
+    lengths, tokens = state.get("lengths"), state.get("tokens")
+    if lengths is None or tokens is None or lengths.dtype != torch.int64 or tokens.dtype != torch.int32:
+        raise ValueError("it holds no texts")
+    if lengths.dim() != 1 or tokens.dim() != 1 or bool((lengths < 1).any()) or int(lengths.sum()) != len(tokens):
+        raise ValueError("the lengths of its texts do not fit their tokens")
+    if len(tokens) and (int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size)):
+        raise ValueError(f"it holds token ids outside of the vocabulary of {vocab_size}")
+    return [text.tolist() for text in tokens.split(lengths.tolist())]
+
+
+class CursorIndex:
+    """The part of an index in Python that all of them share."""
+
+    def read(self, readers: Sequence[Reader], news: Sequence[list[int]]) -> None:
+        for reader, token_ids in zip(readers, news, strict=True):
+            if token_ids:
+                reader.read(token_ids)
+
+    def grow(self, readers: Sequence[Reader], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+        return grow_trees([reader.cursor() for reader in readers], roots, request)
+
+    def texts(self) -> Texts | None:
+        return None
+
 
 def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
-    """Return the `width` likeliest next tokens; their probabilities sum to less than 1.
+    """Return the `width` likeliest next tokens, ties to the lower id; their probabilities sum to less than 1.
 
     contexts: the length of each, longest first, and how often each token has followed it.
     """
@@ -92,7 +130,7 @@ def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -
         for token, count in follows.items():
             children[token] = children.get(token, 0.0) + believed * count
         left /= length + 1
-    return sorted(children.items(), key=lambda child: -child[1])[:width]
+    return sorted(children.items(), key=lambda child: (-child[1], child[0]))[:width]
 
 
 @dataclass(slots=True)
@@ -100,30 +138,47 @@ class _SequenceState:
     """A sequence, and how far its reader has read it."""
 
     text: TokenSequence
-    reader: Reader
+    reader: Any
     num_tokens: int = 0
     last: int = 0
 
-    def catch_up(self) -> int:
-        """Read the newly committed tokens and return their number."""
-        news = self.text.token_ids[self.num_tokens :]
-        self.reader.read(news)
-        self.num_tokens, self.last = self.num_tokens + len(news), news[-1] if news else self.last
-        return len(news)
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The trees of the last step, from which the calibration is updated once their sequences went on."""
+
+    texts: list[TokenSequence]
+    lengths: list[int]  # of the texts then
+    tree: DraftTree
+    kinds: list[int]
 
 
 class LookupDrafter(NullDrafter):
-    """calibration: on the CPU, from the index's probabilities to the target's sampling rates.
+    """Trees are grown best first (best_first.py), so `plan.width` and `plan.should_stop` are not read.
 
     With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
+
+    Args:
+        bounds: of each sequence's tree; a plan may ask for fewer levels.
+        calibration: on the CPU, from the index's probabilities to the target's sampling rates; None leaves them as
+            they are.
+        vocab_size: of the target; a state with other token ids is refused.
     """
 
     has_lookups = True
 
-    def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
-        self.source, self._offers = source, Offers(calibration)
+    def __init__(
+        self,
+        source: LookupIndex,
+        bounds: TreeBounds,
+        calibration: Calibration | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.source, self.bounds, self._vocab_size = source, bounds, vocab_size
+        self._calibration = calibration
         self._reads: dict[int, _SequenceState] = {}  # by slot
-        self._drafted: list[tuple[TokenSequence, int]] = []  # the members of the last draft, and their tokens then
+        self._drafted: _Drafted | None = None
+        self._num_taught = 0
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -137,86 +192,158 @@ class LookupDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Give the `width` likeliest nodes of each level at most `plan.children` children each."""
-        members = range(len(texts)) if plan.members is None else plan.members
+        """Look up trees of at most plan.max_depth levels."""
+        members = list(range(len(texts)) if plan.members is None else plan.members)
         reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
-        num_read = sum(read.catch_up() for read in reads)
+        num_read = self._catch_up(reads)
         self._update_calibration()
-        self._drafted = [(read.text, read.num_tokens) for read in reads]
         sampled = set(sampling.sampled)
-        self._offers.begin(torch.tensor([int(i in sampled) for i in members]))
-        ends = sampling.ends.cpu()[list(members)]
-        builder = TreeBuilder(torch.tensor([read.last for read in reads]), plan.width, ends=ends)
-        is_all = self._grow(builder, plan, [[read.reader.cursor()] for read in reads])
-        if not builder.depth:
-            return Draft(Draft.empty(roots).tree, [], 0, num_read, is_all)
-        tree = builder.build()
-        tree = tree.rerank(tree.valid, int(tree.valid.sum(1).max())).to(roots.device)
+        kinds = [int(i in sampled) for i in members]
+        ends = sampling.ends if plan.members is None else sampling.ends[members]
+        calibrated = None if self._calibration is None else self._calibration.fit.parameters
+        bounds = replace(self.bounds, max_depth=plan.max_depth)
+        grown = self._grow(reads, GrowthRequest(bounds, ends.cpu(), calibrated, kinds))
+        if not grown.levels:
+            return Draft(Draft.empty(roots).tree, [], 0, num_read, is_exhausted=True)
+        self._keep(reads, grown.tree, kinds)
+        tree, levels = grown.tree, grown.levels
+        if roots.device.type != "cpu":
+            tree = tree.to(roots.device)
+            levels = [level.to(roots.device, non_blocking=True) for level in levels]
         if plan.members is not None:
-            tree = tree.spread(torch.tensor(plan.members, device=roots.device), roots)
-        return Draft(tree, [level.to(roots.device) for level in builder.levels], 0, num_read, is_all)
+            tree = tree.spread(torch.tensor(members, device=roots.device), roots)
+        return Draft(tree, levels, 0, num_read, is_exhausted=True)
+
+    def look_up(
+        self,
+        slots: Sequence[int],
+        texts: Sequence[TokenSequence],
+        max_depth: int,
+        max_nodes: int,
+        ends: Int[Tensor, "B E"] | None = None,
+    ) -> DraftTree:
+        """Return the trees of these texts on the CPU, [B, 1 + max_nodes], without calibration; roots end the texts.
+
+        Args:
+            slots: the seat of each text in the batch, as in `draft`.
+            ends: tokens that get no children, -1 is none.
+        """
+        reads = self._register(list(slots), list(texts))
+        self._catch_up(reads)
+        bounds = TreeBounds(max_nodes, max_depth, self.bounds.top_k)
+        return self._grow(reads, GrowthRequest(bounds, ends, is_padded=True)).tree
 
     def reset_learning(self) -> None:
-        self._offers.reset()
+        if self._calibration is not None:
+            self._calibration.fit.reset()
         self.source.reset()
-        self._reads, self._drafted = {}, []
+        self._reads, self._drafted, self._num_taught = {}, None, 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the newest texts of the index, if all sequences share one, and the calibration."""
+        state = {} if self._calibration is None else self._calibration.fit.state()
+        self._catch_up(list(self._reads.values()))
+        texts = self.source.texts()
+        return state if texts is None else state | newest_texts(texts, MAX_STATE_TOKENS)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        texts = [] if self.source.texts() is None else checked_texts(state, self._vocab_size)
+        if self._calibration is not None:
+            self._calibration.fit.load_state(state)
+        for text in texts:
+            self.source.read([self.source.reader()], [text])
+
+    def _grow(self, reads: list[_SequenceState], request: GrowthRequest) -> GrownTrees:
+        return self.source.grow([read.reader for read in reads], [read.last for read in reads], request)
+
+    def _catch_up(self, reads: list[_SequenceState]) -> int:
+        """Read the newly committed tokens and return their number."""
+        news = [read.text.token_ids_from(read.num_tokens) for read in reads]
+        self.source.read([read.reader for read in reads], news)
+        num_read = 0
+        for read, token_ids in zip(reads, news, strict=True):
+            if token_ids:
+                read.num_tokens += len(token_ids)
+                read.last = token_ids[-1]
+                num_read += len(token_ids)
+        return num_read
 
     def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """Register these sequences; sequences that left their slots are read to their ends first."""
+        states = [self._reads.get(slot) for slot in slots]
+        reads = [state for state, text in zip(states, texts, strict=True) if state is not None and state.text is text]
+        if len(reads) == len(texts):
+            return reads
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
             if slot not in self._reads or self._reads[slot].text is not text:
                 self._reads[slot] = known.get(id(text)) or _SequenceState(text, self.source.reader())
-        for gone in known.keys() - {id(read.text) for read in self._reads.values()}:
-            known[gone].catch_up()
+        left = known.keys() - {id(read.text) for read in self._reads.values()}
+        self._catch_up([known[gone] for gone in sorted(left)])
         return [self._reads[slot] for slot in slots]
 
-    def _grow(self, builder: TreeBuilder, plan: DraftPlan, cursors: list[list[Cursor | None]]) -> bool:
-        """Grow levels until the plan is fulfilled or nothing follows; return whether nothing follows. None is padding's
-        cursor.
-        """
-        frontier = None
-        while builder.depth < plan.max_depth:
-            if builder.depth:
-                if plan.should_stop and plan.should_stop(builder):
-                    return False
-                frontier = builder.frontier()
-                cursors = _moved(cursors, frontier)
-            children = [[c.children(plan.children) if c else [] for c in row] for row in cursors]
-            if not any(map(any, children)):
-                return True
-            tokens, log_probs = _padded(children, plan.children)
-            builder.grow(self._offers.add(frontier, tokens, log_probs), tokens, log_probs)
-        return False
+    def _keep(self, reads: list[_SequenceState], tree: DraftTree, kinds: list[int]) -> None:
+        """Keep a step's trees if the calibration is to learn from them."""
+        self._num_taught += 1
+        due = self._num_taught <= WARMUP_STEPS or self._num_taught % CALIBRATION_INTERVAL == 0
+        if self._calibration is not None and due:
+            self._drafted = _Drafted([r.text for r in reads], [r.num_tokens for r in reads], tree, kinds)
 
     def _update_calibration(self) -> None:
-        """Update the calibration with the target's samples after the last draft, from the committed texts."""
-        if not self._drafted:
+        """Update the calibration with the target's tokens after the drafts that were kept, from the committed texts."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is None or self._calibration is None:
             return
-        later = [text.token_ids[num_tokens:] for text, num_tokens in self._drafted]
-        longest = max(map(len, later))
-        picks = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in later]).view(len(later), longest)
-        num_accepted = torch.tensor([len(ids) - 1 for ids in later])
-        self._offers.update(picks, num_accepted)
+        later = [text.token_ids_from(length) for text, length in zip(drafted.texts, drafted.lengths, strict=True)]
+        offered = offered_on_path(drafted.tree, later, len(self._calibration.fit.parameters))
+        if offered is not None:
+            self._calibration.update(torch.tensor(drafted.kinds), *offered)
 
 
-def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[Cursor | None]]:
-    """Return the cursors of a frontier's nodes, from those of the frontier before it."""
-    nodes = torch.stack([frontier.tokens, frontier.parent_rows, frontier.log_values > -torch.inf], 2).tolist()
-    return [
-        [before[parent].after(token) if real else None for token, parent, real in row]
-        for before, row in zip(cursors, nodes, strict=True)
-    ]
+def offered_on_path(
+    tree: DraftTree, later: Sequence[list[int]], num_levels: int
+) -> tuple[Float[Tensor, "L M K"], Bool[Tensor, "L M K"], Bool[Tensor, "L M"]] | None:
+    """Return what was proposed along the paths that texts took through their trees, as Calibration.update reads it.
+
+    Args:
+        later: the tokens that followed each root.
+
+    Returns:
+        The log-probabilities of the children of each level's node, which of them has the next token, and whether the
+        level was reached; None if nothing was proposed.
+    """
+    rows = [_offered(tree, m, tokens[:num_levels]) for m, tokens in enumerate(later)]
+    depth = max(map(len, rows))
+    width = max((len(log_probs) for row in rows for log_probs, _ in row), default=0)
+    if not depth:
+        return None
+    log_probs = torch.full((depth, len(rows), width), -torch.inf)
+    picked = torch.zeros(depth, len(rows), width, dtype=torch.bool)
+    for m, row in enumerate(rows):
+        for level, (values, index) in enumerate(row):
+            log_probs[level, m, : len(values)] = torch.tensor(values)
+            if index is not None:
+                picked[level, m, index] = True
+    return log_probs, picked, log_probs[..., 0] > -torch.inf
 
 
-def _padded(children: list[list[Children]], width: int) -> tuple[Int[Tensor, "M F K"], Float[Tensor, "M F K"]]:
-    """Return tokens and log-probabilities of all children, padded to `width` per node."""
-    rows = [[row + [(0, 0.0)] * (width - len(row)) for row in rows] for rows in children]
-    both = torch.tensor(rows, dtype=torch.float64)
-    return both[..., 0].long(), both[..., 1].log().float()
+def _offered(tree: DraftTree, m: int, later: list[int]) -> list[tuple[list[float], int | None]]:
+    """Return the log-probabilities of each level's children on one text's path, and the index of the next token."""
+    tokens, parents, log_probs = tree.tokens[m].tolist(), tree.parents[m].tolist(), tree.draft_log_probs[m].tolist()
+    node, levels = 0, []
+    for token in later:
+        children = [i for i in range(node + 1, len(parents)) if parents[i] == node]
+        if not children:
+            break
+        taken = [k for k, child in enumerate(children) if tokens[child] == token]
+        levels.append(([log_probs[child] for child in children], taken[0] if taken else None))
+        if not taken:
+            break
+        node = children[taken[0]]
+    return levels
 
 
-class NgramIndex:
+class NgramIndex(CursorIndex):
     """Continuations of the last few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
 
     Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted
@@ -272,4 +399,11 @@ class NgramCursor:
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
-    return LookupDrafter(NgramIndex(), Calibration(speculative.max_depth))
+    return lookup_drafter(native_index("ngram") or NgramIndex(), speculative, target)
+
+
+def lookup_drafter(source: LookupIndex, speculative: DraftSettings, target: TargetModel) -> LookupDrafter:
+    """Return the drafter over an index. What is merged with others is calibrated there."""
+    is_merged = len(parts_of(speculative.method)) > 1
+    calibration = None if is_merged else Calibration(speculative.max_depth)
+    return LookupDrafter(source, speculative.tree_bounds, calibration, target.vocab_size)

@@ -27,9 +27,17 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
-from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
+from eagle_ray.methods.lookup.drafter import (
+    LONGEST_NGRAM,
+    Counts,
+    CursorIndex,
+    LookupDrafter,
+    NgramCursor,
+    count_ngrams,
+)
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
@@ -41,7 +49,7 @@ FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of 
 MAX_WORTH = 0.1
 
 
-class Pool:
+class Pool(CursorIndex):
     """Runs of tokens that the target continued from guesses, shared by all sequences."""
 
     def __init__(self) -> None:
@@ -95,16 +103,16 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R chains."""
+    """bounds: of the trees of continuations, and of the window, whose R rows have max_depth + 1 - R chains."""
 
     supports_graphs = False
     _guessed: _Guessed | None
 
-    def __init__(self, max_depth: int, calibration: Calibration | None = None):
+    def __init__(self, bounds: TreeBounds, calibration: Calibration | None = None):
         self._pool = Pool()
-        self._drafter = LookupDrafter(self._pool, calibration)
-        self._max_depth, self._num_rows = max_depth, max(max_depth // 2, 1)
-        self._num_chains = max_depth + 1 - self._num_rows
+        self._drafter = LookupDrafter(self._pool, bounds, calibration)
+        self._max_depth, self._num_rows = bounds.max_depth, max(bounds.max_depth // 2, 1)
+        self._num_chains = bounds.max_depth + 1 - self._num_rows
         positions = [(r, i) for r in range(self._num_rows) for i in range(self._num_chains)]
         self._positions = sorted(positions, key=sum)  # a position's depth is 1 + r + i
         self._begin()
@@ -193,4 +201,4 @@ class LookaheadDrafter(NullDrafter):
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookaheadDrafter:
-    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
+    return LookaheadDrafter(speculative.tree_bounds, Calibration(speculative.max_depth))
