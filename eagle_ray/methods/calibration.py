@@ -197,13 +197,6 @@ def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
     return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, interval) == 0)
 
 
-def levels_in_turn(step: int, num_levels: int) -> range:
-    """Return the levels to update in this step if they are updated one by one: first all, later one in turn."""
-    if step <= WARMUP_STEPS or not num_levels:
-        return range(num_levels)
-    return range(step % num_levels, step % num_levels + 1)
-
-
 MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
 

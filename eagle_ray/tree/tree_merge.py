@@ -91,13 +91,8 @@ def extra_log_values(
     first_log_probs: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
     """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    extra = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
-    return log_values_by_depth(replace(tree, log_values=extra), depth, plan)
-
-
-def log_values_by_depth(tree: DraftTree, depth: int, plan: DraftPlan) -> list[Float[Tensor, "M N"]]:
-    """Return the log values of the nodes of each depth, from 1 on, for the plan's members."""
-    values, depths = tree.log_values, tree.depths
+    values = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
+    depths = tree.depths
     if plan.members is not None:
         members = to_device(plan.members, values.device)
         values, depths = values[members], depths[members]

@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import to_device
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.methods.calibration import levels_in_turn
-from eagle_ray.methods.combine.calibration import EnsembleCalibration
+from eagle_ray.methods.calibration import is_due
+from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import DraftSettings, draft_parts, parts_of
@@ -46,16 +47,18 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Planner
-from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
-from eagle_ray.tree.tree_merge import Merged, extra_log_values, log_values_by_depth, merge_trees
+
+UPDATE_INTERVAL = 16  # steps between updates after the warm-up: one takes 0.7 ms on a CPU, and 60 launches on a GPU
+MAX_ROWS = 8  # sequences of an update, by turns: of 32 it takes 10 ms on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     """The candidates of the last step. sets: see EnsembleCalibration."""
 
-    merged: Merged
+    blended: BlendedTree
     sets: Int[Tensor, " B"]
     depth: int
 
@@ -77,7 +80,7 @@ class EnsembleDrafter(Drafter):
         self.parts, self._blend = parts, blend
         self._feature_indices = feature_indices
         self._drafted: _Drafted | None = None
-        self._num_taught = 0
+        self._num_taught = self._num_updates = 0
         self.has_model = any(part.has_model for part in parts)
         self.has_lookups = any(part.has_lookups for part in parts)
 
@@ -136,16 +139,15 @@ class EnsembleDrafter(Drafter):
             return replace(alone, is_exhausted=is_all)
 
         depth = max(draft.depth for draft in (*models, *others))
-        merged = merge_trees([None if draft is None else draft.tree for draft in drafts], depth)
         sets = self._blend.sets((sampling.temperature > 0).long(), has_model=bool(models))
-        tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, sets, merged.log_probs_by_drafter), depth)
-        self._drafted = _Drafted(merged, sets, depth)
+        trees = [None if draft is None else draft.tree for draft in drafts]
+        blended = self._blend.merge(trees, depth, sets, 0 if models else None)
+        self._drafted = _Drafted(blended, sets, depth)
+        extra = blended.extra if plan.members is None else blended.extra[:, to_device(plan.members, roots.device)]
         if not models:
-            levels = [level[:, None] for level in log_values_by_depth(tree, depth, plan)]
-            return Draft(tree, levels, 0, 0, is_all)
-        extra = extra_log_values(merged.log_probs_by_drafter[..., 0], tree, depth, plan)
+            return Draft(blended.tree, list(extra[:, :, None].unbind()), 0, 0, is_all)
         num_passes = sum(draft.num_passes for draft in models)
-        return Draft(tree, models[0].levels, num_passes, models[0].num_catch_up, is_all, extra)
+        return Draft(blended.tree, models[0].levels, num_passes, models[0].num_catch_up, is_all, list(extra.unbind()))
 
     def _draft_parts(
         self,
@@ -183,7 +185,8 @@ class EnsembleDrafter(Drafter):
         for part in self.parts:
             part.reset_learning()
         self._blend.fit.reset()
-        self._drafted, self._num_taught = None, 0
+        self._drafted = None
+        self._num_taught = self._num_updates = 0
 
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""
@@ -194,19 +197,17 @@ class EnsembleDrafter(Drafter):
     def _update_calibration(
         self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
     ) -> None:
-        """Update the calibration along the target's path through the candidates."""
-        tree, log_probs = drafted.merged.tree, drafted.merged.log_probs_by_drafter
+        """Update the calibration along the target's path through the candidates of some rows, if an update is due."""
         self._num_taught += 1
-        taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
-        node = torch.zeros_like(num_accepted)
-        reached = torch.ones_like(num_accepted, dtype=torch.bool)
-        for level in range(max(taught, default=-1) + 1):
-            reached = reached & (num_accepted >= level)
-            offered = (tree.parents == node[:, None]) & reached[:, None]
-            picked = offered & (tree.tokens == picks[:, level, None])
-            if level in taught:
-                self._blend.update(level, drafted.sets, log_probs, offered, picked)
-            node, reached = picked.long().argmax(1), picked.any(1)
+        num_levels = min(drafted.depth, picks.shape[1])
+        if not is_due(self._num_taught, num_levels, UPDATE_INTERVAL):
+            return
+        blended, num_turns = drafted.blended, -(-len(drafted.sets) // MAX_ROWS)
+        rows = slice(self._num_updates % num_turns, len(drafted.sets), num_turns)
+        self._num_updates += 1
+        tree = DraftTree(*(tensor[rows] for tensor in blended.tree.tensors))
+        children = children_on_path(tree, picks[rows], num_accepted[rows], num_levels)
+        self._blend.update(drafted.sets[rows], blended.log_probs[rows], *children)
 
 
 class DraftList(nn.ModuleList):
