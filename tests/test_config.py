@@ -287,8 +287,28 @@ def test_more_levels_than_nodes_and_more_nodes_than_candidates_are_legal():
 
 def test_the_embedded_head_goes_with_the_embedded_target_only():
     assert load().model.draft == "embedded:tiny"
-    assert load("model.target=org/model", "speculative.method=none").model.draft is None
-    assert "model.draft: missing; method eagle2 needs an EAGLE head for org/model" in refusal("model.target=org/model")
+    assert load("model.target=org/model").model.draft is None
+    missing = refusal("model.target=org/model", "speculative.method=eagle2")
+    assert "model.draft: missing; method eagle2 needs an EAGLE head for org/model" in missing
+
+
+def test_sources_name_what_drafts_and_a_merge_is_a_spelling_of_them():
+    job = load("speculative.sources=[head, suffix]")
+    assert (job.speculative.merged_methods, job.speculative.drafts_grammars) == ("head+suffix", False)
+    assert load().method_name == "head+suffix+ngram"
+    assert load("model.target=org/model").method_name == "suffix+ngram"
+    assert load("speculative.sources=[]").method_name == "none"
+    both = load("speculative.method=eagle2+suffix", "speculative.sources=[eagle2, suffix, grammar]")
+    assert both.method_name == "eagle2+suffix" and both.speculative.drafts_grammars
+    assert "of no use with method eagle2" in refusal("speculative.method=eagle2", "speculative.sources=[suffix]")
+    assert "speculative.sources: must be head, suffix, ngram" in refusal("speculative.sources=[sufix]")
+    assert "model.draft: missing" in refusal("model.target=org/model", "speculative.sources=[head, suffix]")
+
+
+def test_another_attempt_may_draft_from_other_sources():
+    before, after = load("speculative.method=eagle2"), load("speculative.sources=[suffix]")
+    assert changed_keys(before.model_dump(mode="json"), after.model_dump(mode="json")) == []
+    assert config_hash(before) != config_hash(after)
 
 
 @pytest.mark.parametrize("text", ["2024-99-99", "0x_", "!!bool maybe"])

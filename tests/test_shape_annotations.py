@@ -15,6 +15,7 @@ packages = [f"eagle_ray.{name}" for name in names.split()]
 with install_import_hook(packages, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
     from eagle_ray.config import SpeculativeConfig
+    from eagle_ray.core.tree_bounds import TreeBounds
     from eagle_ray.methods.lookup.rest import RestIndex
     from eagle_ray.methods.lookup.drafter import LookupDrafter
     from eagle_ray.assembly.assemble import build_engine
@@ -43,7 +44,7 @@ every = "eagle2+ngram+suffix+recycling+lookahead"
 tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
 merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), EngineArgs(2, 128))
 run(merged, [[5, 6, 7, 5, 6], [8, 8, 8], [9, 10]], params)
-merged.drafter = LookupDrafter(RestIndex([[5, 6, 7, 8], [9, 9]]))
+merged.drafter = LookupDrafter(RestIndex([[5, 6, 7, 8], [9, 9]]), TreeBounds(8, 5, 3))
 run(merged, [[5, 6]], params[:1])
 two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:

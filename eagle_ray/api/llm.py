@@ -85,7 +85,7 @@ class LLM:
     ):
         config = engine_config(target, draft, settings, seed)
         max_threads = torch.get_num_threads() if threads is None else plain_value(threads)
-        if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
+        if (note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)) is not None:
             log.info("%s: %s", config.model.target, note)
         for name, number in (("threads", max_threads), ("num_gpus", num_gpus := plain_value(num_gpus))):
             if type(number) is not int or number < 1:

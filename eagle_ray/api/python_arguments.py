@@ -33,7 +33,6 @@ from eagle_ray.config import (
     SpeculativeConfig,
     load_config,
 )
-from eagle_ray.config.job import EMBEDDED_PAIRS
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported, python_hint
@@ -89,8 +88,8 @@ def engine_config(
 ) -> JobConfig:
     """Return the configuration of an engine in this process. Its input and output are not used.
 
-    Without a draft the method is none, plain decoding; an embedded pair has its own. Raises ConfigError that names an
-    unknown or wrong argument.
+    Without a draft only look-ups draft; an embedded pair has its own. Raises ConfigError that names an unknown or wrong
+    argument.
     """
     for name in settings:
         if name not in ENGINE_KEYS:
@@ -102,8 +101,6 @@ def engine_config(
     overrides |= {"model.target": target, "seed": plain_value(seed)}
     if draft is not None:
         overrides["model.draft"] = draft
-    elif target not in EMBEDDED_PAIRS:
-        overrides.setdefault("speculative.method", "none")
     return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_ray.assembly.costs import method_trial, planner_for
+from eagle_ray.assembly.costs import planner_for
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
@@ -40,7 +40,6 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed, graphs_for
 from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
 from eagle_ray.methods.drafter import NullDrafter
-from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
@@ -151,7 +150,7 @@ def _engine_of(
 ) -> Engine:
     """Return an engine with caches as planned."""
     config = causal_lm.config.get_text_config(decoder=True)
-    plain = speculative.method == "none"
+    plain = speculative.merged_methods == "none"
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
     layers = layers_read(drafts_of(weights), config.num_hidden_layers)
@@ -166,6 +165,7 @@ def _engine_of(
     fixed = make_planner(speculative, drafter)
     planner = fixed or UniformPlanner(bounds)
     engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
+    engine.drafts_grammars = speculative.drafts_grammars
     if plain:
         if ahead:
             with start.part("recorded", RECORDING):
@@ -179,9 +179,7 @@ def _engine_of(
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
     with _plain_if_planner_fails(engine):
-        if speculative.method == AUTO:
-            engine.planner = method_trial(engine, speculative, start)
-        elif fixed is None:
+        if fixed is None:
             engine.planner = planner_for(engine, speculative, start)
     return engine
 

@@ -10,12 +10,9 @@ import torch
 from eagle_ray.assembly.model_memory import weight_bytes
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.core.counters import choice_text
 from eagle_ray.core.start_log import StartLog
-from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.switch import MethodTrial, SwitchDrafter
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
@@ -38,29 +35,6 @@ def planner_for(
     return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
 
 
-def method_trial(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> MethodTrial:
-    """Return the planner that tries the methods of the drafter. Costs of the target are measured with one only."""
-    switch = engine.drafter
-    assert isinstance(switch, SwitchDrafter), "that of method auto is one"
-    planners: dict[str, Planner] = {}
-    target_costs = None
-    for method in switch.methods:
-        switch.use(method)
-        if method == "none":
-            planners[method] = UniformPlanner(NO_TREE)
-            continue
-        planner = planner_for(engine, speculative.model_copy(update={"method": method}), start, target_costs)
-        target_costs = target_costs or getattr(planner, "costs", None)
-        planners[method] = planner
-    counters = engine.counters
-
-    def note(method: str, rates: dict[str, float]) -> None:
-        counters.method, counters.method_rates = method, rates
-        log.info(choice_text(method, rates))
-
-    return MethodTrial(planners, switch, note)
-
-
 def _costs_of(
     engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
 ) -> StepCosts:
@@ -73,7 +47,7 @@ def _costs_of(
 
     def measured() -> StepCosts:
         if target_costs is not None:
-            with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
+            with start.part("measured", f"measuring the cost of drafts of {speculative.merged_methods}"):
                 return calibrate_draft_costs(engine, target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
@@ -88,7 +62,7 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
     config = target.model.config.to_dict()
     key: dict[str, object] = {
         "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
-        "method": speculative.method,
+        "method": speculative.merged_methods,
         "draft": engine.drafter.cost_key,
         "dtype": str(target.dtype),
         "weight_bytes": weight_bytes(target.model),  # quantised weights have the dtype of activations

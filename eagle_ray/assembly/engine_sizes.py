@@ -125,7 +125,7 @@ class SequenceLengths:
         cls, speculative: SpeculativeConfig, vocab_size: int, max_model_len: int, guaranteed: int | None = None
     ) -> SequenceLengths:
         """Return the lengths with the positions of the method's trees."""
-        if speculative.method == "none":
+        if speculative.merged_methods == "none":
             return cls(max_model_len, 1, guaranteed)
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
         return cls(max_model_len, bounds.num_positions, guaranteed)
@@ -209,7 +209,7 @@ class EngineSizes:
             itemsize: bytes of a number of the models.
             stored_kv: the dtype of the target's cache; None is that of the models.
         """
-        method, vocab_size = speculative.method, shape.vocab_size
+        method, vocab_size = speculative.merged_methods, shape.vocab_size
         kv_numbers_of_layer = kv_elements_per_token(shape)
         kv_itemsize = itemsize if stored_kv is None else stored_kv.itemsize
         gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize  # it is gathered, then converted

@@ -188,11 +188,11 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     load_tokenizer(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
-    if not reads_draft(speculative.method, model.drafts):
+    if not reads_draft(speculative.merged_methods, model.drafts):
         return
     paths, target = draft_paths(model, speculative), _target_config(model)
     try:
-        drafts = check_drafts(speculative.method, paths, target)
+        drafts = check_drafts(speculative.merged_methods, paths, target)
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
@@ -206,7 +206,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
     """Return the keys of `model` whose files cannot be reached from here, with the errors."""
     wanted = [("target", model.target, download_metadata)]
-    if reads_draft(speculative.method, model.drafts):
+    if reads_draft(speculative.merged_methods, model.drafts):
         wanted += [("draft", name, download) for name in model.drafts]
     unavailable = {}
     for part, name, find in wanted:
@@ -227,9 +227,8 @@ def _target_config(model: ModelConfig) -> Any:
 
 def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path]:
     """Return the directories of the drafts, one for each part of the method that reads one."""
+    method = speculative.merged_methods
     if not model.drafts:
-        raise ConfigError(
-            f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
-        )
-    check_num_drafts(speculative.method, model)
+        raise ConfigError(f"model.draft: missing; method {method} needs {draft_requirement(method)}")
+    check_num_drafts(method, model)
     return [download(name, "draft") for name in model.drafts]

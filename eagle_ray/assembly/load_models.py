@@ -107,11 +107,11 @@ def load_draft(
     model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM, start: StartLog | None = None
 ) -> nn.Module | None:
     """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does."""
-    if not reads_draft(speculative.method, model.drafts):
+    if not reads_draft(speculative.merged_methods, model.drafts):
         return None
     config = causal_lm.config.get_text_config(decoder=True)
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
-        weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
+        weights = load_drafts(speculative.merged_methods, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
         pack_draft(weights, causal_lm)
     return weights

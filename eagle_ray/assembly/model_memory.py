@@ -114,7 +114,7 @@ def plan_checkpoint(
     if target_bytes is None or None in of_drafts:
         return None
     draft_bytes = sum(size or 0 for size in of_drafts)
-    parts = check_drafts(speculative.method, drafts, shape) if drafts else []
+    parts = check_drafts(speculative.merged_methods, drafts, shape) if drafts else []
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
     args = EngineArgs.of_worker(execution, num_gpus=1)

@@ -28,7 +28,6 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import check_length
-from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import (
     PLAIN,
     PUBLISHED,
@@ -39,7 +38,6 @@ from eagle_ray.evaluation.draft_methods import (
 )
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Equivalence, compare, figures, rounds
 from eagle_ray.evaluation.timing import Round
-from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
@@ -71,20 +69,10 @@ def evaluate(
     causal_lm = load_target(config.model, EngineArgs(batch, kv_tokens=batch * max_model_len))
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: dict[float, list[Round]] = {}
-    choices: list[dict[str, Any]] = []
     for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
         engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
         turns[temperature] = list(_with_log(rounds(engines, questions, temperature), temperature, len(ways)))
-        if AUTO in engines:
-            choices.append(_choice(temperature, engines[AUTO]))
-    facts = _metadata(config, ways, batch, causal_lm) | {"choices": choices}
-    return facts | {"cells": list(_cells(turns, ways, causal_lm))}
-
-
-def _choice(temperature: float, engine: Engine) -> dict[str, Any]:
-    """Return what method auto chose; None if its trial did not end."""
-    counters = engine.counters
-    return {"temperature": temperature, "method": counters.method, "tokens_per_s": counters.method_rates}
+    return _metadata(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
 
 
 def use_threads(threads: int | None) -> None:

@@ -93,7 +93,7 @@ def bench_costs(config: JobConfig, threads: int | None) -> str:
     if threads is not None:
         torch.set_num_threads(threads)
     speculative = config.speculative.model_copy(update={"budget": "uniform"})
-    if speculative.method == "none":
+    if speculative.merged_methods == "none":
         raise ConfigError("speculative.method: none drafts nothing, so there are no costs to compare; leave it out")
     pair = build_engine_from_config(
         config.model, speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)

@@ -44,7 +44,7 @@ def run_endpoint(config: ServeConfig) -> int:
     from eagle_ray.assembly.hub import check_models  # torch, seconds
 
     check_models(config.model, config.speculative)
-    if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
+    if (note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)) is not None:
         log.info("%s: %s", config.model.target, note)
     address = prepare_ray_environment(serving.ray_address)
     for name, value in QUIET.items():

@@ -161,9 +161,9 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
 
 
 def _model(config: JobConfig) -> str:
-    reads = reads_draft(config.speculative.method, config.model.drafts)
-    draft = f"head {config.model.draft_name}" if reads else "no draft head"
-    return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
+    method, drafts = config.speculative.merged_methods, config.model.drafts
+    draft = f"head {config.model.draft_name}" if reads_draft(method, drafts) else "no draft head"
+    return f"model    {config.model.target}, {draft}, method {config.method_name}"
 
 
 def _output(plan: InputPlan, config: JobConfig) -> str:

@@ -30,7 +30,16 @@ from pydantic import (
 )
 
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.methods.method import METHODS, validate_method
+from eagle_ray.methods.method import (
+    AUTO,
+    GRAMMAR,
+    METHODS,
+    SOURCES,
+    merged,
+    spelled_out,
+    validate_method,
+    validate_sources,
+)
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
@@ -183,8 +192,13 @@ class ModelConfig(StrictModel):
 
 
 class SpeculativeConfig(StrictModel):
-    """Drafting method and its limits. The defaults are EAGLE-2's published 7B setting.
+    """Sources of drafts and their limits. The limits are those of EAGLE-2's published 7B setting.
 
+    method: auto drafts from all sources that fit, in one tree: see sources. Any other names one method, or those that
+        share a tree, joined by +.
+    sources: of method auto: head (the draft of model.draft, of any kind), suffix (an index of the job's texts), ngram
+        (earlier tokens of the sequence), grammar (tokens that a sequence's grammar predicts), and other methods.
+        An empty list is plain decoding.
     max_depth: tokens of the longest draft path. max_nodes: nodes of a draft tree without its root.
         Methods that decide their tree alone obey these bounds and ignore budget.
     ranking: the scores that select which nodes are expanded and verified, for drafters with weights. The default is
@@ -196,7 +210,11 @@ class SpeculativeConfig(StrictModel):
     """
 
     method: Annotated[str, AfterValidator(validate_method)] = Field(
-        default="eagle2", description=f"{', '.join(sorted(METHODS))}, or several of them joined by +"
+        default=AUTO, description=f"{AUTO}, {', '.join(sorted(METHODS))}, or several methods joined by +"
+    )
+    sources: Names | None = Field(
+        default=None,
+        description=f"{', '.join([*SOURCES, GRAMMAR])}, a list of these or other methods, or null for all that fit",
     )
     max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
@@ -226,6 +244,23 @@ class SpeculativeConfig(StrictModel):
         if isinstance(data, dict) and "ranking" not in data and data.get("budget") == "uniform":
             return data | {"ranking": "published"}
         return data
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, sources: list[str] | None) -> list[str] | None:
+        if sources is not None:
+            validate_sources(sources)
+        return sources
+
+    @property
+    def merged_methods(self) -> str:
+        """Return the methods whose drafts share a tree, joined by +, or auto for all that fit."""
+        return self.method if self.sources is None else merged(self.sources)
+
+    @property
+    def drafts_grammars(self) -> bool:
+        """Return whether tokens that grammars predict are drafted."""
+        return self.sources is None or GRAMMAR in self.sources
 
     @property
     def tree_bounds(self) -> TreeBounds:
@@ -504,6 +539,11 @@ class JobConfig(StrictModel):
     report: ReportConfig = ReportConfig()
     on_finish: OnFinishConfig = OnFinishConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def method_name(self) -> str:
+        """Return the methods that draft, joined by +, as rows name them."""
+        return spelled_out(self.speculative.merged_methods, self.model.drafts)
 
 
 def allowed_text(description: str, details: Sequence[Mapping[str, Any]]) -> str:

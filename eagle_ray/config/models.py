@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
-from eagle_ray.methods.method import ALL_TOKENS, HEAD, METHODS, draft_parts, draft_requirement, parts_of, reads_draft
+from eagle_ray.methods.method import (
+    ALL_TOKENS,
+    ANY_DRAFT,
+    AUTO,
+    HEAD,
+    METHODS,
+    draft_parts,
+    draft_requirement,
+    parts_of,
+    reads_draft,
+)
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
@@ -46,8 +56,9 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template, and
     for a chat section whose values do not fit together.
     """
-    model, method = config.model, config.speculative.method
+    model, method = config.model, config.speculative.merged_methods
     _check_name("target", model.target)
+    _check_sources(config.speculative)
     if reads_draft(method, model.drafts):
         if not model.drafts:
             raise ConfigError(
@@ -105,17 +116,26 @@ def _check_name(part: str, name: str) -> None:
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 
 
+def _check_sources(speculative: SpeculativeConfig) -> None:
+    if speculative.sources is not None and speculative.method not in (AUTO, speculative.merged_methods):
+        raise ConfigError(
+            f"speculative.sources: of no use with method {speculative.method}, which names its sources itself. Leave "
+            "one of the two out."
+        )
+
+
 def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
     if speculative.draft_vocab in (None, ALL_TOKENS) and speculative.draft_vocab_size is not None:
         raise ConfigError(
             "speculative.draft_vocab: must be the file that draft_vocab_size takes ids from, got "
             f"{speculative.draft_vocab or 'null'}"
         )
-    if speculative.draft_vocab is not None and draft_requirement(speculative.method) != HEAD:
+    method = speculative.merged_methods
+    if speculative.draft_vocab is not None and draft_requirement(method) not in (HEAD, ANY_DRAFT):
         readers = ", ".join(method.name for method in METHODS.values() if method.draft == HEAD)
         raise ConfigError(
             f"speculative.draft_vocab: of no use: it is for heads that read the target's lm_head ({readers}), and "
-            f"{speculative.method} is set"
+            f"{method} is set"
         )
 
 

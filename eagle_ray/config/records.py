@@ -191,10 +191,6 @@ class UsageRecord(Record):
     gpus_per_worker: float
 
 
-class _MethodChoice(Record):
-    method: str
-
-
 class FallbacksRecord(Record):
     """Why Triton's kernels or CUDA graphs do not run on a worker's CUDA device; None for what runs."""
 
@@ -219,7 +215,6 @@ class ProgressRecord(RunIdentity):
     busy_slots: float | None
     seconds_left: float | None
     engine: dict[str, int] | None = None
-    methods: dict[str, _MethodChoice] = {}
     planner_errors: dict[str, str] = {}
     fallbacks: dict[str, FallbacksRecord] = {}
     usage: UsageRecord | None = None
@@ -279,7 +274,12 @@ _NOT_COMPARED = (
 
 
 _COMPARED = ("execution.kv_dtype",)  # but for these
-_ADDED = {"model.quantization": "none", "execution.kv_dtype": "auto"}  # keys that older hashes lack, and their defaults
+_ADDED = {  # keys that older hashes lack, and their defaults
+    "model.quantization": "none",
+    "execution.kv_dtype": "auto",
+    "speculative.sources": None,
+}
+_FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft changes a token
 
 
 def recorded(config: JobConfig) -> dict[str, Any]:
@@ -320,7 +320,8 @@ def changed_keys(old: dict, new: dict) -> list[str]:
     Both arguments are results of ``JobConfig.model_dump(mode="json")``.
     """
     before, after = _compared(old), _compared(new)
-    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    keys = (before.keys() | after.keys()) - set(_FREE_ON_RESUME)
+    return sorted(key for key in keys if before.get(key) != after.get(key))
 
 
 def _compared(dump: dict) -> dict[str, Any]:

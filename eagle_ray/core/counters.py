@@ -11,7 +11,6 @@ a monoid, so that rows, tasks and runs add up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CONFIDENCE_BINS = 10  # equal bins over (0, 1) of a node's conditional probability
@@ -138,8 +137,6 @@ class EngineCounters:
     num_prefill_passes: passes over prompt chunks alone.
     busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
     planner_error: why the planner failed, if it has: nothing is drafted from then on.
-    method: what `speculative.method: auto` chose, once it has. method_rates: decoded tokens per second of the methods
-    that it tried.
     fallbacks: why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs".
     """
 
@@ -158,17 +155,9 @@ class EngineCounters:
     busy_s: float = 0.0
     prefill_s: float = 0.0
     planner_error: str | None = None
-    method: str | None = None
-    method_rates: dict[str, float] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_planner_failures(self) -> int:
         """Return 1 if the planner failed, otherwise 0."""
         return int(self.planner_error is not None)
-
-
-def choice_text(method: str, rates: Mapping[str, float]) -> str:
-    """Return the choice as a line of text."""
-    listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in sorted(rates.items(), key=lambda item: -item[1]))
-    return f"speculative.method auto: {method} (decoded tokens per second: {listed})"

@@ -42,7 +42,7 @@ class PairHere:
 def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     """Check the job's pair; return None with the finding if it is not on this machine or does not fit."""
     target, drafts = config.model.target, config.model.drafts
-    if not reads_draft(config.speculative.method, drafts):
+    if not reads_draft(config.speculative.merged_methods, drafts):
         drafts = ()
     wanted = {"target": target} | ({"draft": " + ".join(drafts)} if drafts else {})
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())

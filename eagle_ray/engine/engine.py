@@ -71,6 +71,7 @@ class Engine:
         overlap: launch a step before the previous one is read, if there are graphs.
 
     Attributes:
+        drafts_grammars: tokens that grammars predict are drafted.
         mixed_prefill: prompt chunks and decoding rows share a pass; only without graphs.
         is_intact: no step has raised. False during a step.
     """
@@ -95,6 +96,7 @@ class Engine:
         self.graphs = graphs
         self.overlap = overlap
         self.grammars = grammars
+        self.drafts_grammars = True
         self.mixed_prefill = graphs is None
         self.is_intact = True
         blocks = target.cache.blocks
@@ -283,7 +285,7 @@ class Engine:
     def _max_chain(self) -> int:
         """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`GrammarChains`)."""
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
-        return self.bounds.depth if on_host else 0
+        return self.bounds.depth if on_host and self.drafts_grammars else 0
 
     def _launch_ahead(self, pending: DecodeStep, prefill: Prefill | None) -> Callable[[], DecodeStep] | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read.

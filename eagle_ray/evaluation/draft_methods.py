@@ -7,7 +7,7 @@
     eagle2-without-reranking    what was expanded is verified, and nothing else: the best of each level, however deep,
                                 but for the last level, whose nodes are not expanded and only reranking would choose
     ours                        the job's own `speculative` section
-    auto                        the job's own section, with a trial among its first questions
+    auto                        the job's own section, with all sources that fit
     none                        another name of plain
     any other method            of methods/method.py, with the job's tree for everyone
     eagle2:25                   a way with another max_nodes
@@ -37,6 +37,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.method import (
+    ANY_DRAFT,
     AUTO,
     HEAD,
     HEAD_3,
@@ -92,9 +93,9 @@ class DraftMethod:
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
     """Return all methods that the job's model.draft allows, or that need none, with their references."""
-    alone = methods_without_draft()
-    if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
-        return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
+    alone, method = methods_without_draft(), speculative.merged_methods
+    if draft_requirement(method) not in (HEAD, HEAD_3, ANY_DRAFT):
+        return alone if method == "none" else list(dict.fromkeys([method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
     own_trees = [method.name for method in METHODS.values() if method.planner is not None]
     names = [*own_trees, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
@@ -111,12 +112,12 @@ def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig)
     way, _, draft = name.partition("=")
     method, _, nodes = way.partition(":")
     settings, adjust = SPECIAL.get(method, (AS_PUBLISHED | {"method": method}, None))
-    _check_method(str(settings.get("method", speculative.method)))
+    _check_method(str(settings.get("method", speculative.merged_methods)))
     chosen = speculative.model_copy(update=settings | ({"max_nodes": _nodes(name, nodes)} if nodes else {}))
     drafts = tuple(draft.split("+")) if draft else model.drafts
-    reads = reads_draft(chosen.method, drafts)
+    reads = reads_draft(chosen.merged_methods, drafts)
     if reads and not drafts:
-        needed = draft_requirement(chosen.method)
+        needed = draft_requirement(chosen.merged_methods)
         raise ConfigError(f"--methods: {method} needs {needed}: set model.draft, or give {method}=DIRECTORY")
     return DraftMethod(name, chosen, drafts if reads else (), _reference_method(method, speculative), adjust)
 
@@ -152,7 +153,7 @@ def load_method_weights(
     loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module | None] = {}
     weights: dict[str, nn.Module | None] = {}
     for way in ways:
-        key = (draft_requirement(way.speculative.method), way.drafts)
+        key = (draft_requirement(way.speculative.merged_methods), way.drafts)
         if way.drafts and key not in loaded:
             loaded[key] = load_draft(way.model(model), way.speculative, causal_lm)
         weights[way.name] = loaded.get(key)
@@ -174,7 +175,7 @@ SPECIAL: dict[str, tuple[dict[str, object], Adjust | None]] = {
     PUBLISHED: (AS_PUBLISHED, None),
     WITHOUT_VALUE: (AS_PUBLISHED, _without_value),
     WITHOUT_RERANKING: (AS_PUBLISHED, _without_reranking),
-    AUTO: ({"method": AUTO}, None),
+    AUTO: ({"method": AUTO, "sources": None}, None),
     OURS: ({}, None),
 }
 

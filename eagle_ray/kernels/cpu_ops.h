@@ -32,35 +32,12 @@ struct Weight {
     int32_t path;  // one of Path; a processor that lacks it must not be asked for it
 };
 
-// The trees of one drafter, [rows, nodes]; no nodes: it did not draft.
-struct CandidateTree {
-    int64_t nodes;
-    const int64_t *tokens, *parents, *depths;
-    const float *log_values, *draft_log_probs;
-    const uint8_t *valid;
-};
-
-// The weights of an EnsembleCalibration, [levels, num_sets, 3 * drafters + 1], and the set of each row.
-struct Blend {
-    int64_t drafters, levels, num_sets;
-    int64_t left_out;  // the drafter whose nodes are not among those by depth; -1: none
-    const float *weights;
-    const int64_t *sets;
-};
-
-// What merge_blended returns: trees [rows, nodes], filled with padding before; log_probs [rows, nodes, drafters];
-// by_depth [max_depth, rows, nodes]. largest: the nodes of the largest tree.
-struct MergedTrees {
-    int64_t rows, nodes, max_depth;
-    int64_t *tokens, *parents, *depths;
-    float *log_values, *draft_log_probs;
-    uint8_t *valid;
-    float *log_probs, *by_depth;
-    int64_t *largest;
+struct Projection {
+    const Weight *weight;
+    const float *bias;
 };
 
 extern "C" {
-void merge_blended(const CandidateTree *trees, const Blend *blend, const MergedTrees *out, int threads);
 void add_rms_norm_float32(float *out, float *residual, const float *delta, const float *weight, int64_t rows,
                           int64_t size, float eps, int threads);
 void silu_mul_float32(float *out, const float *gate_up, int64_t rows, int64_t size, int threads);
@@ -76,4 +53,7 @@ void attend_float32_bfloat16(const Rows *rows, const Heads *heads, const float *
                              const bf16 *values, float *out, const float *sinks);
 void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
                               int32_t threads);
+// The same for one of many products of a call, between which the other threads spin.
+void quantized_matmul_awake(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
+                            int32_t threads);
 }

@@ -8,7 +8,34 @@
 #include <limits>
 #include <vector>
 
-#include "cpu_ops.h"
+// The structures below are those of cpu_ops.py.
+
+// The trees of one drafter, [rows, nodes]; no nodes: it did not draft.
+struct CandidateTree {
+    int64_t nodes;
+    const int64_t *tokens, *parents, *depths;
+    const float *log_values, *draft_log_probs;
+    const uint8_t *valid;
+};
+
+// The weights of an EnsembleCalibration, [levels, num_sets, 3 * drafters + 1], and the set of each row.
+struct Blend {
+    int64_t drafters, levels, num_sets;
+    int64_t left_out;  // the drafter whose nodes are not among those by depth; -1: none
+    const float *weights;
+    const int64_t *sets;
+};
+
+// What merge_blended returns: trees [rows, nodes], filled with padding before; log_probs [rows, nodes, drafters];
+// by_depth [max_depth, rows, nodes]. largest: the nodes of the largest tree.
+struct MergedTrees {
+    int64_t rows, nodes, max_depth;
+    int64_t *tokens, *parents, *depths;
+    float *log_values, *draft_log_probs;
+    uint8_t *valid;
+    float *log_probs, *by_depth;
+    int64_t *largest;
+};
 
 namespace {
 

@@ -84,7 +84,7 @@ class LoadedDraft(Protocol):
     """What a method reads from model.draft, with or without its weights.
 
     Attributes:
-        method: the one that auto tries with it.
+        method: the one that drafts with it where only its kind is known.
     """
 
     method: str

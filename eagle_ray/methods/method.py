@@ -3,7 +3,8 @@
     speculative.method: eagle2
     speculative.method: eagle2+suffix              the nodes of both in one tree
     speculative.method: draft_model+draft_model    SpecInfer: two models, model.draft is the list of them
-    speculative.method: auto                       the fastest of those that can run, by a trial on the first prompts
+    speculative.method: auto                       all sources of drafts that fit, or those of speculative.sources
+    speculative.sources: [head, suffix, grammar]   the same as a list; the names are those of methods, and grammar
 
     METHODS["eagle2"].make_drafter(speculative, target, weights)       # imports eagle/drafter.py
 
@@ -26,6 +27,8 @@ HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
 ANY_DRAFT = "a head or draft model of any kind"
 AUTO = "auto"
+GRAMMAR = "grammar"  # a source that is no method: tokens that a sequence's grammar predicts
+SOURCES = ("head", "suffix", "ngram")  # the methods of auto; the head only where model.draft is set
 ALL_TOKENS = "all"  # as speculative.draft_vocab
 MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
 
@@ -34,13 +37,15 @@ MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 
 class DraftSettings(Protocol):
     """What drafters and planners read of the `speculative` section, whose keys these are."""
 
-    method: str
     max_nodes: int
     max_depth: int
     top_k: int
     datastore: str | None
     draft_vocab: str | None
     draft_vocab_size: int | None
+
+    @property
+    def merged_methods(self) -> str: ...
 
     @property
     def ranking(self) -> str: ...
@@ -77,7 +82,7 @@ class Method:
         check, load: read a draft's headers, and its weights.
         drafter: makes the drafter.
         planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
-        is_candidate: auto tries it if model.draft, where it reads one, is its kind of draft.
+        is_kind: its kind of draft is told from the files, for source `head`.
         reads_datastore: it reads speculative.datastore.
         recipe: the class that trains its heads; None if `eagle-ray train` makes none.
         training: the numbers of that training.
@@ -91,7 +96,7 @@ class Method:
     load: str = "checkpoint:load"
     drafter: str = "drafter:make_drafter"
     planner: str | None = None
-    is_candidate: bool = False
+    is_kind: bool = False
     reads_datastore: bool = False
     recipe: str | None = None
     training: Training | None = None
@@ -142,7 +147,7 @@ METHODS = {
             "EAGLE-2's dynamic tree; takes EAGLE-1, -2 and -3 heads",
             "eagle",
             draft=HEAD,
-            is_candidate=True,
+            is_kind=True,
             recipe="recipe:EagleRecipe",
             training=Training(rate=3e-5, warmup_steps=2000),
         ),
@@ -187,7 +192,7 @@ METHODS = {
             draft="Medusa heads",
             check="checkpoint:check_medusa",
             load="checkpoint:load_medusa",
-            is_candidate=True,
+            is_kind=True,
             recipe="recipe:MedusaRecipe",
             training=Training(rate=1e-3, warmup_steps=40),
         ),
@@ -198,18 +203,18 @@ METHODS = {
             draft="Hydra heads",
             check="checkpoint:check_hydra",
             load="checkpoint:load_hydra",
-            is_candidate=True,
+            is_kind=True,
             recipe="recipe:MedusaRecipe",
             training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
             "dflash",
-            "a block of tokens in one pass, as a tree by the products of its positions' distributions",
+            "a block of tokens in one pass, as a tree by the products of its positions' distributions, or by paths",
             "dflash",
-            draft="a DFlash head, or a causal head of JetSpec",
+            draft="a head of DFlash, DFlash2, DSpark or Domino, or a causal head of JetSpec",
             check="checkpoint:meta_dflash",
             load="checkpoint:load_dflash",
-            is_candidate=True,
+            is_kind=True,
             recipe="recipe:DFlashRecipe",
             training=Training(rate=6e-4, warmup_share=0.04),
         ),
@@ -220,20 +225,18 @@ METHODS = {
             draft="a small causal LM of the target's vocabulary",
             check="checkpoint:check_draft_model",
             load="checkpoint:load_draft_model",
-            is_candidate=True,
+            is_kind=True,
         ),
         Method(
             "suffix",
             "continuations of the longest matching suffix in any sequence",
             "lookup",
             drafter="suffix:make_drafter",
-            is_candidate=True,
         ),
         Method(
             "ngram",
             "prompt lookup: continuations of matching tokens earlier in the sequence",
             "lookup",
-            is_candidate=True,
         ),
         Method(
             "recycling",
@@ -258,42 +261,61 @@ METHODS = {
             "none",
             "plain decoding",
             "combine",
-            drafter="switch:make_null_drafter",
-            is_candidate=True,
+            drafter="drafter:make_null_drafter",
         ),
         Method(
-            AUTO,
-            "the fastest of the method of model.draft, suffix, ngram and none, by a trial on the first prompts",
+            "head",
+            "the method of model.draft's own kind",
             "combine",
-            draft=ANY_DRAFT,  # optional: see reads_draft
-            check="switch:check",
-            load="switch:load",
-            drafter="switch:make_drafter",
+            draft=ANY_DRAFT,
+            check="drafter:check_any_draft",
+            load="drafter:load_any_draft",
+            drafter="drafter:make_head_drafter",
         ),
     )
 }
 
 
 def parts_of(method: str) -> list[Method]:
-    """Return the records of the methods that speculative.method merges, or of its only one."""
-    return [METHODS[name] for name in method.split("+")]
+    """Return the records of the methods that are merged, or of the only one."""
+    return [METHODS[name] for name in (SOURCES if method == AUTO else method.split("+"))]
 
 
 def validate_method(method: str) -> str:
     """Return the method unchanged. Raises ValueError if a part is unknown or if its parts cannot be merged."""
+    if method == AUTO:
+        return method
     names = method.split("+")
+    if AUTO in names:
+        raise ValueError("auto is all sources that fit, so nothing is merged with it; name the parts")
     for name in names:
         if name not in METHODS:
-            near = difflib.get_close_matches(name, sorted(METHODS), 1)
+            near = difflib.get_close_matches(name, sorted([*METHODS, AUTO]), 1)
             raise ValueError(f"{name!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
     alike = [part for part in parts_of(method) if names.count(part.name) > 1 and part.draft is None]
     if alike or (len(names) > 1 and "none" in names):
         raise ValueError("the parts of a merge are different ways of drafting, or read different drafts")
-    if len(names) > 1 and AUTO in names:
-        raise ValueError("auto chooses a whole method, so it cannot be merged")
     if len(names) > 1 and (alone := [part.name for part in parts_of(method) if part.planner is not None]):
         raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
     return method
+
+
+def validate_sources(names: Sequence[str]) -> None:
+    """Raise ValueError unless these are sources of drafts that can share a tree."""
+    if names.count(GRAMMAR) > 1:
+        raise ValueError(f"{GRAMMAR} is named twice")
+    validate_method(merged(names))
+
+
+def merged(sources: Sequence[str]) -> str:
+    """Return the method that merges the drafts of these sources: their names joined by +, without the grammar's."""
+    return "+".join(name for name in sources if name != GRAMMAR) or "none"
+
+
+def spelled_out(method: str, drafts: Sequence[str]) -> str:
+    """Return the methods that share a tree, joined by +; those that fit for auto."""
+    parts = [part for part in parts_of(method) if part.draft is None or reads_draft(method, drafts)]
+    return "+".join(part.name for part in parts)
 
 
 def draft_parts(method: str) -> list[Method]:
@@ -308,8 +330,7 @@ def draft_requirement(method: str) -> str | None:
 
 def reads_draft(method: str, drafts: Sequence[str]) -> bool:
     """Return whether the method reads model.draft; auto does if it is set."""
-    needed = draft_requirement(method)
-    return needed is not None and not (needed == ANY_DRAFT and not drafts)
+    return draft_requirement(method) is not None and not (method == AUTO and not drafts)
 
 
 def plans_alone(method: str) -> bool:
@@ -337,9 +358,14 @@ def training_of(method: str) -> Training:
 
 
 def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
-    """Return what plain decoding of a target without a draft costs and what avoids it; None for other settings."""
-    if method != "none" or drafts:
+    """Return what decoding of a target without a draft costs and what avoids it; None for other settings."""
+    if method not in ("none", AUTO) or drafts:
         return None
+    if method == AUTO:
+        return (
+            "no draft, so drafts are looked up in earlier text alone. Name a head as model.draft for more tokens per "
+            "pass of the target, with the same outputs"
+        )
     return (
         "no draft, so each pass of the target gives one token. Name a head as model.draft for several, with the same "
         f"outputs, or set speculative.method to one that needs none: {', '.join([*methods_without_draft(), AUTO])}"

@@ -37,8 +37,9 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch, ProbeSchedule
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
 from eagle_ray.planner.planner import Allocation, StepOutcome
+from eagle_ray.planner.probe_schedule import ProbeSchedule
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.expand import PLAIN, DraftPlan, TreeBuilder
 

@@ -1,4 +1,4 @@
-"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them; ProbeSchedule.
+"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them.
 
     rate = (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead)
 
@@ -16,11 +16,10 @@ import numpy as np
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import MEMORY, CalibratedAcceptance
+from eagle_ray.planner.acceptance_model import CalibratedAcceptance
 from eagle_ray.planner.cost_model import BUCKETS, StepCosts
 
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
-PROBE_SHARE = 0.003  # of the time
 REVIEW_EVERY = 8  # steps: between decisions, between observations of a draft, between probes, and of a trial
 
 
@@ -99,40 +98,3 @@ class PlanSearch:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
         largest = max(min(size + num_candidates, self._sizes.max_rows), size)
         return [*(n for n in self._buckets if size < n < largest), largest]
-
-
-class ProbeSchedule:
-    """When the next probe may run: the debt of probes in seconds, and the step of the last one.
-
-    Probes cost time that the best known plan would not have spent. Their cost is kept within PROBE_SHARE of the time:
-    each probe adds its cost to a debt, every step pays some of it off, and the next probe waits until it is paid.
-
-    One exception: after drafts were turned off, the debt is lowered so that a retry comes soon, since their cost is
-    only observed while they are on. Each further retry waits twice as long.
-    """
-
-    def __init__(self) -> None:
-        self._debt_s = 0.0
-        self._last_step = -REVIEW_EVERY
-        self._retry_after = MEMORY
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a probe may run at this step."""
-        return self._debt_s <= 0 and step >= self._last_step + REVIEW_EVERY
-
-    def begin(self, step: int) -> None:
-        """Record that a probe runs at this step. Its cost is known later, since steps overlap."""
-        self._last_step = step
-
-    def charge(self, seconds: float) -> None:
-        """Add the cost of a probe."""
-        self._debt_s = max(self._debt_s, 0.0) + max(seconds, 0.0)
-
-    def pay(self, seconds: float) -> None:
-        """Pay off the share of a step that took this long."""
-        self._debt_s -= PROBE_SHARE * seconds
-
-    def allow_retry(self, step_seconds: float) -> None:
-        """Lower the debt to what the next steps pay off: MEMORY steps, and twice as many at each further call."""
-        self._debt_s = min(self._debt_s, PROBE_SHARE * self._retry_after * step_seconds)
-        self._retry_after *= 2

@@ -233,7 +233,7 @@ def evaluation_text(numbers: dict[str, Any]) -> str:
     for temperature in temperatures:
         cells = [cell for cell in numbers["cells"] if cell["temperature"] == temperature]
         parts += [f"T = {temperature:g}: speed-up over plain decoding, tau\n{_by_task(cells)}", _details(cells)]
-        parts += [_chosen(choice) for choice in numbers["choices"] if choice["temperature"] == temperature]
+
     return "\n\n".join([*parts, _legend(numbers)])
 
 
@@ -278,15 +278,6 @@ def _detail(cell: dict[str, Any]) -> list[str]:
         ABSENT if error["drafted"] is None else f"{error['drafted']:.3f} {error['calibrated']:.3f}",
         _same(cell["identity"]),
     ]
-
-
-def _chosen(choice: dict[str, Any]) -> str:
-    """Return what method auto chose, and the rates of its trial."""
-    if choice["method"] is None:
-        return "auto: its trial did not end; give more prompts"
-    rates = sorted(choice["tokens_per_s"].items(), key=lambda item: -item[1])
-    listed = ", ".join(f"{method} {number(rate)}" for method, rate in rates)
-    return f"auto chose {choice['method']} (decoded tokens per second in its trial: {listed})"
 
 
 def _interval(interval: dict[str, Any], form: str, unit: str = "") -> str:

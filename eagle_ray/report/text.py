@@ -8,9 +8,8 @@ math    12
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle_ray.report.cost import cost_lines
@@ -75,7 +74,6 @@ def run_table(summary: dict[str, Any]) -> str:
         _work(work),
         *spent,
         _steps(work),
-        _methods(work),
         _planner_errors(work),
         *_fallbacks(work),
         *drafts,
@@ -169,13 +167,6 @@ def _steps(work: dict[str, Any] | None) -> str:
         f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",
     ]
     return f"engine: {', '.join(filter(None, parts))}"
-
-
-def _methods(work: dict[str, Any] | None) -> str:
-    """Return how many workers speculative.method auto chose each method in."""
-    chosen = Counter(choice["method"] for choice in (work or {}).get("methods", {}).values())
-    workers = ", ".join(f"{method} in {count} of {chosen.total()} workers" for method, count in chosen.most_common())
-    return f"speculative.method auto: {workers}" if chosen else ""
 
 
 def _planner_errors(work: dict[str, Any] | None) -> str:
@@ -273,6 +264,10 @@ class PictureNode:
     probability: float
     is_verified: bool
     is_accepted: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the node with its text as it is shown."""
+        return asdict(self) | {"text": _quoted(self.text), "probability": round(self.probability, 4)}
 
 
 def tree_picture(nodes: Sequence[PictureNode]) -> str:

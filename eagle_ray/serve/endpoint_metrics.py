@@ -34,7 +34,6 @@ GAUGES = {
     "num_kv_blocks_used": "blocks of the KV cache that sequences hold",
     "num_kv_blocks": "blocks of the KV cache",
     "replicas": "replicas that answer",
-    "speculative_method": "replicas in which speculative.method auto chose each method",
 }
 COUNTERS = {
     "prompt_tokens": "prompt tokens of answered sequences",
@@ -216,8 +215,6 @@ class ReplicaMetrics:
             "num_kv_blocks": occupancy.num_blocks,
             "replicas": 1,
         }
-        if engine.method is not None:
-            gauges[f'speculative_method{{method="{engine.method}"}}'] = 1
         return Snapshot(counters, gauges)
 
     def _add(self, name: str, number: float, labels: str = "") -> None:

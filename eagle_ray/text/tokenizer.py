@@ -127,8 +127,15 @@ class Tokenizer:
         return int(ids[0])
 
     def special_marker_ids(self) -> dict[str, int]:
-        """Return the ids of the answers' markers that are special tokens."""
-        return {token: id_ for id_, token in self._special_tokens.items() if token in self.chat_format.markers}
+        """Return the ids of the answers' markers that are special tokens, or that a grammar takes for such tokens.
+
+        llguidance never reads an added token in angle brackets as text, whatever the tokenizer says of it. Qwen 3's
+        <tool_call> and <think> are such tokens.
+        """
+        added = {id_: token.content for id_, token in self.hf_tokenizer.added_tokens_decoder.items()}
+        in_brackets = {id_: token for id_, token in added.items() if token.startswith("<") and token.endswith(">")}
+        tokens = in_brackets | self._special_tokens
+        return {token: id_ for id_, token in tokens.items() if token in self.chat_format.markers}
 
     @cached_property
     def _special_tokens(self) -> dict[int, str]:

@@ -191,7 +191,7 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
         "plain": SpeculativeConfig(method="none"),
         "chain": fixed_tree(TreeBounds(5, 5, 1)),
         "eagle2": fixed_tree(TreeBounds(59, 6, 10)),
-        "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
+        "adaptive": SpeculativeConfig(method="eagle2", max_nodes=6, max_depth=6, top_k=1, budget="global"),
         "ours": fixed_tree(LARGEST).model_copy(update={"budget": "global"}),
     }
     if "best" in args.ways:

@@ -69,7 +69,7 @@ def main() -> None:
 
 def built(slots: int) -> EngineBundle:
     """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published."""
-    speculative = SpeculativeConfig(budget="uniform", ranking=SpeculativeConfig().ranking)
+    speculative = SpeculativeConfig(method="eagle2", budget="uniform", ranking=SpeculativeConfig().ranking)
     return build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(slots))
 
 

@@ -76,7 +76,7 @@ def decode(
     causal_lm: CausalLM, prompts: list[list[int]], head: str | None, args: argparse.Namespace
 ) -> tuple[Outputs, float | None]:
     """Return the greedy outputs and tau. head: a name of one of the target's, or None for plain decoding."""
-    speculative = PLAIN if head is None else SpeculativeConfig(budget="uniform", max_nodes=args.nodes)
+    speculative = PLAIN if head is None else SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=args.nodes)
     weights = load_draft(ModelConfig(target=SMOLLM2, draft=head), speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, EngineArgs(args.batch, MAX_MODEL_LEN, kv_tokens=None))
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)

@@ -25,7 +25,7 @@ from eagle_ray.sampling.near_tie import NEAR_TIE
 from jobs.tiny_pair.prompts import shuffled_prompts
 
 PLAIN = SpeculativeConfig(method="none")
-EAGLE2 = SpeculativeConfig(budget="uniform", max_nodes=12, max_depth=4, top_k=4)
+EAGLE2 = SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=12, max_depth=4, top_k=4)
 SAMPLING = {"greedy": {}, "T 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9}}
 MAX_MODEL_LEN = 512
 

@@ -55,7 +55,7 @@ def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
 
 
 def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
-    speculative, parts = SpeculativeConfig(budget="uniform"), []
+    speculative, parts = SpeculativeConfig(method="eagle2", budget="uniform"), []
     for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
         pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, EngineArgs(2))
         parts.append(cost_key(pair.engine, speculative))
@@ -77,7 +77,10 @@ def test_costs_are_kept_by_the_bits_of_the_weights(tmp_path):
 
 
 def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):
-    model, speculative = ModelConfig(target=str(PAIR / "target"), draft=str(draft)), SpeculativeConfig(budget="uniform")
+    model, speculative = (
+        ModelConfig(target=str(PAIR / "target"), draft=str(draft)),
+        SpeculativeConfig(method="eagle2", budget="uniform"),
+    )
     keys = [
         cost_key(build_engine_from_config(model, speculative, EngineArgs(2, kv_tokens=tokens)).engine, speculative)
         for tokens in (4096, 4352, 256)
@@ -272,7 +275,7 @@ def test_a_missing_head_is_asked_for():
     ],
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
-    model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
+    model, speculative = ModelConfig(), SpeculativeConfig(method="eagle2", max_depth=3, top_k=2, **settings)
     causal_lm = load_target(model, EngineArgs(1))
     drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
     ranking = drafter.ranking

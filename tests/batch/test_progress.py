@@ -39,16 +39,6 @@ def test_a_report_replaces_the_one_before():
     assert progress.engine_s == (5 + 2) / 2 and Progress().engine_s == 0
 
 
-def test_what_auto_chose_stands_by_worker_once_it_has():
-    progress, counters = Progress(), EngineCounters(num_slots=4)
-    progress.add(WorkerReport.of("a", counters))
-    assert progress.method_choices == {}
-    counters.method, counters.method_rates = "suffix", {"suffix": 21.0, "none": 9.0}
-    progress.add(WorkerReport.of("a", counters))
-    progress.add(WorkerReport("b", 0, 0))
-    assert progress.method_choices == {"a": {"method": "suffix", "tokens_per_s": {"suffix": 21.0, "none": 9.0}}}
-
-
 def test_a_planners_failure_stands_by_worker_and_is_counted():
     progress, counters = Progress(), EngineCounters(num_slots=4)
     progress.add(WorkerReport.of("a", counters))

@@ -141,7 +141,7 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
     assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
 
 
-@pytest.mark.parametrize("wrong", [{"planner_errors": -1.5}, {"methods": {"worker": {}}}, {"fallbacks": {"worker": 3}}])
+@pytest.mark.parametrize("wrong", [{"planner_errors": -1.5}, {"fallbacks": {"worker": 3}}])
 def test_progress_that_no_report_can_show_is_damage(started, messages, wrong):
     run, output = started
     say(run, **wrong)

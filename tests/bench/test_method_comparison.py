@@ -15,7 +15,7 @@ from eagle_ray.report.intervals import difference_interval
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.toy_models import head, llama
 
-TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
+TREE = SpeculativeConfig(method="eagle2", max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
 def question(task: str, i: int) -> BenchmarkPrompt:
@@ -115,7 +115,7 @@ def test_a_difference_of_pooled_means_and_its_interval():
 
 
 def test_ways_by_name():
-    model, tree = ModelConfig(), SpeculativeConfig()
+    model, tree = ModelConfig(), SpeculativeConfig(method="eagle2")
     names = default_names(tree)
     ways = {way.name: way for way in parse_methods(names, model, tree)}
     assert next(iter(ways)) == "plain" and len(ways) == 1 + len(names)

@@ -256,7 +256,9 @@ def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
 def outputs_of(models) -> list[list[int]]:
     model = ModelConfig(target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu")
     engine = build_engine_from_config(
-        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), EngineArgs(2, kv_tokens=1024)
+        model,
+        SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=8, max_depth=3, top_k=4),
+        EngineArgs(2, kv_tokens=1024),
     ).engine
     sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)]
     for sequence in sequences:

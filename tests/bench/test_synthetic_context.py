@@ -104,7 +104,7 @@ def test_more_contexts_than_were_set_aside_are_refused(pair):
 
 
 def test_the_rig_drafts_as_a_jobs_engine_does(pair):
-    tree = SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="uniform")
+    tree = SpeculativeConfig(method="eagle2", max_nodes=60, max_depth=6, top_k=10, budget="uniform")
     job = run(build_engine(*pair, tree, EngineArgs(3, 256)), PROMPTS, PARAMS)
     rig = rig_of(pair)
     ours = run(rig.engine(Way("tree", LARGEST), 0, 3, UniformPlanner(LARGEST)), PROMPTS, PARAMS)

@@ -17,7 +17,7 @@ from jobs.bench.engine import damaged_head, random_head
 from tests.support.toy_models import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]
-TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
+TREE = SpeculativeConfig(method="eagle2", max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
 def requests(max_tokens=12):

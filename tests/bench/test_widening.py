@@ -63,7 +63,7 @@ def test_the_heads_outputs_stay(pairs):
 
 def outputs(model, eagle) -> list[tuple[list[int], list[int]]]:
     """Greedy ids and acceptance histograms of a few prompts."""
-    tree = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
+    tree = SpeculativeConfig(method="eagle2", max_nodes=12, max_depth=4, top_k=4, budget="uniform")
     engine = build_engine(model, eagle, tree, EngineArgs(3, 128))
     prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
     sequences = run(engine, prompts, [SamplingParams(max_tokens=24)] * len(prompts))

@@ -67,7 +67,7 @@ def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatc
     monkeypatch.setattr(draft_vocab, "LARGE_VOCAB", 96)
     monkeypatch.setattr(draft_vocab, "FREQUENT", 40)
     target = llama(eos_token_id=[90, 3])
-    speculative = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4)
+    speculative = SpeculativeConfig(method="eagle2", max_nodes=8, max_depth=3, top_k=4)
     engine = build_engine(target, head(), speculative, EngineArgs(3, 128))
     assert engine.drafter.ranking.token_ids.tolist() == [*range(40), 90]
     assert "the first 40 of 97 tokens" in caplog.text

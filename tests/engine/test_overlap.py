@@ -21,7 +21,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.step import StepOutput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.own_trees import StaticPlanner
-from eagle_ray.planner import plan_search
+from eagle_ray.planner import probe_schedule
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import StepOutcome
@@ -338,7 +338,7 @@ def test_what_was_launched_for_nobody_is_dropped():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, monkeypatch):
     """Drafts are off, so a probe is for a part of the batch, which is not replayed."""
-    monkeypatch.setattr(plan_search, "PROBE_SHARE", 1.0)
+    monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
     dear = flat(head_share=0.5)
     ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
     planner = BudgetPlanner(TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds))

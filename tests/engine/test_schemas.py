@@ -33,7 +33,7 @@ def text() -> Tokenizer:
 
 
 def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
-    tree = SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
+    tree = SpeculativeConfig(method="eagle2", max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
     return build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(num_slots)).engine
 
 

@@ -127,7 +127,7 @@ class Silent:
 
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    engine.drafter = LookupDrafter(Silent())
+    engine.drafter = LookupDrafter(Silent(), TreeBounds(8, 5, 3))
     priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat()), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]

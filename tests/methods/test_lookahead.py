@@ -6,6 +6,7 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import VerifyOutput
 from eagle_ray.methods.lookup.lookahead import FIRST_EARNED, FIRST_GUESSES, LookaheadDrafter
 from eagle_ray.requests.parameters import SamplingParams
@@ -37,7 +38,7 @@ def step(drafter: LookaheadDrafter, texts: list[Known], plan: DraftPlan):
 
 
 def test_the_first_window_is_a_tree_of_guesses_of_one_value():
-    drafter, text = LookaheadDrafter(max_depth=4), Known([1, 2, 3, 4, 5, 6])
+    drafter, text = LookaheadDrafter(TreeBounds(20, 4, 3)), Known([1, 2, 3, 4, 5, 6])
     draft = step(drafter, [text], DraftPlan(4, 3))
     check_laws(draft.tree)
     found = paths(draft, 0)
@@ -49,7 +50,7 @@ def test_the_first_window_is_a_tree_of_guesses_of_one_value():
 
 def test_guesses_become_runs_and_the_runs_are_drafted_and_accepted():
     """After a few steps the pool knows the circle, and every draft of it is accepted whole."""
-    drafter, texts = LookaheadDrafter(max_depth=4), [Known([1, 2, 3]), Known([5, 6, 0, 1])]
+    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [Known([1, 2, 3]), Known([5, 6, 0, 1])]
     for _ in range(12):
         before = [len(t.token_ids) for t in texts]
         draft = step(drafter, texts, DraftPlan(4, 3))
@@ -61,7 +62,7 @@ def test_guesses_become_runs_and_the_runs_are_drafted_and_accepted():
 
 
 def test_shallow_plans_and_some_members_are_drafted_for_too():
-    drafter, texts = LookaheadDrafter(max_depth=4), [Known([1, 2, 3]), Known([5, 6, 0])]
+    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [Known([1, 2, 3]), Known([5, 6, 0])]
     draft = step(drafter, texts, DraftPlan(4, 3, (1,)))
     assert paths(draft, 0) == {} and paths(draft, 1)
     shallow = step(drafter, texts, DraftPlan(3, 3))

@@ -1,5 +1,7 @@
 """Drafters that read texts: what they offer, against the texts themselves; what they learn, and from whom."""
 
+import math
+import random
 from collections import Counter
 
 import pytest
@@ -7,12 +9,16 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.lookup.best_first import MIN_LOG_VALUE, GrowthRequest, grow_trees
 from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import Known, check_laws, paths
+
+BOUNDS = TreeBounds(max_nodes=20, max_depth=6, top_k=2)
 
 
 def drafted(drafter: LookupDrafter, texts: list[Known], plan: DraftPlan, eos_ids: tuple[int, ...] = ()) -> Draft:
@@ -43,7 +49,7 @@ def test_ngrams_offer_what_followed_the_same_tokens():
 
 
 def test_trees_are_lawful_and_hold_what_followed():
-    drafter = LookupDrafter(NgramIndex())
+    drafter = LookupDrafter(NgramIndex(), BOUNDS)
     texts = [Known([1, 2, 3, 4, 1, 2, 5, 1, 2]), Known([7]), Known([8, 9, 8])]
     draft = drafted(drafter, texts, DraftPlan(max_depth=4, width=2))
     check_laws(draft.tree)
@@ -57,24 +63,106 @@ def test_trees_are_lawful_and_hold_what_followed():
 @pytest.mark.parametrize("members", [None, (1,)])
 def test_what_follows_an_end_is_not_offered(members):
     texts = [Known([1, 2, 3, 1]), Known([8, 9, 8, 9, 8])]
-    draft = drafted(LookupDrafter(NgramIndex()), texts, DraftPlan(4, 2, members), eos_ids=(9, 3))
+    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(4, 2, members), eos_ids=(9, 3))
     assert paths(draft, 1).keys() == {(9,)}
     assert paths(draft, 0).keys() == ({(2,), (2, 3)} if members is None else set())
 
 
 def test_where_nothing_follows_nothing_is_drafted():
-    draft = drafted(LookupDrafter(NgramIndex()), [Known([1, 2, 3]), Known([4])], DraftPlan(4, 2))
+    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), [Known([1, 2, 3]), Known([4])], DraftPlan(4, 2))
     assert (draft.depth, draft.tree.num_nodes, draft.is_exhausted) == (0, 1, True)
-    ended = drafted(LookupDrafter(NgramIndex()), [Known([4, 4])], DraftPlan(4, 2))
-    assert (ended.depth, ended.is_exhausted) == (4, False)
+    ended = drafted(LookupDrafter(NgramIndex(), BOUNDS), [Known([4, 4])], DraftPlan(4, 2))
+    assert (ended.depth, ended.is_exhausted) == (4, True)
 
 
-def test_a_plan_may_have_enough_and_may_mean_some_sequences_only():
+def test_a_plan_may_mean_some_sequences_only():
     texts = [Known([1, 2, 1, 2]), Known([3, 4, 3]), Known([5, 6, 5])]
-    draft = drafted(LookupDrafter(NgramIndex()), texts, DraftPlan(4, 2, (0, 2), lambda builder: builder.depth == 2))
-    assert draft.depth == 2 and not draft.is_exhausted
+    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(2, 4, (0, 2)))
     assert [len(paths(draft, b)) for b in range(3)] == [2, 0, 2]
-    assert len(draft.levels[0]) == 2
+    assert [level.shape for level in draft.levels] == [(2, 1, 1)] * 2
+    torch.testing.assert_close(draft.levels[1][:, 0, 0], draft.tree.log_values[[0, 2], 2])
+
+
+class Tokens:
+    """A cursor whose children depend on the path alone, by a hash of it."""
+
+    def __init__(self, seed: int, path: tuple[int, ...] = ()):
+        self.seed, self.path = seed, path
+
+    def children(self, width: int) -> list[tuple[int, float]]:
+        rng = random.Random(hash((self.seed, self.path)))
+        shares = sorted((rng.choice([0.05, 0.2, 0.3]) for _ in range(rng.randint(0, 4))), reverse=True)
+        return [(token, share) for token, share in enumerate(shares)][:width]
+
+    def after(self, token: int) -> "Tokens":
+        return Tokens(self.seed, (*self.path, token))
+
+
+def every_path(cursor: Tokens, bounds: TreeBounds) -> dict[tuple[int, ...], float]:
+    """Every path of the index within the depth, with its log value."""
+    found, last = {}, {(): 0.0}
+    for _ in range(bounds.max_depth):
+        last = {
+            (*path, token): value + math.log(p)
+            for path, value in last.items()
+            for token, p in Tokens(cursor.seed, path).children(bounds.top_k)
+            if 4 not in path
+        }
+        found |= last
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_holds_the_most_valuable_paths_within_its_bounds(seed):
+    """Against listing every path of the index."""
+    bounds = TreeBounds(max_nodes=1 + seed, max_depth=1 + seed % 5, top_k=1 + seed % 4)
+    cursors = [Tokens(seed), Tokens(seed + 100)]
+    request = GrowthRequest(bounds, torch.tensor([[4], [4]]))
+    grown = grow_trees(cursors, [7, 8], request)
+    check_laws(grown.tree)
+    assert grown.tree.tokens[:, 0].tolist() == [7, 8]
+    for b, cursor in enumerate(cursors):
+        every = every_path(cursor, bounds)
+        best = sorted((v for v in every.values() if v >= MIN_LOG_VALUE), reverse=True)[: bounds.max_nodes]
+        values = sorted(grown.tree.log_values[b, 1:][grown.tree.valid[b, 1:]].tolist(), reverse=True)
+        assert values == pytest.approx(best, abs=1e-5)
+        by_level = sorted(v for level in grown.levels for v in level[b, 0].tolist() if v > -torch.inf)
+        assert by_level == sorted(values)
+        found = paths(Draft(grown.tree, grown.levels, 0, 0), b)
+        assert {path: pytest.approx(math.exp(every[path]), rel=1e-5) for path in found} == found
+
+
+def test_trees_that_are_looked_up_ahead_have_one_shape_and_follow_no_calibration():
+    calibration = Calibration(4)
+    drafter = LookupDrafter(NgramIndex(), BOUNDS, calibration)
+    texts = [Known([1, 2, 3, 1, 2, 4, 1]), Known([5, 6])]
+    calibration.fit.parameters[...] = torch.tensor([2.0, 1.0, 0.5])
+    ahead = drafter.look_up([0, 1], texts, max_depth=5, max_nodes=12)
+    assert ahead.tokens.shape == (2, 13) and ahead.valid.sum(1).tolist() == [12, 1]
+    check_laws(ahead)
+    assert int(ahead.depths.max()) == 5
+    uncalibrated = LookupDrafter(NgramIndex(), BOUNDS).look_up([0, 1], texts, 5, 12)
+    assert all(torch.equal(a, b) for a, b in zip(ahead.tensors, uncalibrated.tensors, strict=True))
+    again = drafter.look_up([0, 1], texts, 5, 12)
+    assert all(torch.equal(a, b) for a, b in zip(ahead.tensors, again.tensors, strict=True))
+
+
+def test_calibrated_values_are_those_of_the_calibration_by_level_and_kind():
+    calibration = Calibration(3)
+    generator = torch.Generator().manual_seed(0)
+    calibration.fit.parameters[...] = torch.rand(3, 2, 3, generator=generator) + torch.tensor([0.5, 0.0, 0.0])
+    grown = grow_trees(
+        [Tokens(3), Tokens(3)], [1, 1], GrowthRequest(TreeBounds(30, 3, 3), None, calibration.fit.parameters, [0, 1])
+    )
+    tree = grown.tree
+    assert not torch.equal(tree.log_values[0], tree.log_values[1])
+    for b in range(2):
+        for node in range(1, int(tree.valid[b].sum())):
+            parent, level = int(tree.parents[b, node]), int(tree.depths[b, node]) - 1
+            siblings = tree.draft_log_probs[b][(tree.parents[b] == parent)]
+            expected = calibration.apply(level, torch.tensor([b]), siblings[None, None])[0, 0]
+            values = (tree.log_values[b] - tree.log_values[b, parent])[tree.parents[b] == parent]
+            torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("went_on", "least", "most"), [(5, 0.92, 1.0), (6, 0.0, 0.4)])
@@ -82,7 +170,7 @@ def test_calibration_follows_what_the_texts_went_on_with(went_on, least, most):
     """After every pair of tokens stands a 5, once; the second time it is a 5 again, or never."""
     pairs = [(100 + k, 200 + k) for k in range(60)]
     text = Known([i for pair in pairs for i in (*pair, 5)])
-    drafter = LookupDrafter(NgramIndex(), Calibration(1))
+    drafter = LookupDrafter(NgramIndex(), BOUNDS, Calibration(1))
     said = []
     for pair in pairs:
         text.token_ids = [*text.token_ids, *pair]
@@ -94,7 +182,7 @@ def test_calibration_follows_what_the_texts_went_on_with(went_on, least, most):
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_sequence_that_moves_to_another_slot_is_not_read_again(slot):
-    drafter, text, other = LookupDrafter(NgramIndex()), Known([1, 2, 1]), Known([3, 3])
+    drafter, text, other = LookupDrafter(NgramIndex(), BOUNDS), Known([1, 2, 1]), Known([3, 3])
     drafted(drafter, [text], DraftPlan(2, 2))
     moved = [other, text] if slot else [text, other]
     assert drafted(drafter, moved, DraftPlan(2, 2)).num_catch_up == len(other.token_ids)
@@ -102,7 +190,7 @@ def test_a_sequence_that_moves_to_another_slot_is_not_read_again(slot):
 
 def test_what_was_read_and_learned_can_be_forgotten():
     calibration = Calibration(2)
-    drafter, text = LookupDrafter(NgramIndex(), calibration), Known([1, 2, 1])
+    drafter, text = LookupDrafter(NgramIndex(), BOUNDS, calibration), Known([1, 2, 1])
     for _ in range(3):
         drafted(drafter, [text], DraftPlan(2, 2))
         text.token_ids = [*text.token_ids, 2, 1]

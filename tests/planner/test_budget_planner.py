@@ -37,7 +37,9 @@ def tiny_prompts(pair, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair():
-    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), EngineArgs(8))
+    made = build_engine_from_config(
+        ModelConfig(max_model_len=512), SpeculativeConfig(method="eagle2", budget="uniform"), EngineArgs(8)
+    )
     return made, tiny_prompts(made, 8)
 
 

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
@@ -13,6 +14,7 @@ from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import TOOL_PARSERS, ChatFormat
 from eagle_ray.text.chat_options import MAX_TOOLS, ChatOptions, needs_grammar, tool_grammar
+from eagle_ray.text.tokenizer import Tokenizer as TargetTokenizer
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1600, 4
@@ -77,14 +79,17 @@ def test_an_error_names_its_place(values, message):
         ChatOptions.of(values)
 
 
-@pytest.fixture(scope="module", params=["plain", "special"])
+@pytest.fixture(scope="module", params=["plain", "special", "added"])
 def written(request):
-    """The compiler, the tokenizer and the ids of its special tokens, where the markers are or are not such tokens."""
+    """The compiler, the tokenizer and the ids of its markers: texts, special tokens, or tokens that are not special."""
     tokenizer, ids = Tokenizer.from_file(str(FILE)), {}
-    if request.param == "special":
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-        ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-        assert max(ids.values()) < VOCAB
+    if request.param != "plain":
+        is_special = request.param == "special"
+        tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in SPECIAL])
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        for form in TOOL_PARSERS:
+            ids |= TargetTokenizer(fast, None, frozenset([END]), None, ChatFormat(form, "qwen3")).special_marker_ids()
+        assert ids and max(ids.values()) < VOCAB
     return GrammarCompiler(tokenizer.to_str, VOCAB, [END]), tokenizer, ids
 
 

@@ -66,7 +66,7 @@ class JobPlan:
         """Log what a user may not expect of the rows that will be generated."""
         if (line := row_settings_line(self.input)) is not None:
             log.info("%s", line)
-        if (note := plain_decoding_note(self.config.speculative.method, self.config.model.drafts)) is not None:
+        if (note := plain_decoding_note(self.config.speculative.merged_methods, self.config.model.drafts)) is not None:
             log.info("%s: %s", self.config.model.target, note)
 
 

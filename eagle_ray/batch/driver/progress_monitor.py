@@ -35,7 +35,6 @@ from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_inter
 from eagle_ray.batch.driver.status import LOADING, Facts, format_progress
 from eagle_ray.batch.worker.progress import Progress
 from eagle_ray.config.records import ProgressRecord
-from eagle_ray.core.counters import choice_text
 from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import RESUME, ClusterError, JobError, TooManyErrors
@@ -231,13 +230,7 @@ class ProgressMonitor:
         return progress
 
     def _log_workers(self, progress: Progress) -> None:
-        """Log once what speculative.method auto chose in each worker, that its planner failed, and each kernel or CUDA
-        graph that does not run on a CUDA device.
-        """
-        for name in progress.method_choices:
-            report = progress.workers[name]
-            choice = choice_text(report.method or "", report.method_rates)
-            self._log_once(logging.INFO, (name, "choice"), f"worker {name}: {choice}")
+        """Log once that a worker's planner failed, and each kernel or CUDA graph that does not run on a CUDA device."""
         for name, error in progress.planner_errors.items():
             line = f"worker {name} drafts nothing from now on: its planner failed ({error})"
             self._log_once(logging.WARNING, (name, "planner"), line)
@@ -301,7 +294,6 @@ class ProgressMonitor:
             if running >= MIN_RATE_WINDOW_S
             else None,  # what the pipeline leaves
             "engine": progress.work,
-            "methods": progress.method_choices,
             "planner_errors": progress.planner_errors,
             "fallbacks": progress.fallbacks,
             USAGE: self._meter.usage(),  # of all attempts

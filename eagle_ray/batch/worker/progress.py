@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
-from ray.util.metrics import Counter, Gauge, Histogram
+from ray.util.metrics import Counter, Histogram
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle_ray.batch.worker.crash_isolation import CrashLog
@@ -41,7 +41,7 @@ WORK_COUNTERS = (
 PREFIX = "eagle_ray_"
 LABELS = ("run_name", "run_id", "worker")
 ROWS, ERRORS, DRAFTS, LATENCY = "rows", "row_errors", "spec_decode_num_drafts", "row_latency_seconds"
-BUSY, OFFERED, METHOD = "busy_slot_steps", "slot_steps", "speculative_method"
+BUSY, OFFERED = "busy_slot_steps", "slot_steps"
 BUCKETS_S = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
 
 # Counters over the worker's output rows: the column each adds up. Those about drafts are named as vLLM names its own.
@@ -87,7 +87,6 @@ class WorkerReport:
         engine_s: seconds inside the engine's steps.
         work: the engine's WORK_COUNTERS.
         planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
-        method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
         fallbacks: why kernels or CUDA graphs do not run on the worker's CUDA device, by "kernels" and "graphs".
     """
 
@@ -102,8 +101,6 @@ class WorkerReport:
     steps: int = 0
     accepted: int = 0
     planner_error: str | None = None
-    method: str | None = None
-    method_rates: dict[str, float] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -118,8 +115,6 @@ class WorkerReport:
             counters.busy_s,
             work,
             planner_error=counters.planner_error,
-            method=counters.method,
-            method_rates=counters.method_rates,
             fallbacks=counters.fallbacks,
         )
 
@@ -210,15 +205,6 @@ class Progress:
     def work(self) -> dict[str, int]:
         """Return WORK summed over all workers."""
         return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
-
-    @property
-    def method_choices(self) -> dict[str, dict[str, object]]:
-        """Return what speculative.method auto chose in each worker, and why, by worker."""
-        return {
-            name: {"method": report.method, "tokens_per_s": report.method_rates}
-            for name, report in self.workers.items()
-            if report.method is not None
-        }
 
     @property
     def planner_errors(self) -> dict[str, str]:
@@ -319,18 +305,12 @@ class JobMetrics:
         self._latency = Histogram(PREFIX + LATENCY, "seconds from a row's arrival to its end", BUCKETS_S, LABELS)
         self._latency.set_default_tags(tags)
         self._engine: dict[str, int] = {}
-        self._method = Gauge(
-            PREFIX + METHOD, "1 for the method that speculative.method auto chose", (*LABELS, "method")
-        )
-        self._method.set_default_tags(tags)
 
     def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
         """Add one batch. report: totals of the engine. answers: the batch's output rows; None for a worker that just
         started.
         """
         self._add(self._since_last(report))
-        if report.method is not None:
-            self._method.set(1, tags={"method": report.method})
         if answers is None:
             return
         self._add(_of_rows(answers))

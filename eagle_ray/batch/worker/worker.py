@@ -225,7 +225,7 @@ def _constants(config: JobConfig, run: Run, bundle: EngineBundle) -> dict[str, A
         "config_hash": run.config_hash,
         "target_model": bundle.target_name,
         "draft_model": bundle.draft_name,
-        "method": config.speculative.method,
+        "method": config.method_name,
     }
 
 

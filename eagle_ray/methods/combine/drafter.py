@@ -39,9 +39,9 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import is_due
 from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
-from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.method import DraftSettings, draft_parts, parts_of
+from eagle_ray.methods.method import METHODS, DraftSettings, draft_parts, parts_of
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
@@ -280,14 +280,14 @@ def slot_bytes(
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:
     """Return the drafter of a method; an ensemble if several are merged."""
-    parts = parts_of(speculative.method)
+    parts = [part for part in parts_of(speculative.merged_methods) if part.draft is None or weights is not None]
     if len(parts) == 1:
         return parts[0].make_drafter(speculative, target, weights)
     drafts = drafts_of(weights)
     features = [_features_read(draft, drafts, target) for draft in drafts]
     drafters = [
         part.make_drafter(speculative, _with_features(target, own), draft)
-        for part, draft, own in zip(draft_parts(speculative.method), drafts, features, strict=True)
+        for part, draft, own in zip([part for part in parts if part.draft], drafts, features, strict=True)
     ]
     drafters += [part.make_drafter(speculative, target, None) for part in parts if part.draft is None]
     blend = EnsembleCalibration(speculative.max_depth, len(drafters), target.device)
@@ -296,7 +296,7 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Mo
 
 def make_planner(speculative: DraftSettings, drafter: Drafter) -> Planner | None:
     """Return the planner of a method that decides its tree, or None if speculative.budget does."""
-    parts = parts_of(speculative.method)
+    parts = parts_of(speculative.merged_methods)
     return parts[0].make_planner(speculative, drafter) if len(parts) == 1 else None
 
 
@@ -317,3 +317,30 @@ def _with_features(target: TargetModel, features: Int[Tensor, " F"]) -> TargetMo
     view = copy(target)
     view.feature_size = len(features)
     return view
+
+
+def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory without its weights, of whichever kind. Raises EngineError with every reason."""
+    reasons = []
+    for method in METHODS.values():
+        if method.is_kind:
+            try:
+                return method.check_draft(path, target)
+            except EngineError as error:
+                reasons.append(f"as {method.draft}: {error}")
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+
+
+def load_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory, of whichever kind. Raises EngineError."""
+    return METHODS[check_any_draft(path, target).method].load_draft(path, target)
+
+
+def make_head_drafter(speculative: DraftSettings, target: TargetModel, weights: LoadedDraft) -> Drafter:
+    """Return the drafter of a draft's own kind."""
+    return METHODS[weights.method].make_drafter(speculative, target, weights)
+
+
+def make_null_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> NullDrafter:
+    """Return the drafter of plain decoding."""
+    return NullDrafter()

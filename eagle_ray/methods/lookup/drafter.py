@@ -9,8 +9,8 @@ of the text; it returns the likeliest next tokens and moves over one of them:
     cursor.children(width=2)             # [(7, 0.6)]
     cursor.after(7).children(width=2)    # continuations of 5 9 7
 
-Trees grow level by level, as a head's do. The target's samples are taken from the committed texts at the next draft,
-so a step does not sync with the device.
+Trees are grown best first (best_first.py). The target's samples are taken from the committed texts at a later draft, so
+a step does not sync with the device.
 
 An index scores next tokens from counts after contexts of falling length (prediction by partial matching). The longest
 context has weight m / (m + 1), where m is its number of tokens, divided by its counts. The rest of the probability goes
@@ -23,35 +23,27 @@ to the next shorter context, and so on (Cleary and Witten 1984):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.calibration import Calibration, Offers
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.methods.calibration import WARMUP_STEPS, Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.method import DraftSettings
+from eagle_ray.methods.lookup.best_first import Children, Cursor, GrownTrees, GrowthRequest, grow_trees
+from eagle_ray.methods.method import DraftSettings, parts_of
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import DraftPlan
 
-Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 LONGEST_NGRAM = 4  # tokens of a context
+CALIBRATION_INTERVAL = 16  # steps between updates after the warm-up
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
-
-
-@runtime_checkable
-class Cursor(Protocol):
-    """A position in an index: the end of a text, or of a path drafted on it."""
-
-    def children(self, width: int) -> Children:
-        """Return at most `width` tokens with their probabilities, likeliest first; they sum to 1 at most."""
-
-    def after(self, token: int) -> Cursor:
-        """Return the cursor after one of the children."""
 
 
 @runtime_checkable
@@ -81,7 +73,7 @@ class LookupIndex(Protocol):
 
 
 def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
-    """Return the `width` likeliest next tokens; their probabilities sum to less than 1.
+    """Return the `width` likeliest next tokens, ties to the lower id; their probabilities sum to less than 1.
 
     contexts: the length of each, longest first, and how often each token has followed it.
     """
@@ -92,7 +84,7 @@ def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -
         for token, count in follows.items():
             children[token] = children.get(token, 0.0) + believed * count
         left /= length + 1
-    return sorted(children.items(), key=lambda child: -child[1])[:width]
+    return sorted(children.items(), key=lambda child: (-child[1], child[0]))[:width]
 
 
 @dataclass(slots=True)
@@ -107,23 +99,42 @@ class _SequenceState:
     def catch_up(self) -> int:
         """Read the newly committed tokens and return their number."""
         news = self.text.token_ids[self.num_tokens :]
-        self.reader.read(news)
-        self.num_tokens, self.last = self.num_tokens + len(news), news[-1] if news else self.last
+        if news:
+            self.reader.read(news)
+            self.num_tokens += len(news)
+            self.last = news[-1]
         return len(news)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The trees of the last step, from which the calibration is updated once their sequences went on."""
+
+    texts: list[TokenSequence]
+    lengths: list[int]  # of the texts then
+    tree: DraftTree
+    kinds: list[int]
+
+
 class LookupDrafter(NullDrafter):
-    """calibration: on the CPU, from the index's probabilities to the target's sampling rates.
+    """Trees are grown best first (best_first.py), so `plan.width` and `plan.should_stop` are not read.
 
     With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
+
+    Args:
+        bounds: of each sequence's tree; a plan may ask for fewer levels.
+        calibration: on the CPU, from the index's probabilities to the target's sampling rates; None leaves them as
+            they are.
     """
 
     has_lookups = True
 
-    def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
-        self.source, self._offers = source, Offers(calibration)
+    def __init__(self, source: LookupIndex, bounds: TreeBounds, calibration: Calibration | None = None):
+        self.source, self.bounds = source, bounds
+        self._calibration = calibration
         self._reads: dict[int, _SequenceState] = {}  # by slot
-        self._drafted: list[tuple[TokenSequence, int]] = []  # the members of the last draft, and their tokens then
+        self._drafted: _Drafted | None = None
+        self._num_taught = 0
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -137,32 +148,63 @@ class LookupDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Give the `width` likeliest nodes of each level at most `plan.children` children each."""
-        members = range(len(texts)) if plan.members is None else plan.members
+        """Look up trees of at most plan.max_depth levels."""
+        members = list(range(len(texts)) if plan.members is None else plan.members)
         reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
-        num_read = sum(read.catch_up() for read in reads)
+        num_read = sum([read.catch_up() for read in reads])
         self._update_calibration()
-        self._drafted = [(read.text, read.num_tokens) for read in reads]
         sampled = set(sampling.sampled)
-        self._offers.begin(torch.tensor([int(i in sampled) for i in members]))
-        ends = sampling.ends.cpu()[list(members)]
-        builder = TreeBuilder(torch.tensor([read.last for read in reads]), plan.width, ends=ends)
-        is_all = self._grow(builder, plan, [[read.reader.cursor()] for read in reads])
-        if not builder.depth:
-            return Draft(Draft.empty(roots).tree, [], 0, num_read, is_all)
-        tree = builder.build()
-        tree = tree.rerank(tree.valid, int(tree.valid.sum(1).max())).to(roots.device)
+        kinds = [int(i in sampled) for i in members]
+        ends = sampling.ends if plan.members is None else sampling.ends[members]
+        calibrated = None if self._calibration is None else self._calibration.fit.parameters
+        bounds = replace(self.bounds, max_depth=plan.max_depth)
+        grown = self._grow(reads, GrowthRequest(bounds, ends.cpu(), calibrated, kinds))
+        if not grown.levels:
+            return Draft(Draft.empty(roots).tree, [], 0, num_read, is_exhausted=True)
+        self._keep(reads, grown.tree, kinds)
+        tree, levels = grown.tree, grown.levels
+        if roots.device.type != "cpu":
+            tree = tree.to(roots.device)
+            levels = [level.to(roots.device, non_blocking=True) for level in levels]
         if plan.members is not None:
-            tree = tree.spread(torch.tensor(plan.members, device=roots.device), roots)
-        return Draft(tree, [level.to(roots.device) for level in builder.levels], 0, num_read, is_all)
+            tree = tree.spread(torch.tensor(members, device=roots.device), roots)
+        return Draft(tree, levels, 0, num_read, is_exhausted=True)
+
+    def look_up(
+        self,
+        slots: Sequence[int],
+        texts: Sequence[TokenSequence],
+        max_depth: int,
+        max_nodes: int,
+        ends: Int[Tensor, "B E"] | None = None,
+    ) -> DraftTree:
+        """Return the trees of these texts on the CPU, [B, 1 + max_nodes], without calibration; roots end the texts.
+
+        Args:
+            slots: the seat of each text in the batch, as in `draft`.
+            ends: tokens that get no children, -1 is none.
+        """
+        reads = self._register(list(slots), list(texts))
+        for read in reads:
+            read.catch_up()
+        bounds = TreeBounds(max_nodes, max_depth, self.bounds.top_k)
+        return self._grow(reads, GrowthRequest(bounds, ends, is_padded=True)).tree
 
     def reset_learning(self) -> None:
-        self._offers.reset()
+        if self._calibration is not None:
+            self._calibration.fit.reset()
         self.source.reset()
-        self._reads, self._drafted = {}, []
+        self._reads, self._drafted, self._num_taught = {}, None, 0
+
+    def _grow(self, reads: list[_SequenceState], request: GrowthRequest) -> GrownTrees:
+        return grow_trees([read.reader.cursor() for read in reads], [read.last for read in reads], request)
 
     def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """Register these sequences; sequences that left their slots are read to their ends first."""
+        states = [self._reads.get(slot) for slot in slots]
+        reads = [state for state, text in zip(states, texts, strict=True) if state is not None and state.text is text]
+        if len(reads) == len(texts):
+            return reads
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
             if slot not in self._reads or self._reads[slot].text is not text:
@@ -171,49 +213,65 @@ class LookupDrafter(NullDrafter):
             known[gone].catch_up()
         return [self._reads[slot] for slot in slots]
 
-    def _grow(self, builder: TreeBuilder, plan: DraftPlan, cursors: list[list[Cursor | None]]) -> bool:
-        """Grow levels until the plan is fulfilled or nothing follows; return whether nothing follows. None is padding's
-        cursor.
-        """
-        frontier = None
-        while builder.depth < plan.max_depth:
-            if builder.depth:
-                if plan.should_stop and plan.should_stop(builder):
-                    return False
-                frontier = builder.frontier()
-                cursors = _moved(cursors, frontier)
-            children = [[c.children(plan.children) if c else [] for c in row] for row in cursors]
-            if not any(map(any, children)):
-                return True
-            tokens, log_probs = _padded(children, plan.children)
-            builder.grow(self._offers.add(frontier, tokens, log_probs), tokens, log_probs)
-        return False
+    def _keep(self, reads: list[_SequenceState], tree: DraftTree, kinds: list[int]) -> None:
+        """Keep a step's trees if the calibration is to learn from them."""
+        self._num_taught += 1
+        due = self._num_taught <= WARMUP_STEPS or self._num_taught % CALIBRATION_INTERVAL == 0
+        if self._calibration is not None and due:
+            self._drafted = _Drafted([r.text for r in reads], [r.num_tokens for r in reads], tree, kinds)
 
     def _update_calibration(self) -> None:
-        """Update the calibration with the target's samples after the last draft, from the committed texts."""
-        if not self._drafted:
+        """Update the calibration with the target's tokens after the drafts that were kept, from the committed texts."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is None or self._calibration is None:
             return
-        later = [text.token_ids[num_tokens:] for text, num_tokens in self._drafted]
-        longest = max(map(len, later))
-        picks = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in later]).view(len(later), longest)
-        num_accepted = torch.tensor([len(ids) - 1 for ids in later])
-        self._offers.update(picks, num_accepted)
+        later = [text.token_ids[length:] for text, length in zip(drafted.texts, drafted.lengths, strict=True)]
+        offered = offered_on_path(drafted.tree, later, len(self._calibration.fit.parameters))
+        if offered is not None:
+            self._calibration.update(torch.tensor(drafted.kinds), *offered)
 
 
-def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[Cursor | None]]:
-    """Return the cursors of a frontier's nodes, from those of the frontier before it."""
-    nodes = torch.stack([frontier.tokens, frontier.parent_rows, frontier.log_values > -torch.inf], 2).tolist()
-    return [
-        [before[parent].after(token) if real else None for token, parent, real in row]
-        for before, row in zip(cursors, nodes, strict=True)
-    ]
+def offered_on_path(
+    tree: DraftTree, later: Sequence[list[int]], num_levels: int
+) -> tuple[Float[Tensor, "L M K"], Bool[Tensor, "L M K"], Bool[Tensor, "L M"]] | None:
+    """Return what was proposed along the paths that texts took through their trees, as Calibration.update reads it.
+
+    Args:
+        later: the tokens that followed each root.
+
+    Returns:
+        The log-probabilities of the children of each level's node, which of them has the next token, and whether the
+        level was reached; None if nothing was proposed.
+    """
+    rows = [_offered(tree, m, tokens[:num_levels]) for m, tokens in enumerate(later)]
+    depth = max(map(len, rows))
+    width = max((len(log_probs) for row in rows for log_probs, _ in row), default=0)
+    if not depth:
+        return None
+    log_probs = torch.full((depth, len(rows), width), -torch.inf)
+    picked = torch.zeros(depth, len(rows), width, dtype=torch.bool)
+    for m, row in enumerate(rows):
+        for level, (values, index) in enumerate(row):
+            log_probs[level, m, : len(values)] = torch.tensor(values)
+            if index is not None:
+                picked[level, m, index] = True
+    return log_probs, picked, log_probs[..., 0] > -torch.inf
 
 
-def _padded(children: list[list[Children]], width: int) -> tuple[Int[Tensor, "M F K"], Float[Tensor, "M F K"]]:
-    """Return tokens and log-probabilities of all children, padded to `width` per node."""
-    rows = [[row + [(0, 0.0)] * (width - len(row)) for row in rows] for rows in children]
-    both = torch.tensor(rows, dtype=torch.float64)
-    return both[..., 0].long(), both[..., 1].log().float()
+def _offered(tree: DraftTree, m: int, later: list[int]) -> list[tuple[list[float], int | None]]:
+    """Return the log-probabilities of each level's children on one text's path, and the index of the next token."""
+    tokens, parents, log_probs = tree.tokens[m].tolist(), tree.parents[m].tolist(), tree.draft_log_probs[m].tolist()
+    node, levels = 0, []
+    for token in later:
+        children = [i for i in range(node + 1, len(parents)) if parents[i] == node]
+        if not children:
+            break
+        taken = [k for k, child in enumerate(children) if tokens[child] == token]
+        levels.append(([log_probs[child] for child in children], taken[0] if taken else None))
+        if not taken:
+            break
+        node = children[taken[0]]
+    return levels
 
 
 class NgramIndex:
@@ -272,4 +330,10 @@ class NgramCursor:
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
-    return LookupDrafter(NgramIndex(), Calibration(speculative.max_depth))
+    return lookup_drafter(NgramIndex(), speculative)
+
+
+def lookup_drafter(source: LookupIndex, speculative: DraftSettings) -> LookupDrafter:
+    """Return the drafter over an index. What is merged with others is calibrated there."""
+    is_merged = len(parts_of(speculative.method)) > 1
+    return LookupDrafter(source, speculative.tree_bounds, None if is_merged else Calibration(speculative.max_depth))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
@@ -95,16 +96,16 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R chains."""
+    """bounds: of the trees of continuations, and of the window, whose R rows have max_depth + 1 - R chains."""
 
     supports_graphs = False
     _guessed: _Guessed | None
 
-    def __init__(self, max_depth: int, calibration: Calibration | None = None):
+    def __init__(self, bounds: TreeBounds, calibration: Calibration | None = None):
         self._pool = Pool()
-        self._drafter = LookupDrafter(self._pool, calibration)
-        self._max_depth, self._num_rows = max_depth, max(max_depth // 2, 1)
-        self._num_chains = max_depth + 1 - self._num_rows
+        self._drafter = LookupDrafter(self._pool, bounds, calibration)
+        self._max_depth, self._num_rows = bounds.max_depth, max(bounds.max_depth // 2, 1)
+        self._num_chains = bounds.max_depth + 1 - self._num_rows
         positions = [(r, i) for r in range(self._num_rows) for i in range(self._num_chains)]
         self._positions = sorted(positions, key=sum)  # a position's depth is 1 + r + i
         self._begin()
@@ -193,4 +194,4 @@ class LookaheadDrafter(NullDrafter):
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookaheadDrafter:
-    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
+    return LookaheadDrafter(speculative.tree_bounds, Calibration(speculative.max_depth))

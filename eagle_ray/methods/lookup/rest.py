@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
+from eagle_ray.methods.lookup.best_first import Children
+from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate, lookup_drafter
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.storage.checked_parquet import read_datastore
@@ -137,4 +137,4 @@ class RestCursor:
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
     assert speculative.datastore is not None, "the configuration requires one"
     index = RestIndex(read_datastore(speculative.datastore, target.vocab_size))
-    return LookupDrafter(index, Calibration(speculative.max_depth))
+    return lookup_drafter(index, speculative)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
+from eagle_ray.methods.lookup.best_first import Children
+from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate, lookup_drafter
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 
@@ -171,4 +171,4 @@ class SuffixCursor:
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
-    return LookupDrafter(SuffixIndex(), Calibration(speculative.max_depth))
+    return lookup_drafter(SuffixIndex(), speculative)
