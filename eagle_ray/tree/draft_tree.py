@@ -115,7 +115,7 @@ class DraftTree:
         return torch.where(keys < last, keys % count, count)
 
     def select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
-        """Return the subtrees of the given nodes. nodes: indices, each parent's before its children's; N for no node."""
+        """Return the subtrees of the given nodes. nodes: indices, parents before their children; N for no node."""
         batch, num_nodes = self.tokens.shape
         is_node = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)

@@ -28,7 +28,7 @@ from torch.nn.functional import logsigmoid
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.calibration import KINDS, OnlineFit, logit
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import merge_trees
+from eagle_ray.tree.tree_merge import Merged, merge_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class EnsembleCalibration:
             device=device,
         )
 
+    @property
+    def num_levels(self) -> int:
+        return len(self.fit.parameters)
+
     @staticmethod
     def sets(kinds: Int[Tensor, " B"], has_model: bool = True) -> Int[Tensor, " B"]:
         """Return the weights of each row. kinds: 1 for sampled rows, 0 for greedy ones. has_model: a model drafted."""
@@ -74,7 +78,7 @@ class EnsembleCalibration:
         depths: 1 for the roots' children; roots may have any value. The last level's weights are those of deeper ones.
         log_probs: calibrated log-probabilities by drafter, -inf if a drafter lacks the node; the root comes first.
         """
-        weights = self.fit.parameters[(depths - 1).clamp(0, len(self.fit.parameters) - 1), sets[:, None]]
+        weights = self.fit.parameters[(depths - 1).clamp(0, self.num_levels - 1), sets[:, None]]
         return logsigmoid((_features(log_probs) * weights).sum(-1))
 
     def merge(
@@ -92,14 +96,29 @@ class EnsembleCalibration:
         if cpu_ops.available(device, torch.float32) and cpu_ops.has_function("merge_blended"):
             return self._merge_natively(trees, max_depth, sets, -1 if model is None else model)
 
-        merged = merge_trees(trees, max_depth)
+        return self.value(merge_trees(trees, max_depth), max_depth, sets, model)
+
+    def value(
+        self, merged: Merged, max_depth: int, sets: Int[Tensor, " B"], model: int | None, num_nodes: int | None = None
+    ) -> BlendedTree:
+        """Give the nodes of a merged tree their values. Arguments as for `merge`.
+
+        Args:
+            num_nodes: return the best ones, breadth-first, if there are more; None is all, as they are.
+        """
         log_probs = merged.log_probs_by_drafter
         tree = merged.with_log_probs(self.apply(merged.tree.depths, sets, log_probs), max_depth)
+        if num_nodes is not None:
+            nodes = tree.best(num_nodes)
+            log_probs = log_probs.gather(
+                1, nodes.clamp(max=tree.num_nodes - 1)[:, :, None].expand(-1, -1, log_probs.shape[2])
+            )
+            tree = tree.select(nodes)
         values = tree.log_values
         if model is not None:
             values = values.masked_fill(log_probs[..., model] > -torch.inf, -torch.inf)
-        extra = [values.masked_fill(tree.depths != depth, -torch.inf) for depth in range(1, max_depth + 1)]
-        return BlendedTree(tree, log_probs, torch.stack(extra))
+        depths = torch.arange(1, max_depth + 1, device=values.device)[:, None, None]
+        return BlendedTree(tree, log_probs, torch.where(tree.depths == depths, values, -torch.inf))
 
     def _merge_natively(
         self, trees: Sequence[DraftTree | None], max_depth: int, sets: Int[Tensor, " B"], model: int

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device
@@ -78,7 +79,9 @@ class AheadLookups:
         if plan.members is not None:
             index, roots = torch.tensor(members), torch.zeros(len(texts), dtype=torch.int64)
             tree = tree.spread(index, roots)
-            log_probs = log_probs.new_full((len(texts), *log_probs.shape[1:]), -torch.inf).index_copy(0, index, log_probs)
+            log_probs = log_probs.new_full((len(texts), *log_probs.shape[1:]), -torch.inf).index_copy(
+                0, index, log_probs
+            )
         num_known = [text.num_tokens for text in texts]
         return LookedUp.of(tree, log_probs, num_known, len(trees) * LOOKUP_NODES, depth, self._device)
 
@@ -142,22 +145,26 @@ class LookedUp:
         for row, tensor in zip(integers, (drafted.tokens, drafted.parents - 1, drafted.depths), strict=True):
             row[:, :count] = tensor.numpy()
         tokens, parents, depths = integers
-        said = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
-        said[:, :count] = log_probs[:, 1:].numpy()
+        own_log_probs = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
+        own_log_probs[:, :count] = log_probs[:, 1:].numpy()
         paths = _paths(tokens, parents, depths, max_depth)
         parts = [np.array(num_known)[:, None], *integers, paths.reshape(batch, -1)]
-        parts.append(said.view(np.int32).astype(np.int64).reshape(batch, -1))
+        parts.append(own_log_probs.view(np.int32).astype(np.int64).reshape(batch, -1))
         packed = copy_to_device(torch.from_numpy(np.concatenate(parts, 1)), device)
 
         sizes = [1, num_nodes, num_nodes, num_nodes, num_nodes * max_depth, num_nodes * num_drafters]
         known, tokens_at, parents_at, depths_at, paths_at, bits = packed.split(sizes, 1)
-        said_at = bits.int().view(torch.float32).view(batch, num_nodes, num_drafters)
-        return cls(known[:, 0], tokens_at, parents_at, depths_at, paths_at.unflatten(1, (num_nodes, max_depth)), said_at)
+        log_probs_at = bits.int().view(torch.float32).view(batch, num_nodes, num_drafters)
+        return cls(
+            known[:, 0], tokens_at, parents_at, depths_at, paths_at.unflatten(1, (num_nodes, max_depth)), log_probs_at
+        )
 
     def merge(
         self, tree: DraftTree, since: Int[Tensor, "B S"], num_since: Int[Tensor, " B"], max_depth: int, has_model: bool
     ) -> Merged:
         """Return the tree with the looked-up nodes after it, of which those that it has, too, are padding.
+
+        The values of new nodes are missing.
 
         Args:
             tree: on the roots.
@@ -168,9 +175,10 @@ class LookedUp:
         num_first, count = tree.num_nodes, self.tokens.shape[1]
         place = torch.arange(num_first + count, device=tree.tokens.device)
         levels = self.depths - num_since[:, None]
-        steps = place[: self.paths.shape[2]] - num_since[:, None]
-        is_on_path = (self.paths[:, :, : since.shape[1]] == since[:, None] + 1) | (steps[:, None, : since.shape[1]] >= 0)
-        is_below = is_on_path.all(2) & (levels > 0) & (levels <= max_depth)
+        steps = torch.arange(self.paths.shape[2], device=place.device) - num_since[:, None]
+        shared = slice(min(since.shape[1], self.paths.shape[2]))
+        is_passed = (self.paths[:, :, shared] == since[:, None, shared] + 1) | (steps[:, None, shared] >= 0)
+        is_below = is_passed.all(2) & (levels > 0) & (levels <= max_depth)
 
         factors = _factors(tree.tokens.device)
         codes = (self.paths * factors[(steps + 1).clamp(min=0)][:, None]).sum(2)
@@ -183,14 +191,14 @@ class LookedUp:
         size = (len(levels), num_first + count + 1, self.log_probs.shape[2])  # the last row takes what is left out
         target = torch.where(is_below, index, size[1] - 1)[:, :, None].expand_as(self.log_probs)
         log_probs = self.log_probs.new_full(size, -torch.inf).scatter(1, target, self.log_probs)[:, :-1]
-        own = torch.where(tree.valid, conditional_log_probs(tree), -torch.inf)
-        own = torch.nn.functional.pad(own, (0, count), value=-torch.inf)
+        own = pad(torch.where(tree.valid, conditional_log_probs(tree), -torch.inf), (0, count), value=-torch.inf)
+        new_log_probs = torch.where(is_new, self.log_probs.amax(2), -torch.inf)
         merged = DraftTree(
             tokens=torch.cat([tree.tokens, self.tokens], 1),
             parents=torch.cat([tree.parents, torch.where(is_new, above, -1)], 1),
             depths=torch.cat([tree.depths, torch.where(is_new, levels, 0)], 1),
-            log_values=torch.nn.functional.pad(tree.log_values, (0, count), value=-torch.inf),
-            draft_log_probs=torch.cat([tree.draft_log_probs, torch.where(is_new, self.log_probs.amax(2), -torch.inf)], 1),
+            log_values=pad(tree.log_values, (0, count), value=-torch.inf),
+            draft_log_probs=torch.cat([tree.draft_log_probs, new_log_probs], 1),
             valid=torch.cat([tree.valid, is_new], 1),
         )
         return Merged(merged, torch.cat([own[:, :, None], log_probs], 2) if has_model else log_probs)
