@@ -372,8 +372,13 @@ def levels() -> list[str]:
 
 def library_of(level: str) -> ctypes.CDLL | None:
     """Load a level's library, or return None if it was not built or cannot be loaded."""
+    return load_library(f"_cpu_{level}")
+
+
+def load_library(name: str) -> ctypes.CDLL | None:
+    """Load a library of this folder, or return None if it was not built or cannot be loaded."""
     for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).parent / f"_cpu_{level}{suffix}"
+        path = Path(__file__).parent / f"{name}{suffix}"
         if path.exists() and (library := _loaded(path)) is not None:
             return library
     return None

@@ -13,6 +13,7 @@ which one it was, whether they were verified or not. Only children of nodes that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -187,7 +188,8 @@ class Offers:
         self.offered.levels.append(OfferedLevel(frontier, tokens, scores, confidence))
         if self.calibration is None:
             return scores
-        return self.calibration.apply(level, self.offered.kinds, scores, confidence)
+        signals = [] if confidence is None else [confidence]
+        return self.calibration.apply(level, self.offered.kinds, scores, *signals)
 
     def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
         """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
@@ -207,8 +209,8 @@ class Offers:
             tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
             picked = tokens == picks.T[: len(levels), :, None]
             estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
-            confidence = torch.stack(estimates) if estimates else None
-            self.calibration.update(self.offered.kinds, scores, picked, path.reached, confidence)
+            signals = [torch.stack(estimates)] if estimates else []
+            self.calibration.update(self.offered.kinds, scores, picked, path.reached, *signals)
         return path
 
 
@@ -270,6 +272,23 @@ class OnlineFit:
     def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
         """Return a level's parameters. The level may be a number on the device."""
         return self.parameters[level] if isinstance(level, int) else self.parameters.index_select(0, level)[0]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learned, which `load_state` of a fit of equal shape reads."""
+        return {name: own.cpu().clone() for name, own in self._parts()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state. Raises ValueError if it is of another shape or not finite."""
+        parts = [(name, own, state.get(name)) for name, own in self._parts()]
+        for name, own, part in parts:
+            if part is None or part.shape != own.shape or not part.isfinite().all():
+                raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
+        for _, own, part in parts:
+            own.copy_(part)
+        self.parameters.clamp_(self._low, self._high)
+
+    def _parts(self) -> list[tuple[str, Tensor]]:
+        return [("parameters", self.parameters), ("information", self._information)]
 
     def reset(self) -> None:
         """Return to the start."""

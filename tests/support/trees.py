@@ -96,6 +96,9 @@ class Known:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def token_ids_from(self, start: int) -> list[int]:
+        return self.token_ids[start:]
+
 
 def paths(draft: Draft, b: int) -> dict[tuple[int, ...], float]:
     """The paths of tree b from the root's child on, with their values."""

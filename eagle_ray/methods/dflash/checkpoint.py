@@ -95,6 +95,7 @@ ARCHITECTURES = {
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DFlash2DraftModel": DFLASH2,
 }
+OF_SPECULATORS = ("DSparkDraftModel", "DSparkSpeculator")  # only with speculators_model_type
 MARKOV_KEYS = ("markov_rank", "markov_head_type", *CONFIDENCE)
 SELECTOR_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 DOMINO_KEYS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label")
@@ -159,12 +160,15 @@ def kind_of(raw: Mapping[str, Any]) -> str:
     if declared not in (None, DFLASH, DSPARK):
         raise ValueError(f"its {SPECULATORS} is {declared!r}; this release drafts with {DFLASH} and {DSPARK}")
     classes = raw.get("architectures") or ["DSparkSpeculator" if declared == DSPARK else "DFlashDraftModel"]
+    if not isinstance(classes, list):
+        raise ValueError(f"its architectures are {classes!r}; they must be a list of names")
     known = [DFLASH if re.search(r"DFlash(?!\d)", str(name)) else ARCHITECTURES.get(str(name)) for name in classes]
     kinds = {kind for kind in known if kind is not None}
     if len(kinds) != 1:
         raise ValueError(f"its architectures are {classes}; this release drafts with {', '.join(ARCHITECTURES)}")
     kind = kinds.pop()
-    if declared is not None and kind != declared:
+    is_own = any(str(name) in OF_SPECULATORS for name in classes)
+    if (declared is not None or is_own) and kind != declared:
         raise ValueError(f"its {SPECULATORS} is {declared!r}, and its architectures are {classes}")
     projector = own.get("projector_type")
     if projector not in (None, DOMINO) or (projector is not None and kind != DFLASH):
@@ -185,7 +189,7 @@ def path_of(raw: Mapping[str, Any]) -> PathShape:
     """Return which path head a config.json describes. Raises ValueError with the key that does not fit."""
     kind, (_, own) = kind_of(raw), _sections(raw)
     if kind == DSPARK:
-        rank, head_type = _number(own, "markov_rank", least=0), own.get("markov_head_type", MARKOV_TYPES[0])
+        rank, head_type = _number(own, "markov_rank", minimum=0), own.get("markov_head_type", MARKOV_TYPES[0])
         if head_type not in MARKOV_TYPES:
             raise ValueError(f"its markov_head_type is {head_type!r}; this release reads {', '.join(MARKOV_TYPES)}")
         has_confidence, with_markov = (own.get(key, SPECULATORS in raw) for key in CONFIDENCE)
@@ -197,7 +201,7 @@ def path_of(raw: Mapping[str, Any]) -> PathShape:
         return PathShape(selector_rank=rank, selector_top_k=top_k)
     if kind == DOMINO:
         state, inner = (_number(own, key) for key in ("gru_hidden_dim", "emb_dim"))
-        prefix = _number({"pure_draft_prefix_len": 0, **own}, "pure_draft_prefix_len", least=0)
+        prefix = _number({"pure_draft_prefix_len": 0, **own}, "pure_draft_prefix_len", minimum=0)
         return PathShape(gru_hidden_dim=state, emb_dim=inner, pure_draft_prefix_len=prefix)
     return NO_PATH
 
@@ -215,10 +219,10 @@ def conv_of(raw: Mapping[str, Any], hidden_size: int) -> ConvShape | None:
     return shape
 
 
-def _number(own: Mapping[str, Any], key: str, least: int = 1) -> int:
+def _number(own: Mapping[str, Any], key: str, minimum: int = 1) -> int:
     value = own.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"its {key} is {value!r}; it must be a whole number, {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"its {key} is {value!r}; it must be a whole number, {minimum} or more")
     return value
 
 
