@@ -147,22 +147,25 @@ def matrix_page() -> str:
     head = "| feature | " + " | ".join(f"`{name}`" for name in names) + " |"
     rows = [_matrix_row(feature, names) for feature in features()]
     abouts = [_about_row(feature) for feature in features()]
-    return "\n\n".join(
-        [
-            "# Feature by drafter",
-            "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs each cell. A method "
-            "is a value of `speculative.method`.",
-            f"- `{EXACT}`: outputs and texts are those of plain decoding in the same engine, token for token, with its "
-            "log-probabilities (1e-4), where drafts are accepted; greedy and at temperature 1, in eager steps and, "
-            "where the method has them, in replayed ones.\n"
-            f"- `{EAGER}`: the drafter works on the host, so that no step is replayed as a CUDA graph. Steps run eager, "
-            "with the same outputs.\n"
-            f"- `{REFUSED}`: an error before anything runs, in the words below.",
-            "\n".join([head, "|---" * (1 + len(names)) + "|", *rows]),
-            "## What each row runs",
-            "\n".join(["| feature | | a row of a job |", "|---|---|---|", *abouts]),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Feature by drafter",
+                "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs each cell. A method "
+                "is a value of `speculative.method`.",
+                f"- `{EXACT}`: outputs and texts are those of plain decoding in the same engine, token for token, with its "
+                "log-probabilities (1e-4), where drafts are accepted; greedy and at temperature 1, in eager steps and, "
+                "where the method has them, in replayed ones.\n"
+                f"- `{EAGER}`: the drafter works on the host, so that no step is replayed as a CUDA graph. Steps run eager, "
+                "with the same outputs.\n"
+                f"- `{REFUSED}`: an error before anything runs, in the words below.",
+                "\n".join([head, "|---" * (1 + len(names)) + "|", *rows]),
+                "## What each row runs",
+                "\n".join(["| feature | | a row of a job |", "|---|---|---|", *abouts]),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _matrix_row(feature: Feature, names: list[str]) -> str:

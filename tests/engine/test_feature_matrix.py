@@ -168,8 +168,12 @@ def faults_of_answer(
     if ours["output_token_ids"] != theirs["output_token_ids"]:
         is_tie = not differing([sequence.output_ids], [plain_output(made, sequence, shape)])
         return [] if is_tie else [f"output ids {ours['output_token_ids']} are not {theirs['output_token_ids']}"]
-    texts = [f"{name} {ours[name]!r} is not {theirs[name]!r}" for name in COMPARED if ours.get(name) != theirs.get(name)]
-    return texts + [name for name in LOG_PROBS if flat(ours.get(name)) != pytest.approx(flat(theirs.get(name)), abs=1e-4)]
+    texts = [
+        f"{name} {ours[name]!r} is not {theirs[name]!r}" for name in COMPARED if ours.get(name) != theirs.get(name)
+    ]
+    return texts + [
+        name for name in LOG_PROBS if flat(ours.get(name)) != pytest.approx(flat(theirs.get(name)), abs=1e-4)
+    ]
 
 
 def flat(values: Any) -> list[float]:
@@ -183,7 +187,9 @@ def flat(values: Any) -> list[float]:
 
 def plain_output(made: Requests, sequence: Sequence, shape: dict[str, int]) -> Any:
     model = model_of(**shape)
-    grammars = grammars_of(made, build_engine(model, None, SpeculativeConfig(method="none"), EngineArgs(1, MAX_MODEL_LEN)))
+    grammars = grammars_of(
+        made, build_engine(model, None, SpeculativeConfig(method="none"), EngineArgs(1, MAX_MODEL_LEN))
+    )
     own = dict(spec=sequence.grammar_spec, reasoning=sequence.reasoning)
     return reference_decode(model, sequence.prompt_ids, sequence.sampling, EOS, grammars, sequence.bad_word_ids, **own)
 
@@ -201,7 +207,9 @@ def shape_of(method: str) -> dict[str, int]:
     return E3 if method == "eagle3" else {}
 
 
-def engine_of(made: Requests, method: str, num_slots: int = SLOTS, kv_tokens: int | None = None, **settings: Any) -> Engine:
+def engine_of(
+    made: Requests, method: str, num_slots: int = SLOTS, kv_tokens: int | None = None, **settings: Any
+) -> Engine:
     parts = draft_parts(method)
     weights = None if not parts else head3() if method == "eagle3" else weights_for(parts[0].name)
     speculative = SpeculativeConfig(method=method, **TREE, **settings)
@@ -353,5 +361,9 @@ def changed(ours: list[Answer], theirs: list[Answer]) -> bool:
 def test_a_contradiction_is_refused_in_the_words_of_the_page(made, name):
     feature = BY_NAME[name]
     with pytest.raises(RequestError) as error:
-        made.case(name, "", {"prompt": PROMPTS[0], **feature.example} if "messages" not in feature.example else dict(feature.example))
+        made.case(
+            name,
+            "",
+            {"prompt": PROMPTS[0], **feature.example} if "messages" not in feature.example else dict(feature.example),
+        )
     assert str(error.value) == feature.refusal and claim_of(feature, "eagle2") == REFUSED
