@@ -114,6 +114,9 @@ class HeadConfig(StrictModel):
         has layers, as published.
     mask_token: the token that stands for what is not known yet in a block of dflash; null is the target's padding or
         end token. Its embedding is the target's.
+    markov_rank: rank of DSpark's Markov head in a dflash head: what the token before adds to a row's logits. 0 is none.
+        With it every row of a block predicts in a head of the whole vocabulary (block_size tokens, as DeepSpec's).
+    markov_head_type: vanilla reads that token, gated its row too, rnn all drafted tokens before.
     causal_head: a row of a dflash block attends to no later row, as in JetSpec's heads.
     layout: sglang writes an eagle2 head with SGLang's architecture name, an fc bias of zeros and the embedding.
     """
@@ -131,6 +134,8 @@ class HeadConfig(StrictModel):
         default=None, description="a list of the target's layers, from 0, or null"
     )
     mask_token: NonNegativeInt | None = Field(default=None, description="a token id of the target, or null")
+    markov_rank: NonNegativeInt = Field(default=0, description="a number, 0 (none) or more")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(default="vanilla", description="vanilla, gated or rnn")
     causal_head: bool = Field(default=False, description="true or false")
     layout: Literal["published", "sglang"] = Field(default="published", description="published or sglang")
 

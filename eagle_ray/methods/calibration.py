@@ -4,7 +4,8 @@ A logistic map per level, ``sigmoid(a * logit(p) + b)``, on *conditional* probab
 parent is accepted), plus c for the first child of a node: targets sample the drafter's first choice more often than
 a second choice with equal p (measured: rates of 0.35 and 0.13 for p = 0.16). The result is at most 1, rises in p,
 and c is at least 0. So siblings keep their order, and products along paths never rise. Sampled rows have maps of
-their own, since p means something else there.
+their own, since p means something else there. A head that estimates acceptance itself (DSpark) adds d times
+the log-odds of its estimate, which is one number for all children of a node; d starts at 0.
 
 The budget does not bias the labels: once a node is reached, the target's sample tells for *all* its drafted children
 which one it was, whether they were verified or not. Only children of nodes that were never reached stay unobserved.
@@ -27,13 +28,16 @@ KINDS = 2  # 0: greedy rows, 1: sampled rows
 
 
 class Calibration:
-    """Slope, offset and first-child term per level and kind of row; the identity at first."""
+    """Slope, offset and first-child term per level and kind of row; the identity at first.
 
-    def __init__(self, levels: int, device: torch.device | str = "cpu"):
+    num_signals: 1 if `apply` and `update` are given the drafter's own estimate of acceptance.
+    """
+
+    def __init__(self, levels: int, device: torch.device | str = "cpu", num_signals: int = 0):
         self.fit = OnlineFit(
-            [1.0, 0.0, 0.0],
-            [0.1, -12.0, 0.0],
-            [6.0, 12.0, 6.0],
+            [1.0, 0.0, 0.0, *[0.0] * num_signals],
+            [0.1, -12.0, 0.0, *[0.0] * num_signals],
+            [6.0, 12.0, 6.0, *[6.0] * num_signals],
             levels=levels,
             sets=KINDS,
             precision=10.0,
@@ -41,12 +45,23 @@ class Calibration:
         )
 
     def apply(
-        self, level: int | Int[Tensor, " 1"], kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]
+        self,
+        level: int | Int[Tensor, " 1"],
+        kinds: Int[Tensor, " B"],
+        log_probs: Float[Tensor, "B F K"],
+        confidence: Float[Tensor, "B F"] | None = None,
     ) -> Float[Tensor, "B F K"]:
-        """Return calibrated conditional log-probabilities; padding (-inf) stays. kinds: 1 for sampled rows, else 0."""
-        slope, offset, first = self.fit.at(level)[kinds][:, :, None, None].unbind(1)
+        """Return calibrated conditional log-probabilities; padding (-inf) stays.
+
+        Args:
+            kinds: 1 for sampled rows, else 0.
+            confidence: log-odds that a child of each node is accepted.
+        """
+        slope, offset, first, *signals = self.fit.at(level)[kinds][:, :, None, None].unbind(1)
         mapped = slope * logit(log_probs) + offset
         mapped[..., :1] += first
+        if confidence is not None:
+            mapped += signals[0] * bounded(confidence)[:, :, None]
         return logsigmoid(mapped).masked_fill(log_probs == -torch.inf, -torch.inf)
 
     def update(
@@ -55,16 +70,18 @@ class Calibration:
         log_probs: Float[Tensor, "L B K"],
         picked: Bool[Tensor, "L B K"],
         reached: Bool[Tensor, "L B"],
+        confidence: Float[Tensor, "L B"] | None = None,
     ) -> None:
         """Observe the target's sample after one node of each row on each of the first L levels.
 
-        log_probs: as passed to `apply`. picked: the child with the target's token. reached: whether the node was
-        reached; other rows are ignored.
+        log_probs, confidence: as passed to `apply`. picked: the child with the target's token. reached: whether the
+        node was reached; other rows are ignored.
         """
         levels = slice(len(log_probs))
         one, first = torch.ones_like(log_probs), torch.zeros_like(log_probs)
         first[..., :1] = 1.0
-        x = torch.stack([logit(log_probs), one, first], 3)
+        signals = [] if confidence is None else [bounded(confidence)[:, :, None].expand_as(one)]
+        x = torch.stack([logit(log_probs), one, first, *signals], 3)
         predicted = torch.sigmoid((x * self.fit.parameters[levels, kinds][:, :, None]).sum(3))
         of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)], 1).float()
         real = (log_probs > -torch.inf).float()
@@ -79,6 +96,11 @@ def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return (log_probs - torch.log(-torch.expm1(log_probs))).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
+def bounded(log_odds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return log-odds of a drafter in fp32, clamped to +-LARGEST_LOGIT; 0 where a head overflows."""
+    return log_odds.float().nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
 WARMUP_STEPS = 30  # steps that all update the calibration
 UPDATE_INTERVAL = 4  # steps between later updates, or as many as levels: an update takes 1 to 5 ms
 GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take about a tenth of a step
@@ -86,11 +108,15 @@ GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLevel:
-    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, uncalibrated; -inf is padding."""
+    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, uncalibrated; -inf is padding.
+
+    confidence: see Calibration.
+    """
 
     frontier: Frontier | None
     tokens: Int[Tensor, "B F K"]
     scores: Float[Tensor, "B F K"]
+    confidence: Float[Tensor, "B F"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +174,22 @@ class Offers:
             self.calibration.fit.reset()
 
     def add(
-        self, frontier: Frontier | None, tokens: Int[Tensor, "B F K"], scores: Float[Tensor, "B F K"]
+        self,
+        frontier: Frontier | None,
+        tokens: Int[Tensor, "B F K"],
+        scores: Float[Tensor, "B F K"],
+        confidence: Float[Tensor, "B F"] | None = None,
     ) -> Float[Tensor, "B F K"]:
-        """Add a level. Return the children's calibrated log-probabilities given their parents."""
+        """Add a level. Return the children's calibrated log-probabilities given their parents.
+
+        confidence: for a calibration with a signal.
+        """
         level = len(self.offered.levels)
-        self.offered.levels.append(OfferedLevel(frontier, tokens, scores))
-        return scores if self.calibration is None else self.calibration.apply(level, self.offered.kinds, scores)
+        self.offered.levels.append(OfferedLevel(frontier, tokens, scores, confidence))
+        if self.calibration is None:
+            return scores
+        signals = [] if confidence is None else [confidence]
+        return self.calibration.apply(level, self.offered.kinds, scores, *signals)
 
     def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
         """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
@@ -172,7 +208,9 @@ class Offers:
             scores = torch.stack([level.scores[row, node] for level, node in on_path])
             tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
             picked = tokens == picks.T[: len(levels), :, None]
-            self.calibration.update(self.offered.kinds, scores, picked, path.reached)
+            estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
+            signals = [torch.stack(estimates)] if estimates else []
+            self.calibration.update(self.offered.kinds, scores, picked, path.reached, *signals)
         return path
 
 
@@ -196,13 +234,6 @@ def update_interval(device: torch.device) -> int:
 def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
     """Return whether the calibration is updated in this step."""
     return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, interval) == 0)
-
-
-def levels_in_turn(step: int, num_levels: int) -> range:
-    """Return the levels to update in this step if they are updated one by one: first all, later one in turn."""
-    if step <= WARMUP_STEPS or not num_levels:
-        return range(num_levels)
-    return range(step % num_levels, step % num_levels + 1)
 
 
 MEMORY = 2000  # picks after which a pick counts 1/e

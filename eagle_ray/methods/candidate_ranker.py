@@ -133,22 +133,27 @@ class CandidateRanker:
         """
         return self._rank(level, self._logits_of(features), width)
 
-    def logits(self, features: Float[Tensor, "B F H"]) -> Float[Tensor, "B F D"]:
-        """Return the head's logits, for `shared_children`."""
-        return self._logits_of(features)
-
-    def shared_children(
-        self, feature: Float[Tensor, "B 1 H"], logits: Float[Tensor, "B 1 D"], frontier: Frontier | None, width: int
+    def scored_children(
+        self,
+        features: Float[Tensor, "B G H"],
+        logits: Float[Tensor, "B G D"],
+        frontier: Frontier | None,
+        width: int,
+        confidence: Float[Tensor, "B G"] | None = None,
     ) -> TopK:
-        """Return `children` of a level whose nodes all have one feature, and so the same children.
+        """Return `children` of a level whose logits are known.
 
-        They are ranked once. logits: the head's, of that feature.
+        If its nodes all have one feature, they have the same children, which are ranked once.
+
+        Args:
+            logits: the head's, of these features.
+            confidence: the head's own log-odds that a child of each node is accepted; a calibration reads them.
         """
         num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
         ranked = self._rank(len(self.feedback.features), logits, width)
-        tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
-        self.feedback.features.append(feature)
-        return TopK(tokens, self.offers.add(frontier, tokens, scores), own)
+        tokens, scores, own = (part.repeat(1, num_nodes // logits.shape[1], 1) for part in ranked)
+        self.feedback.features.append(features)
+        return TopK(tokens, self.offers.add(frontier, tokens, scores, confidence), own)
 
     def _rank(
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
@@ -248,8 +253,13 @@ class CandidateRanker:
         return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)
 
 
-def corrections(speculative: DraftSettings, device: torch.device) -> tuple[Calibration | None, Coupling | None]:
-    """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither."""
+def corrections(
+    speculative: DraftSettings, device: torch.device, num_signals: int = 0
+) -> tuple[Calibration | None, Coupling | None]:
+    """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither.
+
+    num_signals: see Calibration.
+    """
     depth = speculative.max_depth
-    calibration = None if speculative.ranking == "published" else Calibration(depth, device)
+    calibration = None if speculative.ranking == "published" else Calibration(depth, device, num_signals)
     return calibration, Coupling(depth, device) if speculative.ranking == "coupled" else None

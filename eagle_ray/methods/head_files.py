@@ -47,13 +47,21 @@ Read = TypeVar("Read")
 Shape = tuple[int, ...]
 
 
-def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path, name: str = SAFETENSORS) -> None:
+def save_head(
+    head: nn.Module,
+    raw_config: dict[str, Any],
+    path: Path,
+    name: str = SAFETENSORS,
+    repeated: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the published layout: the given config.json, and the weights in bf16.
 
-    Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then.
+    Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then. repeated: the target's
+    tensors that the layout has, too.
     """
     skipped = VOCABULARY_MAPS if getattr(head, "token_ids", None) is None else ()
-    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items() if key not in skipped}
+    state = {**head.state_dict(), **(repeated or {})}
+    tensors = {key: value.detach().contiguous() for key, value in state.items() if key not in skipped}
     halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
     write_files(path, raw_config, halves, name)
 
@@ -227,8 +235,9 @@ def vocabulary_maps(d2t: Tensor, vocab_size: int, tensors: Mapping[str, Tensor])
 
 
 def is_dflash(raw: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether config.json and tensor names are those of a DFlash head."""
-    return "dflash_config" in raw or raw.get(SPECULATORS) == "dflash" or {"hidden_norm.weight", "fc.weight"} <= {*names}
+    """Return whether config.json and tensor names are those of a DFlash head, or of DSpark, DFlash2 or Domino."""
+    is_named = "dflash_config" in raw or raw.get(SPECULATORS) in ("dflash", "dspark")
+    return is_named or {"hidden_norm.weight", "fc.weight"} <= {*names}
 
 
 def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,9 +209,9 @@ METHODS = {
         ),
         Method(
             "dflash",
-            "a block of tokens in one pass, as a tree by the products of its positions' distributions",
+            "a block of tokens in one pass, as a tree by the products of its positions' distributions, or by paths",
             "dflash",
-            draft="a DFlash head, or a causal head of JetSpec",
+            draft="a head of DFlash, DFlash2, DSpark or Domino, or a causal head of JetSpec",
             check="checkpoint:meta_dflash",
             load="checkpoint:load_dflash",
             is_kind=True,

@@ -102,3 +102,22 @@ def test_a_gpu_learns_less_often():
     interval = update_interval(torch.device("cuda"))
     assert sum(is_due(step, 4, interval) for step in range(1000, 1000 + 10 * interval)) == 10
     assert interval > update_interval(torch.device("cpu")) == UPDATE_INTERVAL
+
+
+def test_a_drafters_own_estimate_is_used_as_far_as_it_tells_something():
+    """Two children a node: the chance of a pick also rises by half of the estimate's log-odds."""
+    calibration, kinds = Calibration(levels=1, num_signals=1), torch.zeros(32, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    said = torch.tensor([0.3, 0.2]).log().expand(32, 2)
+    estimate = 2 * torch.randn(32, generator=generator)
+    plain = Calibration(levels=1).apply(0, kinds, said[:, None])
+    torch.testing.assert_close(calibration.apply(0, kinds, said[:, None], estimate[:, None]), plain)  # at first
+    for _ in range(300):
+        estimate = 2 * torch.randn(32, generator=generator)
+        truly = torch.sigmoid(logit(said) + 0.5 * estimate[:, None])
+        picked = torch.rand(32, 2, generator=generator) < truly
+        reached = torch.ones(1, 32, dtype=torch.bool)
+        calibration.update(kinds, said[None], picked[None], reached, estimate[None])
+    assert calibration.fit.parameters[0, 0, 3] == pytest.approx(0.5, abs=0.15)
+    mapped = calibration.apply(0, kinds, said[:, None], torch.tensor([[-3.0], [3.0]]).repeat(16, 1))
+    assert (mapped[1::2].exp() > 2 * mapped[::2].exp()).all()

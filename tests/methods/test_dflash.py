@@ -26,9 +26,11 @@ from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 from jobs.bench.simulated_costs import flat
 from tests.support.checkpoints import (
     MASK,
+    PATH_CONFIGS,
     VOCAB,
     published_head,
     published_outputs,
+    published_path,
     speculators_config,
     tensors_of,
     zlab_config,
@@ -88,6 +90,75 @@ def test_a_head_of_speculators_drafts_from_its_own_vocabulary(tmp_path):
         torch.testing.assert_close(tree.draft_log_probs[b, node], value, atol=1e-4, rtol=0)
 
 
+def obvious_tree(logits_after, root: int, ends: set[int], depth: int, width: int) -> dict[tuple[int, ...], float]:
+    """Paths of the tree that is grown from the best `width` nodes of each level, with their values, one at a time.
+
+    logits_after: returns the logits and the tokens of the children of a path.
+    """
+    values, level = {}, {(root,): 0.0}
+    for _ in range(depth):
+        live = [node for node in level if len(node) == 1 or node[-1] not in ends]
+        frontier = sorted(live, key=lambda node: -level[node])[:width]
+        parents, level = {node: level[node] for node in frontier}, {}
+        for node in frontier:
+            log_probs, tokens = logits_after(list(node))
+            best = log_probs.log_softmax(-1).topk(width)
+            for value, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                level[(*node, int(tokens[index]))] = parents[node] + value
+        values |= level
+    return values
+
+
+@pytest.mark.parametrize("kind", PATH_CONFIGS)
+@torch.inference_mode()
+def test_a_path_heads_tree_is_the_one_of_the_published_equations(tmp_path, kind):
+    """Every node of each level's best has children of its own, by what the path to it adds to one pass's logits."""
+    config = PATH_CONFIGS[kind]()
+    tensors, model = tensors_of(config), llama()
+    head = published_head(tmp_path, config)
+    engine = engine_of(head, 3)
+    run(engine, PROMPTS[:4], [SamplingParams(max_tokens=6, ignore_eos=True)] * 4)
+    embed = tensors.get("embed_tokens.weight", model.model.embed_tokens.weight)
+    lm_head = tensors.get("lm_head.weight", model.lm_head.weight)
+    drafted = tensors["t2d"].nonzero()[:, 0] if "t2d" in tensors else torch.arange(VOCAB)
+    num_masks = DEPTH - head.block.from_root
+    assert len(engine.planner.seen) > 8
+    for ids, tree, b in engine.planner.seen[::4]:
+        states = model.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[i] for i in head.block.feature_layers], -1)[0]
+        block = embed[torch.tensor([ids[-1], *[MASK] * num_masks])]
+        rows = published_outputs(tensors, block, features, causal=False)[-DEPTH:]
+
+        def logits_after(path: list[int], rows: Tensor = rows) -> tuple[Tensor, Tensor]:
+            return published_path(tensors, config, path, rows, rows @ lm_head.T, embed)[0], drafted
+
+        wanted = obvious_tree(logits_after, ids[-1], set(), DEPTH, 4)
+        found = {
+            (ids[-1], *path(tree, b, node)[0]): float(tree.log_values[b, node]) for node in range(1, tree.num_nodes)
+        }
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, abs=2e-4)
+        siblings = {}
+        for node in wanted:
+            if len(node) == 3:
+                siblings.setdefault(node[2], []).append(wanted[node] - wanted[node[:2]])
+        assert max(max(values) - min(values) for values in siblings.values()) > 1e-3  # of children of different parents
+
+
+@torch.inference_mode()
+def test_a_confidence_head_tells_the_calibration_the_published_log_odds(tmp_path):
+    for kind in ("vanilla", "rnn", "speculators"):
+        config = PATH_CONFIGS[kind]()
+        tensors, head = tensors_of(config), published_head(tmp_path / kind, config)
+        torch.manual_seed(0)
+        row, tokens = torch.randn(1, 1, head.config.hidden_size), torch.tensor([[5, 17, 60]])
+        found = head.confidence(tokens, row)[0]
+        lm_head, embed = tensors["lm_head.weight"], tensors["embed_tokens.weight"]
+        for token, value in zip(tokens[0].tolist(), found, strict=True):
+            _, wanted = published_path(tensors, config, [token], row[0], row[0] @ lm_head.T, embed)
+            torch.testing.assert_close(value, wanted)
+
+
 def test_a_step_is_one_pass_however_deep_the_tree(tmp_path):
     engine = engine_of(published_head(tmp_path, zlab_config()), 2)
     for sequence in run(engine, PROMPTS[:2], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2):
@@ -105,6 +176,17 @@ def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, budget):
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
+@pytest.mark.parametrize("kind", PATH_CONFIGS)
+def test_outputs_with_path_heads_are_plain_decodings(tmp_path, kind):
+    """Greedy and sampled rows in one batch, ranked with calibration, coupling and confidence."""
+    prompts, params = some_prompts(8), some_params(8, max_tokens=8)
+    oracle = oracle_of(prompts, params)
+    head = published_head(tmp_path, PATH_CONFIGS[kind]())
+    for num_slots, budget in ((1, "uniform"), (8, "global")):
+        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
+        check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
+
+
 class Values(UniformPlanner):
     """Copies every draft's values, which the next replay overwrites."""
 
@@ -115,8 +197,9 @@ class Values(UniformPlanner):
         return super().allocate(draft, plan, batch)
 
 
-def test_a_replayed_block_is_the_block(tmp_path):
-    head = published_head(tmp_path, zlab_config())
+@pytest.mark.parametrize("config", [zlab_config, *PATH_CONFIGS.values()], ids=["block", *PATH_CONFIGS])
+def test_a_replayed_block_is_the_block(tmp_path, config):
+    head = published_head(tmp_path, config())
     params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7)]
     engine = engine_of(head, 3)
     target, drafter = engine.target, engine.drafter

@@ -11,7 +11,11 @@ from tests.support.checkpoints import (
     HIDDEN,
     LAYERS,
     MASK,
+    PATH_CONFIGS,
     VOCAB,
+    deepspec_config,
+    dflash2_config,
+    domino_config,
     publish,
     published_head,
     published_outputs,
@@ -125,15 +129,109 @@ def without(*names: str) -> dict:
         (changed(head_dim=7), "head_dim is 7"),
         (changed("dflash_config", target_hidden_size=64), "target_hidden_size is 64"),
         (changed(dflash_config=[1]), "dflash_config that is no section"),
-        (changed(architectures=["DFlash2DraftModel"]), "architectures are"),
-        (changed(architectures=["Qwen3DSparkModel"]), "architectures are"),
-        (changed(speculators_model_type="dspark"), "speculators_model_type is 'dspark'"),
+        (changed(architectures=["DFlash2DraftModel"]), "selector_rank is None"),
+        (changed(architectures=["Qwen3DSparkModel"]), "markov_rank is None"),
+        (changed(architectures=["Gemma4DSparkModel"]), r"architectures are \['Gemma4DSparkModel'\]"),
+        (changed(architectures=["DFlash3DraftModel"]), "architectures are"),
+        (changed(architectures=["DFlash2DraftModel", "Qwen3DSparkModel"]), "architectures are"),
+        (changed(speculators_model_type="dspark"), "speculators_model_type is 'dspark', and its architectures are"),
+        (changed(architectures="DFlashDraftModel"), "architectures are 'DFlashDraftModel'; they must be a list"),
+        (changed(architectures=3), "architectures are 3"),
+        (deepspec_config(architectures=["DSparkSpeculator"]), "speculators_model_type is None, and its architectures"),
+        (changed(speculators_model_type="peagle"), "speculators_model_type is 'peagle'"),
+        (changed("dflash_config", projector_type="mlp"), "projector_type is 'mlp'"),
+        (changed(markov_rank=8), "markov_rank is 8, which a dflash head has not"),
+        (changed("dflash_config", selector_rank=8), "selector_rank is 8, which a dflash head has not"),
+        (changed("dflash_config", shift_label=True), "shift_label is True, which a dflash head has not"),
+        (deepspec_config(markov_rank="6"), "markov_rank is '6'; it must be a whole number"),
+        (deepspec_config(markov_rank=-1), "markov_rank is -1"),
+        (
+            deepspec_config(markov_head_type="lstm"),
+            "markov_head_type is 'lstm'; this release reads vanilla, gated, rnn",
+        ),
+        (deepspec_config(markov_rank=0), "confidence_head_with_markov is true, and its markov_rank is 0"),
+        (deepspec_config(enable_confidence_head="yes"), "enable_confidence_head is 'yes'"),
+        (deepspec_config(selector_top_k=4), "selector_top_k is 4, which a dspark head has not"),
+        (deepspec_config(target_layer_ids=[-2]), r"target_layer_ids is \[-2\]"),
+        (dflash2_config(selector_top_k=0), "selector_top_k is 0"),
+        (dflash2_config(selector_top_k=VOCAB + 1), f"selector_top_k is {VOCAB + 1}; the target has {VOCAB} tokens"),
+        (dflash2_config(conv_kernel_size=None), "conv_kernel_size is None"),
+        (dflash2_config(conv_group_size=7), "conv_group_size is 7, which does not divide"),
+        (dflash2_config(projector_type="domino"), "projector_type is 'domino' in a dflash2 head"),
+        (dflash2_config(output_multiplier=0.5), "output_multiplier is 0.5; this release drafts without it"),
+        (dflash2_config() | {"is_causal": "no"}, "is_causal is 'no'"),
+        (domino_config(emb_dim=None), "emb_dim is None"),
+        (domino_config(pure_draft_prefix_len=-1), "pure_draft_prefix_len is -1"),
         (changed(rope_parameters={"rope_type": "spiral"}), "spiral"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):
     with pytest.raises(EngineError, match=named):
         meta_dflash(publish(tmp_path, config, tensors_of(zlab_config())), toy_config())
+
+
+PATH_FAULTS = {
+    "vanilla": [
+        ({"markov_head.markov_w1.weight": None}, "missing markov_head.markov_w1.weight"),
+        ({"markov_head.markov_w2.weight": torch.zeros(6, VOCAB)}, r"markov_w2.weight is \(6, 97\), wanted \(97, 6\)"),
+        ({"markov_head.gate_proj.weight": torch.zeros(6, 38)}, "unexpected markov_head.gate_proj.weight"),
+        ({"confidence_head.proj.bias": None}, "missing confidence_head.proj.bias"),
+        ({"confidence_head.proj.weight": torch.zeros(1, HIDDEN)}, r"proj.weight is \(1, 32\), wanted \(1, 38\)"),
+    ],
+    "gated": [
+        ({"markov_head.gate_proj.bias": None}, "missing markov_head.gate_proj.bias"),
+        ({"confidence_head.proj.weight": torch.zeros(1, 38)}, "unexpected confidence_head.proj.weight"),
+    ],
+    "rnn": [({"markov_head.joint_proj.weight": None}, "missing markov_head.joint_proj.weight")],
+    "speculators": [({"markov_head.markov_w2.weight": torch.zeros(VOCAB, 6)}, r"is \(97, 6\), wanted \(40, 6\)")],
+    "dflash2": [
+        ({"candidate_selector.successor_codebook": None}, "missing candidate_selector.successor_codebook"),
+        ({"candidate_selector.successor_codebook.weight": torch.zeros(VOCAB, 5)}, "unexpected .*codebook.weight"),
+        ({"layers.1.mlp_conv.base_kernel": torch.zeros(2, 3, HIDDEN)}, r"base_kernel is \(2, 3, 32\), wanted"),
+        ({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, "it has an lm_head of its own"),
+    ],
+    "domino": [
+        ({"prefix_gru.weight_hh_l0": None}, "missing prefix_gru.weight_hh_l0"),
+        ({"prefix_gru.bias_ih_l0": torch.zeros(21)}, "unexpected prefix_gru.bias_ih_l0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"), [(kind, *fault) for kind, faults in PATH_FAULTS.items() for fault in faults]
+)
+def test_tensors_of_a_path_head_that_do_not_fit_are_named(tmp_path, kind, change, named):
+    config = PATH_CONFIGS[kind]()
+    tensors = {key: value for key, value in (tensors_of(config) | change).items() if value is not None}
+    with pytest.raises(EngineError, match=named):
+        meta_dflash(publish(tmp_path, config, tensors), toy_config())
+
+
+def test_damaged_files_of_a_path_head_are_named(tmp_path):
+    path = publish(tmp_path, deepspec_config())
+    content = (path / "model.safetensors").read_bytes()
+    for cut in (content[:7], content[:900], content[: len(content) // 2]):
+        (path / "model.safetensors").write_bytes(cut)
+        with pytest.raises(EngineError, match=r"model\.safetensors cannot be read"):
+            load_dflash(path, toy_config())
+    tensors = tensors_of(deepspec_config()) | {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 6, dtype=torch.int64)}
+    with pytest.raises(EngineError, match=r"markov_head\.markov_w1\.weight holds no floating-point numbers"):
+        meta_dflash(publish(tmp_path, deepspec_config(), tensors), toy_config())
+
+
+@pytest.mark.parametrize("kind", PATH_CONFIGS)
+def test_path_heads_load_under_their_published_names(tmp_path, kind):
+    config = PATH_CONFIGS[kind]()
+    head, tensors = published_head(tmp_path, config), tensors_of(config)
+    state = head.state_dict()
+    assert state.keys() == tensors.keys() | (state.keys() & {"d2t", "t2d"})
+    assert all(torch.equal(state[name], tensors[name].to(state[name].dtype)) for name in tensors)
+    assert head.block.from_root == (kind not in ("dflash2", "domino after the root"))
+    assert head.block.num_levels == BLOCK - (not head.block.from_root)
+
+
+def test_deepspecs_ids_may_name_the_embedding(tmp_path):
+    assert published_head(tmp_path, deepspec_config(ids=(-1, 0))).feature_layers(2) == (0, 1)
 
 
 @pytest.mark.parametrize(

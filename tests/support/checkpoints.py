@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -176,6 +176,71 @@ def speculators_config(ids: tuple[int, ...] = (0, 1), **top: Any) -> dict[str, A
     return {"speculators_model_type": "dflash", "transformer_layer_config": dict(LAYERS), **own, **top}
 
 
+DRAFTED = 40  # tokens of a draft vocabulary
+
+
+def deepspec_config(ids: tuple[int, ...] = (0,), **top: Any) -> dict[str, Any]:
+    """A config.json of DSpark in DeepSpec's layout, with a vanilla Markov head and a confidence head."""
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": list(ids), "num_target_layers": 2}
+    markov = {"markov_rank": 6, "markov_head_type": "vanilla"}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 8}
+    return {"architectures": ["Qwen3DSparkModel"], **LAYERS, **own, **markov, **confidence, **top}
+
+
+def dflash2_config(**dflash: Any) -> dict[str, Any]:
+    """A config.json of DFlash2 in z-lab's layout."""
+    selector = {"selector_rank": 5, "selector_top_k": 9, "conv_kernel_size": 2, "conv_group_size": 8}
+    return zlab_config(**{**selector, **dflash}) | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+
+
+def domino_config(**dflash: Any) -> dict[str, Any]:
+    """A config.json of Domino in z-lab's layout."""
+    return zlab_config(**{"projector_type": "domino", "gru_hidden_dim": 7, "emb_dim": 5, "shift_label": True, **dflash})
+
+
+PATH_CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "vanilla": deepspec_config,
+    "gated": lambda: deepspec_config(markov_head_type="gated", enable_confidence_head=False),
+    "rnn": lambda: deepspec_config(markov_head_type="rnn", confidence_head_with_markov=False),
+    "speculators": lambda: speculators_config(
+        speculators_model_type="dspark", markov_rank=6, markov_head_type="vanilla"
+    ),
+    "dflash2": dflash2_config,
+    "domino": lambda: domino_config(pure_draft_prefix_len=1),
+    "domino after the root": lambda: domino_config(shift_label=False),
+}
+
+
+def path_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The published tensors of a config's path head, of its confidence head and of its convolutions."""
+    own = config | config.get("dflash_config", {})
+    shapes: dict[str, tuple[int, ...]] = {}
+    drafted = DRAFTED if "speculators_model_type" in config else VOCAB
+    if rank := own.get("markov_rank"):
+        shapes |= {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+        kind = own["markov_head_type"]
+        outputs, inputs = {"gated": (rank, HIDDEN + rank), "rnn": (3 * rank, 2 * rank + HIDDEN)}.get(kind, (0, 0))
+        if outputs:
+            name = {"gated": "gate_proj", "rnn": "joint_proj"}[kind]
+            shapes |= {f"markov_head.{name}.weight": (outputs, inputs), f"markov_head.{name}.bias": (outputs,)}
+    if own.get("enable_confidence_head", "speculators_model_type" in config) and rank:
+        width = HIDDEN + rank * own.get("confidence_head_with_markov", True)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    if rank := own.get("selector_rank"):
+        shapes |= {f"candidate_selector.{name}_codebook": (VOCAB, rank) for name in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, HIDDEN)
+        taps, groups = own["conv_kernel_size"], HIDDEN // own["conv_group_size"]
+        for i in range(NUM_LAYERS):
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, HIDDEN)
+                shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
+    if "projector_type" in own:
+        state, inner = own["gru_hidden_dim"], own["emb_dim"]
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * state, HIDDEN), "prefix_gru.weight_hh_l0": (3 * state, state)}
+        shapes |= {"embed_proj.0.weight": (inner, HIDDEN + state), "embed_proj.2.weight": (VOCAB, inner)}
+    return shapes
+
+
 def tensors_of(config: dict[str, Any], seed: int = 3) -> dict[str, Tensor]:
     """Random tensors under the published names."""
     random = torch.Generator().manual_seed(seed)
@@ -187,7 +252,8 @@ def tensors_of(config: dict[str, Any], seed: int = 3) -> dict[str, Tensor]:
         return 1 + 0.3 * torch.randn(size, generator=random)
 
     is_speculators = "speculators_model_type" in config
-    ids = config["aux_hidden_state_layer_ids"] if is_speculators else config["dflash_config"]["target_layer_ids"]
+    own = config | config.get("dflash_config", {})
+    ids = own["aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"]
     tensors = {"fc.weight": matrix(HIDDEN, len(ids) * HIDDEN), "hidden_norm.weight": norm(), "norm.weight": norm()}
     for i in range(NUM_LAYERS):
         for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
@@ -204,6 +270,10 @@ def tensors_of(config: dict[str, Any], seed: int = 3) -> dict[str, Tensor]:
         tensors |= {"embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(40, HIDDEN)}
         tensors |= {"d2t": chosen - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
         tensors["t2d"][chosen] = True
+    if "Qwen3DSparkModel" in config.get("architectures", ()):
+        tensors |= {"embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+    for name, shape in path_shapes(config).items():
+        tensors[name] = torch.randn(shape, generator=random) * (1.5 / math.sqrt(shape[-1]))
     return tensors
 
 
@@ -251,16 +321,82 @@ def published_outputs(
     hidden, start = block, len(features)
     for i in range(NUM_LAYERS):
         weights = {k.removeprefix(f"layers.{i}."): v for k, v in tensors.items() if k.startswith(f"layers.{i}.")}
-        own = rms_norm(hidden, weights["input_layernorm.weight"])
+        normed = rms_norm(hidden, weights["input_layernorm.weight"])
+        own = convolved(weights, "attention_conv", 0, normed, normed)
         rows = torch.cat([context, own])
         out = torch.stack(
             [attended(weights, own[n], rows, start + n, start, causal, windows[i]) for n in range(len(block))]
         )
-        hidden = hidden + out @ weights["self_attn.o_proj.weight"].T
-        own = rms_norm(hidden, weights["post_attention_layernorm.weight"])
+        out = out @ weights["self_attn.o_proj.weight"].T
+        hidden = hidden + convolved(weights, "attention_conv", 1, normed, out)
+        normed = rms_norm(hidden, weights["post_attention_layernorm.weight"])
+        own = convolved(weights, "mlp_conv", 0, normed, normed)
         gate, up = own @ weights["mlp.gate_proj.weight"].T, own @ weights["mlp.up_proj.weight"].T
-        hidden = hidden + (gate * gate.sigmoid() * up) @ weights["mlp.down_proj.weight"].T
+        out = (gate * gate.sigmoid() * up) @ weights["mlp.down_proj.weight"].T
+        hidden = hidden + convolved(weights, "mlp_conv", 1, normed, out)
     return rms_norm(hidden, tensors["norm.weight"])
+
+
+def convolved(weights: dict[str, Tensor], name: str, side: int, normed: Tensor, rows: Tensor) -> Tensor:
+    """DFlash2's convolution before (side 0) or after a part of a layer, channel by channel; `rows` in other heads."""
+    if f"{name}.base_kernel" not in weights:
+        return rows
+    kernel = weights[f"{name}.base_kernel"][side]  # [taps, H]
+    taps, size = kernel.shape
+    corrections = (normed @ weights[f"{name}.kernel_projection.weight"].T).view(len(rows), 2, taps, -1)[:, side]
+    group = size // corrections.shape[2]
+    out = torch.zeros_like(rows)
+    for n in range(len(rows)):
+        for tap in range(min(taps, n + 1)):
+            for channel in range(size):
+                factor = kernel[tap, channel] + corrections[n, tap, channel // group]
+                out[n, channel] += factor * rows[n - tap, channel]
+    return out
+
+
+def published_path(
+    tensors: dict[str, Tensor], config: dict[str, Any], path: list[int], rows: Tensor, logits: Tensor, embed: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The logits of the children of the last token of a path, and the head's log-odds of acceptance there.
+
+    path: tokens from the root on. rows: outputs of the block [L, H] that predict the children of each. logits: of these
+    rows [L, Dv]. embed: the embedding [V, H].
+    """
+    own = config | config.get("dflash_config", {})
+    row, base, last, confidence = rows[len(path) - 1], logits[len(path) - 1], path[-1], None
+    if "confidence_head.proj.weight" in tensors:
+        known = [row]
+        if own.get("confidence_head_with_markov", True):
+            known.append(tensors["markov_head.markov_w1.weight"][last])
+        confidence = tensors["confidence_head.proj.weight"][0] @ torch.cat(known)
+        confidence = confidence + tensors["confidence_head.proj.bias"][0]
+    if "markov_head.markov_w1.weight" in tensors:
+        w1, w2 = tensors["markov_head.markov_w1.weight"], tensors["markov_head.markov_w2.weight"]
+        latent, rank = w1[last], w1.shape[1]
+        if own["markov_head_type"] == "gated":
+            mixed = tensors["markov_head.gate_proj.weight"] @ torch.cat([row, latent])
+            latent = (mixed + tensors["markov_head.gate_proj.bias"]).sigmoid() * latent
+        if own["markov_head_type"] == "rnn":
+            state = torch.zeros(rank)
+            for token, each in zip(path, rows, strict=False):
+                mixed = tensors["markov_head.joint_proj.weight"] @ torch.cat([state, w1[token], each])
+                gate, candidate, output = (mixed + tensors["markov_head.joint_proj.bias"]).split(rank)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+                latent = output.tanh()
+        return base + w2 @ latent, confidence
+    if "prefix_gru.weight_ih_l0" in tensors:
+        gru = torch.nn.GRU(HIDDEN, own["gru_hidden_dim"], bias=False)
+        gru.load_state_dict({name: tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        state = gru(embed[torch.tensor(path)])[0][-1].detach()
+        inner = tensors["embed_proj.0.weight"] @ torch.cat([row, state])
+        added = tensors["embed_proj.2.weight"] @ (inner * inner.sigmoid())
+        return base + added * (len(path) > own.get("pure_draft_prefix_len", 0)), None
+    gate = tensors["candidate_selector.hidden_projection.weight"] @ row
+    latent = tensors["candidate_selector.predecessor_codebook"][last] * gate
+    chosen = base.topk(own["selector_top_k"]).indices
+    scores = torch.full_like(base, -torch.inf)
+    scores[chosen] = base[chosen] + tensors["candidate_selector.successor_codebook"][chosen] @ latent
+    return scores, None
 
 
 def attended(

@@ -18,7 +18,7 @@ from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch, FrozenTarget
 from eagle_ray.training.optimization import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.support.checkpoints import MASK, speculators_config, zlab_config
+from tests.support.checkpoints import MASK, deepspec_config, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)
@@ -191,24 +191,46 @@ def test_medusa_equals_one_position_at_a_time(model, documents, kind):
     assert_equal(recipe, total(recipe, [batch]), obvious)
 
 
-def dflash(model, *, causal: bool = False, token_ids: list[int] | None = None) -> DFlashRecipe:
+def dflash(
+    model, *, causal: bool = False, token_ids: list[int] | None = None, markov: str | None = None
+) -> DFlashRecipe:
     torch.manual_seed(1)
-    if token_ids is None:
+    keys = {"markov_rank": 5, "markov_head_type": markov, "enable_confidence_head": False}
+    if markov and token_ids is None:
+        raw = deepspec_config(ids=(1, 3), num_target_layers=8, **keys)
+    elif markov:
+        own = {"draft_vocab_size": len(token_ids), "sample_from_anchor": False, "confidence_head_with_markov": False}
+        raw = speculators_config(ids=(2, 4), speculators_model_type="dspark", **keys, **own)
+    elif token_ids is None:
         raw = zlab_config(ids=(1, 3), num_target_layers=8, causal_head=causal)
     else:
         raw = speculators_config(ids=(2, 4), draft_vocab_size=len(token_ids))
     size = token_ids and len(token_ids)
     head = DFlashHead(layer_config(raw), block_of(raw, model.config), draft_vocab_size=size)
     target, scale = FrozenTarget.of(model, token_ids), torch.rand(2 * LLAMA["hidden_size"]) + 0.5
-    return DFlashRecipe(target, head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
+    recipe = DFlashRecipe(target, head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
+    if markov:
+        assert not head.markov_head.markov_w2.weight.any()
+        torch.nn.init.normal_(head.markov_head.markov_w2.weight)
+    return recipe
 
 
 @pytest.mark.parametrize(
-    ("causal", "token_ids"), [(False, None), (True, None), (False, DRAFTED)], ids=["block", "causal", "draft vocab"]
+    ("causal", "token_ids", "markov"),
+    [
+        (False, None, None),
+        (True, None, None),
+        (False, DRAFTED, None),
+        (False, None, "vanilla"),
+        (False, DRAFTED, "gated"),
+        (False, None, "rnn"),
+    ],
+    ids=["block", "causal", "draft vocab", "vanilla", "gated", "rnn"],
 )
-def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids):
-    recipe = dflash(model, causal=causal, token_ids=token_ids)
-    chosen = token_ids or list(range(VOCAB))
+def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids, markov):
+    """With a Markov head a row's logits gain what the true token before the predicted one says."""
+    recipe = dflash(model, causal=causal, token_ids=token_ids, markov=markov)
+    chosen, block_of_head = token_ids or list(range(VOCAB)), recipe.head.block
     batch = features(model, documents, (2, 4)).read(PackedBatch.of(documents, range(4)))
     num_levels = recipe.head.block.num_levels
     losses = [[] for _ in range(num_levels)]
@@ -218,22 +240,55 @@ def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids):
         for anchor in range(1, length - 1):
             if not document.is_answer[anchor + 1] or anchor % 2 != index % 2:
                 continue
-            block = torch.tensor([document.ids[anchor], *[MASK] * num_levels])
+            num_rows = block_of_head.num_rows(num_levels)
+            block = torch.tensor([document.ids[anchor], *[MASK] * (num_rows - 1)])
             out = recipe.head(
                 model.model.embed_tokens(block)[None],
                 context[None, :anchor],
-                anchor + torch.arange(num_levels + 1)[None],
+                anchor + torch.arange(num_rows)[None],
                 torch.arange(anchor)[None],
-                torch.ones(1, num_levels + 1, anchor, dtype=torch.bool),
-            )[0]
+                torch.ones(1, num_rows, anchor, dtype=torch.bool),
+            )[0][-num_levels:]
             for k in range(1, num_levels + 1):
                 logits = model.lm_head(states[-1][anchor + k - 1]) if anchor + k < length else None
                 if logits is not None and document.is_answer[anchor + k] and int(logits.argmax()) in chosen:
-                    drafted = (model.lm_head if token_ids is None else recipe.head.lm_head)(out[k])
+                    drafted = (model.lm_head if token_ids is None else recipe.head.lm_head)(out[k - 1])
+                    if markov:
+                        known = document.ids[anchor : anchor + k]
+                        drafted = drafted + markov_bias(recipe.head, markov, known, out)
                     losses[k - 1].append(F.cross_entropy(drafted, logits[chosen].softmax(-1)))
     assert recipe.counts(batch).tolist() == [len(level) for level in losses] and min(map(len, losses)) > 0
     obvious = sum(math.exp(-k / 3.0) * torch.stack(level).mean() for k, level in enumerate(losses))
     assert_equal(recipe, total(recipe, [batch]), obvious)
+
+
+def markov_bias(head: DFlashHead, kind: str, known: list[int], rows: torch.Tensor) -> torch.Tensor:
+    """What the tokens from the anchor on add to the logits of the next one, one token at a time."""
+    w1, w2 = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+    latent, row = w1[known[-1]], rows[len(known) - 1]
+    if kind == "gated":
+        latent = head.markov_head.gate_proj(torch.cat([row, latent])).sigmoid() * latent
+    if kind == "rnn":
+        state = torch.zeros(5)
+        for token, each in zip(known, rows, strict=False):
+            gate, candidate, output = head.markov_head.joint_proj(torch.cat([state, w1[token], each])).split(5)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            latent = output.tanh()
+    return w2 @ latent
+
+
+@pytest.mark.parametrize("token_ids", [None, DRAFTED], ids=["DeepSpec's", "speculators'"])
+def test_a_markov_head_is_written_in_a_published_layout(model, tmp_path, token_ids):
+    recipe = dflash(model, token_ids=token_ids, markov="vanilla")
+    recipe.save(tmp_path)
+    published = load_dflash(tmp_path, model.config)
+    assert published.block == recipe.head.block and published.block.from_root == (token_ids is None)
+    for name in ("markov_w1", "markov_w2"):
+        found, wanted = (getattr(head.markov_head, name).weight for head in (published, recipe.head))
+        torch.testing.assert_close(found, wanted.bfloat16().float())
+        assert not any(parameter is wanted for parameter in recipe.matrices())
+    rows = model.lm_head.weight if token_ids is None else model.lm_head.weight[token_ids]
+    torch.testing.assert_close(published.lm_head.weight, rows.bfloat16().float())
 
 
 def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_path):

@@ -16,7 +16,7 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
-from eagle_ray.methods.head_files import read_shapes
+from eagle_ray.methods.head_files import read_config, read_shapes
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import ComputedFeatures
@@ -232,6 +232,18 @@ def test_a_dflash_head_has_its_draft_vocabulary_and_named_layers(make_config, tm
     ):
         with pytest.raises(ConfigError, match=error):
             run(make_config(**{"head.method": "dflash", **sizes, "output.path": str(tmp_path / "other"), **wrong}))
+
+
+def test_a_markov_head_is_published_and_runs(make_config, tmp_path, target_directory):
+    sizes = {"head.method": "dflash", "head.num_layers": 1, "head.block_size": 4, "head.markov_rank": 6}
+    record = run(make_config(**sizes))
+    assert record["curves"]["held_out"][-1][1]["tau"] >= 1
+    raw = read_config(tmp_path / "head")
+    assert raw["speculators_model_type"] == "dspark" and raw["markov_rank"] == 6 and not raw["enable_confidence_head"]
+    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    assert head.block.path.markov_rank == 6 and head.markov_head.markov_w2.weight.any()
+    with pytest.raises(ConfigError, match=r"head\.causal_head: DSpark's layouts have no causal heads"):
+        run(make_config(**sizes, **{"head.causal_head": True, "output.path": str(tmp_path / "other")}))
 
 
 def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monkeypatch):

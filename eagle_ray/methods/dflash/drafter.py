@@ -5,6 +5,10 @@ root and mask tokens gives a distribution for each of the next positions. A node
 distribution, and its value the product of the probabilities along its path, so the best nodes are best-first over
 products of marginals. All nodes of a level have the same children.
 
+With a path head (methods/dflash/paths.py) each node of a level has children of its own: the level's logits plus what
+the node's token and the path before it add. The tree then grows as EAGLE's does, from the best nodes of each level, and
+costs a small product a level in place of a pass.
+
     pairs     - (f0) (f1) ... (f[n-1]) | root  mask  mask  mask        rope position n of the root,
     position  0   1    2         n     | n+1   n+2   n+3   n+4         n+1 of the first mask, ...
 
@@ -33,13 +37,14 @@ from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
+from eagle_ray.methods.dflash.paths import Embed
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.expand import DraftPlan
+from eagle_ray.tree.expand import DraftPlan, Frontier
 
 SHORT = 4  # levels of the block that is recorded besides the longest
 
@@ -60,6 +65,8 @@ class DFlashDrafter(PairDrafter):
     ):
         super().__init__(head, target, window, calibration, coupling, token_ids)
         self._decoder = BlockDecoder(self.head)
+        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        self._block_logits = partial(self.head.block_logits, target_logits=lm_head)
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -128,7 +135,8 @@ class DFlashDrafter(PairDrafter):
 
         num_levels = min(plan.max_depth, self.head.block.num_levels)
         hidden = self._block(at, roots, num_levels, backlog.first)
-        logits = self.ranking.logits(hidden)
+        logits = self._block_logits(hidden)
+        paths = None if self.head.path is None else Paths(self.head, self.embed_tokens, roots)
 
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
         while builder.depth < num_levels:
@@ -136,8 +144,11 @@ class DFlashDrafter(PairDrafter):
             if level and plan.should_stop and plan.should_stop(builder):
                 break
             frontier = builder.frontier() if level else None
-            row = slice(level, level + 1)
-            children = self.ranking.shared_children(hidden[:, row], logits[:, row], frontier, plan.children)
+            features, scores, confidence = hidden[:, level, None], logits[:, level, None], None
+            if paths is not None:
+                features, scores = paths.step(level, frontier, features, scores)
+                confidence = self.head.confidence(paths.tokens, hidden[:, level, None])
+            children = self.ranking.scored_children(features, scores, frontier, plan.children, confidence)
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return Grown(builder.build(), builder.levels, self.ranking.feedback)
 
@@ -163,7 +174,7 @@ class DFlashDrafter(PairDrafter):
             return layouts[is_causal]
 
         embeddings = self.embed_tokens(tokens.flatten())
-        hidden = self._decoder.run(embeddings, self._rope_positions(positions.flatten()), layout_of)
+        hidden = self._decoder.run(embeddings, self._rope_positions(positions.flatten()), layout_of, num_rows)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
     def _write(
@@ -176,7 +187,44 @@ class DFlashDrafter(PairDrafter):
         return positions - self.head.first_position
 
 
+class Paths:
+    """The nodes of a growing tree's last level as a path head sees them.
+
+    Attributes:
+        tokens: of the level's expanded nodes.
+    """
+
+    def __init__(self, head: DFlashHead, embed: Embed, roots: Int[Tensor, " B"]):
+        assert head.path is not None
+        self._path, self._embed = head.path, embed
+        self._state = head.norm.weight.new_zeros(len(roots), 1, self._path.state_size)
+        self.tokens = roots[:, None]
+
+    def step(
+        self,
+        level: int,
+        frontier: Frontier | None,
+        hidden: Float[Tensor, "B 1 H"],
+        logits: Float[Tensor, "B 1 Dv"],
+    ) -> tuple[Float[Tensor, "B F I"], Float[Tensor, "B F Dv"]]:
+        """Go on to the next level's nodes. Return their features, as the head's `logits` reads them, and their logits.
+
+        Args:
+            frontier: the nodes; None for the roots.
+            hidden, logits: of the row that predicts their children.
+        """
+        state = self._state
+        if frontier is not None:
+            self.tokens = frontier.tokens
+            parents = frontier.parent_rows[:, :, None].expand(-1, -1, state.shape[2])
+            state = state.gather(1, parents)
+        latents, self._state = self._path.step(self._embed, self.tokens, hidden, state, level)
+        features = torch.cat([hidden.expand(*latents.shape[:2], -1), latents], -1)
+        return features, self._path.scores(logits, latents)
+
+
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
     """Return the drafter over a loaded head."""
-    calibration, coupling = corrections(speculative, target.device)
+    num_signals = int(weights.confidence_head is not None)
+    calibration, coupling = corrections(speculative, target.device, num_signals)
     return DFlashDrafter(weights, target, calibration=calibration, coupling=coupling)

@@ -11,7 +11,14 @@ of the block is at the root's position + i and predicts the token there, so the 
 with ``from_root`` row i predicts the token after it instead.
 
     hidden = head(block, head.project_features(features), positions, context_positions, visible)
-    logits = head.logits(hidden, target.logits)
+    logits = head.block_logits(hidden, target.logits)
+
+Heads of DSpark, Domino and DFlash2 add what a node says to the logits of its children (methods/dflash/paths.py):
+
+    latents, state = head.path.step(embed, tokens, hidden[:, :1], state, 0)
+    logits = head.logits(cat([hidden, latents]), target.logits)
+
+The layers of DFlash2 have a convolution over the rows of the block around each attention and each MLP.
 
 ``forward`` is the slow, obvious form, which training runs and tests hold equal to BlockDecoder: the form with a KV
 cache. Module names are the published key names (z-lab/dflash, dflash/model.py at 44947fb).
@@ -21,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -33,6 +41,19 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.methods.dflash.paths import (
+    NO_PATH,
+    CandidateSelector,
+    ConfidenceHead,
+    ConvShape,
+    Domino,
+    GroupedConv,
+    MarkovHead,
+    PathHead,
+    PathShape,
+    PrefixGru,
+    convolutions,
+)
 from eagle_ray.methods.eagle.heads import exact_rotary
 from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for
 from eagle_ray.models.packed_linear import slice_rows
@@ -52,6 +73,8 @@ class BlockShape:
         feature_layers: layers of the target whose concatenated inputs it reads.
         causal: for each layer, whether a row of the block attends to no later row.
         from_root: row i predicts the token after it, not the token in its place.
+        path: what a node adds to the logits of its children.
+        conv: of DFlash2's layers; None in others.
     """
 
     size: int
@@ -59,6 +82,8 @@ class BlockShape:
     feature_layers: tuple[int, ...]
     causal: tuple[bool, ...]
     from_root: bool = False
+    path: PathShape = NO_PATH
+    conv: ConvShape | None = None
 
     @property
     def num_levels(self) -> int:
@@ -106,6 +131,38 @@ class DFlashHead(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+        self._make_path_head(draft_vocab_size or config.vocab_size)
+        if block.conv is not None:
+            for layer in self.layers:
+                layer.attention_conv = GroupedConv(config.hidden_size, block.conv)
+                layer.mlp_conv = GroupedConv(config.hidden_size, block.conv)
+
+    def _make_path_head(self, num_drafted: int) -> None:
+        """Make the modules of the path head, and of the confidence head, under their published names."""
+        shape, vocab_size, hidden_size = self.block.path, self.config.vocab_size, self.config.hidden_size
+        self.confidence_head = None
+        if shape.has_confidence:
+            self.confidence_head = ConfidenceHead(hidden_size + shape.confidence_with_markov * shape.markov_rank)
+        if shape.markov_rank:
+            self.markov_head = MarkovHead(shape, vocab_size, num_drafted, hidden_size)
+        if shape.selector_rank:
+            self.candidate_selector = CandidateSelector(shape, vocab_size, hidden_size)
+        if shape.gru_hidden_dim:
+            self.prefix_gru = PrefixGru(hidden_size, shape.gru_hidden_dim)
+            inner = nn.Linear(hidden_size + shape.gru_hidden_dim, shape.emb_dim, bias=False)
+            self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(shape.emb_dim, num_drafted, bias=False))
+
+    @property
+    def path(self) -> PathHead | None:
+        """Return what a node adds to the logits of its children; None if they are the block's."""
+        shape = self.block.path
+        if shape.markov_rank:
+            return self.markov_head
+        if shape.selector_rank:
+            return self.candidate_selector
+        if shape.gru_hidden_dim:
+            return Domino(self.prefix_gru, self.embed_proj, shape.pure_draft_prefix_len)
+        return None
 
     @property
     def decoder_layers(self) -> Iterable[Qwen3DecoderLayer]:
@@ -131,8 +188,24 @@ class DFlashHead(nn.Module):
         """Return what every layer makes its keys and values of."""
         return self.hidden_norm(self.fc(features))
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+    def block_logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        """Return the logits of rows of a block, before any path."""
         return target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    def logits(self, features: Float[Tensor, "*rows I"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        """Return the logits of the children of nodes. features: the row that predicts them, then the node's latent."""
+        size = self.config.hidden_size
+        logits = self.block_logits(features[..., :size], target_logits)
+        return logits if self.path is None else self.path.scores(logits, features[..., size:])
+
+    def confidence(self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"]) -> Float[Tensor, "B F"] | None:
+        """Return the log-odds that a child of each node is accepted; None if the head has no estimate of it."""
+        if self.confidence_head is None:
+            return None
+        inputs = hidden.expand(*tokens.shape, -1)
+        if self.block.path.confidence_with_markov:
+            inputs = torch.cat([inputs, self.markov_head.markov_w1(tokens)], -1)
+        return self.confidence_head(inputs)
 
     def forward(
         self,
@@ -149,7 +222,8 @@ class DFlashHead(nn.Module):
             block: embeddings of the root and of mask tokens.
             context: projected features.
             visible: the context that each row attends to; sliding layers narrow it.
-            same_block: which rows are of one block, if the N rows are several, one after another.
+            same_block: which rows are of one block, if the N rows are several, one after another. A head with
+                convolutions takes one block.
         """
         if same_block is None:
             same_block = visible.new_ones(block.shape[1], block.shape[1])
@@ -159,10 +233,25 @@ class DFlashHead(nn.Module):
         for layer, is_causal in zip(self.decoder_layers, self.block.causal, strict=True):
             own = same_block.tril() if is_causal else same_block
             mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
-            normed = layer.input_layernorm(hidden)
-            hidden = hidden + _attend(layer.self_attn, normed, context, block_rotary, rotary, mask)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attend = partial(
+                _attend, layer.self_attn, context=context, block_rotary=block_rotary, rotary=rotary, mask=mask
+            )
+            around_attention, around_mlp = convolutions(layer) or (None, None)
+            hidden = hidden + _convolved(around_attention, attend, layer.input_layernorm(hidden))
+            hidden = hidden + _convolved(around_mlp, layer.mlp, layer.post_attention_layernorm(hidden))
         return self.norm(hidden)
+
+
+def _convolved(
+    conv: GroupedConv | None,
+    part: Callable[[Float[Tensor, "B N H"]], Float[Tensor, "B N H"]],
+    normed: Float[Tensor, "B N H"],
+) -> Float[Tensor, "B N H"]:
+    """Return the output of attention or MLP for blocks of rows, with the convolution around it if there is one."""
+    if conv is None:
+        return part(normed)
+    rows, corrections = conv.prepare(normed)
+    return conv.finish(part(rows), corrections)
 
 
 def _visible(
@@ -220,6 +309,7 @@ class BlockDecoder:
         self._head = head
         self._ops = ops_for(head.norm.weight)
         self._layers = [Layer.of(module, self._ops) for module in head.layers]
+        self._convolutions = [convolutions(module) for module in head.layers]
         self._context = [_key_value_part(layer) for layer in self._layers]
         self._angles = Angles(head.rotary)
 
@@ -237,17 +327,37 @@ class BlockDecoder:
             cache.write(shape.layer, slot_mapping, *_context_rows(project(context), rotary, shape))
 
     def run(
-        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout_of: LayoutOf
+        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout_of: LayoutOf, num_rows: int
     ) -> Float[Tensor, "R H"]:
         """Return the normed outputs of blocks whose embeddings are in `hidden`, which is overwritten.
 
-        layout_of: the rows' metadata, with causal blocks or not.
+        Args:
+            layout_of: the rows' metadata, with causal blocks or not.
+            num_rows: of each block.
         """
         delta, rotary = None, self._angles(positions)
-        for layer, is_causal in zip(self._layers, self._head.block.causal, strict=True):
-            normed = layer.normed_input(hidden, delta)
-            delta = layer(hidden, normed, rotary, layout_of(is_causal))
+        parts = zip(self._layers, self._convolutions, self._head.block.causal, strict=True)
+        for layer, convs, is_causal in parts:
+            normed, layout = layer.normed_input(hidden, delta), layout_of(is_causal)
+            if convs is None:
+                delta = layer(hidden, normed, rotary, layout)
+                continue
+            attend = partial(layer.attention, rotary=rotary, layout=layout)
+            out = _convolved_rows(convs[0], attend, cast(Tensor, normed), num_rows)
+            normed = normed_sum(self._ops, hidden, out, layer.post_norm)
+            delta = _convolved_rows(convs[1], layer.mlp, normed, num_rows)
         return normed_sum(self._ops, hidden, delta, self._head.norm)
+
+
+def _convolved_rows(
+    conv: GroupedConv,
+    part: Callable[[Float[Tensor, "R H"]], Float[Tensor, "R H"]],
+    normed: Float[Tensor, "R H"],
+    num_rows: int,
+) -> Float[Tensor, "R H"]:
+    """Do what `_convolved` does for packed rows of several blocks."""
+    blocks = normed.view(-1, num_rows, normed.shape[1])
+    return _convolved(conv, lambda rows: part(rows.flatten(0, 1)).view_as(rows), blocks).flatten(0, 1)
 
 
 def _key_value_part(layer: Layer) -> nn.Module:

@@ -9,6 +9,10 @@ losses/utils.py at c05b95b3; JetSpec's forward divergence, arXiv 2606.18394), th
 exp(-(k - 1) / gamma). Anchors are spread over the answers: one of every `anchor_every` tokens, at another offset in
 each document.
 
+With head.markov_rank the head has DSpark's Markov head (methods/dflash/paths.py): a row's logits also depend on the
+true token before the predicted one, and its modules learn by the same loss. Its w2 starts at 0, so the head begins as
+DFlash's.
+
 With a draft vocabulary the head has an lm_head of its own over it, which starts as the target's rows and is trained, as
 an EAGLE-3 head's is. Both distributions are then over these tokens, and a position counts if the target's preferred
 token is one of them.
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError
@@ -103,6 +107,8 @@ class DFlashRecipe(HeadRecipe):
     @classmethod
     def draft_vocab_size(cls, config: TrainConfig, vocab_size: int) -> int:
         size = min(config.head.draft_vocab_size or vocab_size, vocab_size)
+        if config.head.markov_rank and config.head.causal_head:
+            raise ConfigError("head.causal_head: DSpark's layouts have no causal heads. Set head.markov_rank to 0")
         if size < vocab_size and config.head.causal_head:
             raise ConfigError(
                 "head.causal_head: speculators' layout, in which a dflash head with a draft vocabulary is written, has "
@@ -164,11 +170,21 @@ class DFlashRecipe(HeadRecipe):
             sums[name] = float(agreed[k]) / max(1.0, float(counts[k]))
         return Losses(total, sums)
 
+    def matrices(self) -> list[nn.Parameter]:
+        """Return what Muon steps: no rows that belong to tokens."""
+        of_tokens = {id(p) for name, p in self.head.named_parameters() if name.startswith("markov_head.markov_w")}
+        return [parameter for parameter in super().matrices() if id(parameter) not in of_tokens]
+
     def save(self, path: Path) -> None:
+        """Write the published layout. DeepSpec's repeats the target's embedding and lm_head."""
         head = copy.deepcopy(self.head)
         with torch.no_grad():
             head.fc.weight.mul_(self.feature_scale)
-        save_head(head, self._raw_config, path)
+        repeated = {}
+        if self._block.path.markov_rank and head.lm_head is None:
+            every = torch.arange(self._target.vocab_size, device=self._target.device)
+            repeated = {"embed_tokens.weight": self._target.embed(every), "lm_head.weight": self._target.lm_head}
+        save_head(head, self._raw_config, path, repeated=repeated)
 
     def _predicted_rows(self, blocks: Blocks) -> Int[Tensor, "A L"]:
         """Return the row of the token that each level of each block predicts; it may be past the document."""
@@ -205,7 +221,22 @@ class DFlashRecipe(HeadRecipe):
             same_block=of_block[:, None] == of_block,
         )[0]
         hidden = hidden.view(len(anchors), num_rows, -1)[:, num_rows - num_levels :]
-        return self.head.logits(hidden, self._target.logits)
+        logits = self.head.block_logits(hidden, self._target.logits)
+        if self.head.path is None:
+            return logits
+        before = anchors[:, None] + torch.arange(num_levels, device=device)
+        return self.head.path.scores(logits, self._latents(ids[before.clamp(max=len(ids) - 1)], hidden))
+
+    def _latents(self, tokens: Int[Tensor, "A L"], hidden: Float[Tensor, "A L H"]) -> Float[Tensor, "A L R"]:
+        """Return the latents of true paths: of the token before each predicted one."""
+        path, latents = self.head.path, []
+        assert path is not None
+        state = hidden.new_zeros(len(tokens), 1, path.state_size)
+        for level in range(tokens.shape[1]):
+            row = slice(level, level + 1)
+            latent, state = path.step(self._target.embed, tokens[:, row], hidden[:, row], state, level)
+            latents.append(latent)
+        return torch.cat(latents, 1)
 
 
 def blocks_of(packed: PackedBatch, anchor_every: int) -> Iterator[Blocks]:
@@ -232,6 +263,8 @@ def initialize_dflash(head: DFlashHead, target: FrozenTarget) -> None:
             head.lm_head.weight.copy_(target.lm_head)
             head.d2t.copy_(target.token_ids - torch.arange(len(target.token_ids), device=target.device))
             head.t2d.copy_(target.draft_ids >= 0)
+        if head.block.path.markov_rank:
+            head.markov_head.markov_w2.weight.zero_()
         for layer in head.decoder_layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
@@ -264,21 +297,27 @@ def outputs_read(config: TrainConfig, num_layers: int) -> list[int]:
 def dflash_json(config: TrainConfig, target: Any, draft_vocab_size: int | None = None) -> dict[str, Any]:
     """Return the config.json of a DFlash head: z-lab's layout, or speculators' with a draft vocabulary.
 
-    target: the target's config. Raises ConfigError.
+    With a Markov head it is DeepSpec's, or speculators' for dspark. target: the target's config. Raises ConfigError.
     """
     layers, outputs = _dflash_layers(config, target), outputs_read(config, target.num_hidden_layers)
     own = {"block_size": config.head.block_size, "tie_word_embeddings": False, "dtype": "bfloat16"}
     mask = {"mask_token_id": _mask_token(config, target)}
+    markov = _markov_keys(config)
     if draft_vocab_size is not None:
         return {
-            "architectures": ["DFlashSpeculator"],
-            SPECULATORS: "dflash",
+            "architectures": ["DSparkSpeculator" if markov else "DFlashSpeculator"],
+            SPECULATORS: "dspark" if markov else "dflash",
             "transformer_layer_config": layers,
             "draft_vocab_size": draft_vocab_size,
             "aux_hidden_state_layer_ids": [i + 1 for i in outputs],
+            **({"sample_from_anchor": False} if markov else {}),
             **mask,
+            **markov,
             **own,
         }
+    if markov:
+        ids = {"num_target_layers": target.num_hidden_layers, "target_layer_ids": outputs}
+        return {"architectures": ["Qwen3DSparkModel"], **layers, **ids, **mask, **markov, **own}
     causal = {"causal_head": True} if config.head.causal_head else {}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -286,6 +325,18 @@ def dflash_json(config: TrainConfig, target: Any, draft_vocab_size: int | None =
         "num_target_layers": target.num_hidden_layers,
         "dflash_config": {**mask, "target_layer_ids": outputs, **causal},
         **own,
+    }
+
+
+def _markov_keys(config: TrainConfig) -> dict[str, Any]:
+    """Return DSpark's own keys; none without a Markov head."""
+    if not config.head.markov_rank:
+        return {}
+    return {
+        "markov_rank": config.head.markov_rank,
+        "markov_head_type": config.head.markov_head_type,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
     }
 
 
