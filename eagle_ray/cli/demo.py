@@ -7,6 +7,7 @@ The pair is SmolLM2-135M-Instruct with its head where the model's wheel is insta
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.batch.driver.run import ending_of, log, run_job
+from eagle_ray.batch.driver.status import write_report
 from eagle_ray.cli.live_demo import LiveResult, answer_live
+from eagle_ray.cli.report_run import load_summary
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.report.text import run_table
 from eagle_ray.runs.layout import REPORT, SUMMARY
@@ -92,7 +95,15 @@ def _demo(output: StoragePath) -> str:
     _write(f"\n{_live_text(live)}\n\n")
     log.info("all questions as a job, into %s", output.display_path)
     summary = run_job(config)
+    _report_live(output, live)
     return "\n\n".join([run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"])
+
+
+def _report_live(output: StoragePath, live: LiveResult) -> None:
+    """Put what was measured live at the head of the job's report."""
+    summary = load_summary(output) | {"live": live.as_json()}
+    (output / SUMMARY).write_atomic(json.dumps(summary, indent=2).encode())
+    write_report(output, summary)
 
 
 def _write(piece: str) -> None:
@@ -101,7 +112,7 @@ def _write(piece: str) -> None:
 
 
 def _live_text(live: LiveResult) -> str:
-    slower = [SLOWER] if live.speed_up < 1 else []
+    slower = [SLOWER] if live.speed_up.mean < 1 else []
     picture = [f"{PICTURE}\n{live.picture}"] if live.picture else []
     return "\n\n".join([f"{live.table}\n{LEGEND}", *slower, _identity(live), *picture])
 

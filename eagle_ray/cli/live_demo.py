@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
@@ -22,7 +23,7 @@ from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights,
 from eagle_ray.evaluation.method_comparison import Equivalence, compare
 from eagle_ray.evaluation.timing import RecordedTree, RecordingPlanner, Round, Timing, limited, total
 from eagle_ray.models.loader import CausalLM
-from eagle_ray.report.intervals import ratio_interval
+from eagle_ray.report.intervals import Interval, ratio_interval
 from eagle_ray.report.text import PictureNode, render, tree_picture
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.request import Request
@@ -41,15 +42,36 @@ class LiveResult:
 
     Attributes:
         table: speeds and tau by category.
-        picture: the draft tree of which the most was accepted; None if nothing was drafted.
+        tree: the draft tree of which the most was accepted; empty if nothing was drafted.
         identity: how many outputs are plain decoding's.
         speed_up: over plain decoding, the geometric mean of the questions'.
+        tokens_per_s, plain_tokens_per_s: of all questions.
     """
 
     table: str
-    picture: str | None
+    tree: list[PictureNode]
     identity: Equivalence
-    speed_up: float
+    speed_up: Interval
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+    @property
+    def picture(self) -> str | None:
+        """Return the tree as text; None if nothing was drafted."""
+        return tree_picture(self.tree) if self.tree else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the report of the run shows of it, as `live` of the summary."""
+        interval = self.speed_up
+        return {
+            "speed_up": interval.mean,
+            "speed_up_interval": [interval.low, interval.high] if interval.low else None,
+            "questions": self.identity.num_compared,
+            "identical": self.identity.num_equal,
+            "tokens_per_s": self.tokens_per_s,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "tree": [node.as_json() for node in self.tree],
+        }
 
 
 class LiveQuestion:
@@ -82,7 +104,10 @@ def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResul
     for turn in _turns(engines, questions, text, write):
         turns.append(turn)
         trees.append(recorder.best_tree(turn.answers[OURS][0]))
-    return LiveResult(_table(turns), _picture(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns))
+    speeds = (total(turns, name).tokens_per_second for name in (OURS, PLAIN))
+    return LiveResult(
+        _table(turns), _best_tree(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns), *speeds
+    )
 
 
 def _first_of_each(number: int, questions: Sequence[LiveQuestion]) -> list[LiveQuestion]:
@@ -147,14 +172,14 @@ def _line(turn: Round) -> str:
     same = turn.answers[OURS][0].output_ids == turn.answers[PLAIN][0].output_ids
     return (
         f"{ours.tokens_per_second:.0f} tokens/s at {ours.tau:.2f} tokens a pass, plain decoding "
-        f"{plain.tokens_per_second:.0f}: {_speed_up([turn]):.2f}x, "
+        f"{plain.tokens_per_second:.0f}: {_speed_up([turn]).mean:.2f}x, "
         f"{'the same' if same else 'NOT the same'} {ours.num_tokens} tokens"
     )
 
 
-def _speed_up(turns: Sequence[Round]) -> float:
+def _speed_up(turns: Sequence[Round]) -> Interval:
     """Return the geometric mean of the questions' ratios."""
-    return ratio_interval([turn.speed_up(OURS, PLAIN) for turn in turns]).mean
+    return ratio_interval([turn.speed_up(OURS, PLAIN) for turn in turns])
 
 
 def _identity(causal_lm: CausalLM, turns: Sequence[Round]) -> Equivalence:
@@ -173,20 +198,19 @@ def _table(turns: Sequence[Round]) -> str:
         own = [turn for turn in turns if task in (turn.group, None)]
         ours, plain = total(own, OURS), total(own, PLAIN)
         line = [task or "all", f"{len(own)}", f"{ours.num_tokens}", f"{ours.tau:.2f}", f"{ours.tokens_per_second:.1f}"]
-        lines.append([*line, f"{plain.tokens_per_second:.1f}", f"{_speed_up(own):.2f}x"])
+        lines.append([*line, f"{plain.tokens_per_second:.1f}", f"{_speed_up(own).mean:.2f}x"])
     return render(header, lines)
 
 
-def _picture(turns: Sequence[Round], trees: Sequence[RecordedTree | None], text: Tokenizer) -> str | None:
-    """Return the picture of the tree of which the most drafts were accepted."""
+def _best_tree(turns: Sequence[Round], trees: Sequence[RecordedTree | None], text: Tokenizer) -> list[PictureNode]:
+    """Return the tree of which the most drafts were accepted."""
     known = [(tree, turn.answers[OURS][0].output_ids) for turn, tree in zip(turns, trees, strict=True) if tree]
     if not known:
-        return None
+        return []
     tree, output_ids = max(known, key=lambda pair: len(pair[0].accepted(pair[1])))
     path = set(tree.accepted(output_ids))
     columns = zip(tree.tokens, tree.parents, tree.values, tree.verified, strict=True)
-    nodes = [
+    return [
         PictureNode(text.decode([t]), above, p, is_verified, i in path)
         for i, (t, above, p, is_verified) in enumerate(columns)
     ]
-    return tree_picture(nodes)

@@ -120,6 +120,11 @@ class Sequence:
         """Committed tokens, prompt and output."""
         return self.prompt_ids + self.output_ids
 
+    def token_ids_from(self, start: int) -> list[int]:
+        """Return the committed tokens from a position on."""
+        num_prompt = len(self.prompt_ids)
+        return self.output_ids[start - num_prompt :] if start >= num_prompt else self.token_ids[start:]
+
     @property
     def num_tokens(self) -> int:
         """Committed tokens, prompt and output; the last of them is not in the KV cache yet."""

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
+
+Answer = TypeVar("Answer")
 
 
 class LoopMailbox:
@@ -79,8 +82,30 @@ class PendingRequest:
             self.future.set_exception(error)
 
 
-Command = tuple[Callable[[PendingRequest], None], PendingRequest]
-"""What the thread shall do with a call: add it or drop it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCall:
+    """A function of the engine to call between two steps, and the future of its result."""
+
+    work: Callable[[Engine], Any]
+    future: asyncio.Future
+    post: LoopMailbox
+
+    def run(self, engine: Engine) -> None:
+        """Resolve the future from the engine's thread."""
+        try:
+            result = self.work(engine)
+        except Exception as error:
+            self.finish(error)
+        else:
+            self.post.post(lambda: None if self.future.done() else self.future.set_result(result))
+
+    def finish(self, error: Exception | None = None) -> None:
+        assert error is not None, "only a result resolves it otherwise"
+        self.post.post(lambda: None if self.future.done() else self.future.set_exception(error))
+
+
+Command = tuple[Callable[[Any], None], PendingRequest | PendingCall]
+"""What the thread shall do with a call: add it, drop it or run it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +191,9 @@ class StepLoop:
             call.sequence.listener = call.listener
             self.calls[call.sequence] = call
 
+    def run_call(self, call: PendingCall) -> None:
+        call.run(self._alive)
+
     def abort(self, call: PendingRequest) -> None:
         """Abort a request unless it is answered or was refused because another call brought the same sequence."""
         if self.calls.get(call.sequence) is call:
@@ -189,7 +217,8 @@ class StepLoop:
         late = []
         while not self.inbox.empty():
             late.append(self.inbox.get())
-        for call in [*self.calls.values(), *(order[1] for order in late if order is not None)]:
+        waiting: list[PendingRequest | PendingCall] = [*self.calls.values()]
+        for call in [*waiting, *(order[1] for order in late if order is not None)]:
             call.finish(error)
         self.calls.clear()
 
@@ -216,6 +245,16 @@ class AsyncEngine:
         Cancelling the caller frees the sequence's slot at the next step.
         """
         return await self._answer(sequence, sequence.listener)
+
+    async def call(self, work: Callable[[Engine], Answer]) -> Answer:
+        """Return what a function makes of the engine; it is called in the engine's thread, between two steps."""
+        steps, post = self.step_loop, self._mailbox()
+        call = PendingCall(work, post.loop.create_future(), post)
+        with steps.lock:
+            if steps.error is not None:
+                raise steps.error
+            steps.inbox.put((steps.run_call, call))
+        return await call.future
 
     async def stream(self, sequence: Sequence) -> AsyncGenerator[int, None]:
         """Yield the number of output ids whenever it grows; up to it the sequence's lists may be read.

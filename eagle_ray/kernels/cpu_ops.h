@@ -32,6 +32,11 @@ struct Weight {
     int32_t path;  // one of Path; a processor that lacks it must not be asked for it
 };
 
+struct Projection {
+    const Weight *weight;
+    const float *bias;
+};
+
 extern "C" {
 void add_rms_norm_float32(float *out, float *residual, const float *delta, const float *weight, int64_t rows,
                           int64_t size, float eps, int threads);
@@ -48,4 +53,7 @@ void attend_float32_bfloat16(const Rows *rows, const Heads *heads, const float *
                              const bf16 *values, float *out, const float *sinks);
 void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
                               int32_t threads);
+// The same for one of many products of a call, between which the other threads spin.
+void quantized_matmul_awake(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
+                            int32_t threads);
 }

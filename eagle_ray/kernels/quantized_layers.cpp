@@ -4,11 +4,6 @@
 
 #include "cpu_ops.h"
 
-struct Projection {
-    const Weight *weight;
-    const float *bias;
-};
-
 // One layer. keys and values are of the layer, in fp32 or bf16.
 struct DecoderLayer {
     Projection qkv, output, gate_up, down;
@@ -31,7 +26,7 @@ struct Scratch {
 namespace {
 
 void project(float *out, const float *inputs, const Projection &p, const Scratch &s, int threads) {
-    quantized_matmul_float32(out, inputs, p.bias, p.weight, s.rows, threads);
+    quantized_matmul_awake(out, inputs, p.bias, p.weight, s.rows, threads);
 }
 
 template <typename K, typename Rotate, typename Attend>

@@ -35,7 +35,9 @@ enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI };
 constexpr int64_t TILE = 16, BLOCK = 32;
 constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
 constexpr int64_t AHEAD = 2048;       // bytes of codes that are fetched before they are read
-constexpr int64_t SMALL = 1 << 21;     // multiplications below which starting threads costs more than they save
+// Multiplications below which starting threads costs more than they save: of threads that sleep, and of those that spin
+// since another product of the same call.
+constexpr int64_t SMALL = 1 << 21, SMALL_AWAKE = 1 << 18;
 
 inline float number(float x) { return x; }
 inline float number(bf16 x) {
@@ -376,7 +378,7 @@ void store(T *out, const T *bias, const Weight &w, int64_t begin, int64_t count,
 }
 
 template <typename T>
-void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads) {
+void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads, int64_t small) {
     thread_local Inputs in;
     TileFunction run = function_of(w);
     int64_t tiles = (w.outputs + TILE - 1) / TILE;
@@ -384,7 +386,7 @@ void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t r
         int64_t count = std::min(PANEL, rows - first);
         in.resize(count, w);
         Inputs &rounded = in;  // the caller's, not one of each thread
-#pragma omp parallel num_threads(threads) if (threads > 1 && count * w.inputs * w.outputs > SMALL)
+#pragma omp parallel num_threads(threads) if (threads > 1 && count * w.inputs * w.outputs > small)
         {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < count; r++)
@@ -417,10 +419,15 @@ extern "C" int quantized_matmul_path() {
 
 extern "C" void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight,
                                          int64_t rows, int32_t threads) {
-    multiply(out, inputs, bias, *weight, rows, threads);
+    multiply(out, inputs, bias, *weight, rows, threads, SMALL);
+}
+
+extern "C" void quantized_matmul_awake(float *out, const float *inputs, const float *bias, const Weight *weight,
+                                       int64_t rows, int32_t threads) {
+    multiply(out, inputs, bias, *weight, rows, threads, SMALL_AWAKE);
 }
 
 extern "C" void quantized_matmul_bfloat16(bf16 *out, const bf16 *inputs, const bf16 *bias, const Weight *weight,
                                           int64_t rows, int32_t threads) {
-    multiply(out, inputs, bias, *weight, rows, threads);
+    multiply(out, inputs, bias, *weight, rows, threads, SMALL);
 }

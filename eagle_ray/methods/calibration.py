@@ -13,6 +13,7 @@ which one it was, whether they were verified or not. Only children of nodes that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -235,13 +236,6 @@ def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
     return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, interval) == 0)
 
 
-def levels_in_turn(step: int, num_levels: int) -> range:
-    """Return the levels to update in this step if they are updated one by one: first all, later one in turn."""
-    if step <= WARMUP_STEPS or not num_levels:
-        return range(num_levels)
-    return range(step % num_levels, step % num_levels + 1)
-
-
 MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
 
@@ -278,6 +272,23 @@ class OnlineFit:
     def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
         """Return a level's parameters. The level may be a number on the device."""
         return self.parameters[level] if isinstance(level, int) else self.parameters.index_select(0, level)[0]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learned, which `load_state` of a fit of equal shape reads."""
+        return {name: own.cpu().clone() for name, own in self._parts()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state. Raises ValueError if it is of another shape or not finite."""
+        parts = [(name, own, state.get(name)) for name, own in self._parts()]
+        for name, own, part in parts:
+            if part is None or part.shape != own.shape or not part.isfinite().all():
+                raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
+        for _, own, part in parts:
+            own.copy_(part)
+        self.parameters.clamp_(self._low, self._high)
+
+    def _parts(self) -> list[tuple[str, Tensor]]:
+        return [("parameters", self.parameters), ("information", self._information)]
 
     def reset(self) -> None:
         """Return to the start."""

@@ -11,7 +11,7 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,6 +104,13 @@ class TokenSequence(Protocol):
     def token_ids(self) -> list[int]:
         """Return prompt and output; the last token is the root."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Return their number."""
+
+    def token_ids_from(self, start: int) -> list[int]:
+        """Return the tokens from a position on."""
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -186,11 +193,17 @@ class Drafter(Protocol):
         return Draft.empty(roots)
 
     def draft_async(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft | None:
         """Draft while the host knows only upper bounds of the lengths, or return None if that is not possible.
 
-        `mark_consumed` must be called once the lengths are known.
+        The texts lack the tokens of the step in flight. If a model drafted, `mark_consumed` must be called once the
+        lengths are known.
         """
         return None
 
@@ -200,6 +213,14 @@ class Drafter(Protocol):
 
     def reset_learning(self) -> None:
         """Discard what was learned from the target's tokens so far, such as those of calibration runs."""
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learned of use to a later process with these models, on the CPU and bounded in size."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what another process learned. Raises ValueError, and changes nothing, if it does not fit."""
         return None
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:

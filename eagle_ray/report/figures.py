@@ -214,6 +214,79 @@ def _bins(counts: dict[str, Any], name: str) -> list[tuple[float, float, float]]
     ]
 
 
+NODE_HEIGHT, NODE_PAD, LEVEL_GAP, CHARACTER = 22, 9, 26, 7.0  # pixels; the last is a character's width, about
+
+
+def draft_tree(nodes: Sequence[dict[str, Any]]) -> str | None:
+    """Draw the verified nodes of a draft tree from left to right, with the path that the target took.
+
+    nodes: as in `PictureNode.as_json`, the root first; None without drafts.
+    """
+    shown = [i for i, node in enumerate(nodes) if node["is_verified"] or i == 0]
+    if len(shown) < 2:
+        return None
+    labels = {i: nodes[i]["text"] + (f" {nodes[i]['probability']:.2f}" if i else "") for i in shown}
+    depths = _depths(nodes, shown)
+    lefts = _level_starts(labels, depths)
+    rows = _rows(nodes, shown)
+    width = max(lefts[depths[i]] + _label_width(labels[i]) for i in shown) + 2
+    height = NODE_HEIGHT * (max(rows.values()) + 1)
+    marks = []
+    for i in shown:
+        kind = "taken" if nodes[i]["is_accepted"] or i == 0 else "left"
+        x, y = lefts[depths[i]], NODE_HEIGHT * rows[i] + NODE_HEIGHT / 2
+        if i:
+            above = nodes[i]["parent"]
+            start = lefts[depths[above]] + _label_width(labels[above])
+            from_y = NODE_HEIGHT * rows[above] + NODE_HEIGHT / 2
+            middle = (start + x) / 2
+            marks.append(f'<path class="edge {kind}" d="M{start:.1f} {from_y:.1f} H{middle:.1f} V{y:.1f} H{x:.1f}"/>')
+        size = f'width="{_label_width(labels[i]):.1f}" height="{NODE_HEIGHT - 4}" rx="4"'
+        marks.append(f'<rect class="node {kind}" x="{x:.1f}" y="{y - NODE_HEIGHT / 2 + 2:.1f}" {size}/>')
+        marks.append(_text(x + NODE_PAD, y + 4, labels[i], "start", f"token {kind}"))
+    opening = f'<svg class="tree" style="width: {width:.0f}px" viewBox="0 0 {width:.0f} {height}" role="img"'
+    return "".join([opening, ' aria-label="one draft tree, and the path that the target took">', *marks, "</svg>"])
+
+
+def _depths(nodes: Sequence[dict[str, Any]], shown: Sequence[int]) -> dict[int, int]:
+    depths = {0: 0}
+    for i in shown[1:]:
+        depths[i] = depths[nodes[i]["parent"]] + 1
+    return depths
+
+
+def _label_width(label: str) -> float:
+    return len(label) * CHARACTER + 2 * NODE_PAD
+
+
+def _level_starts(labels: dict[int, str], depths: dict[int, int]) -> list[float]:
+    """Return the left edge of each level, behind the widest label of the level before it."""
+    starts = [1.0]
+    for depth in range(max(depths.values())):
+        widest = max(_label_width(labels[i]) for i, own in depths.items() if own == depth)
+        starts.append(starts[-1] + widest + LEVEL_GAP)
+    return starts
+
+
+def _rows(nodes: Sequence[dict[str, Any]], shown: Sequence[int]) -> dict[int, int]:
+    """Return the line of each node: a first child stands on its parent's, the others below all before them."""
+    children: dict[int, list[int]] = {}
+    for i in shown[1:]:
+        children.setdefault(nodes[i]["parent"], []).append(i)
+    rows: dict[int, int] = {}
+    last = 0
+    waiting = [0]
+    while waiting:
+        i = waiting.pop()
+        above = nodes[i]["parent"] if i else None
+        is_first = above is None or children[above][0] == i
+        if not is_first:
+            last += 1
+        rows[i] = last
+        waiting += reversed(children.get(i, []))
+    return rows
+
+
 def steps_by_budget(budget: dict[str, list[int]]) -> str:
     """Plot the share of steps over the number of rows that a sequence had in a step."""
     total = sum(budget["steps"])

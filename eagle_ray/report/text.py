@@ -9,7 +9,7 @@ math    12
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle_ray.report.cost import cost_lines
@@ -264,6 +264,10 @@ class PictureNode:
     probability: float
     is_verified: bool
     is_accepted: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the node with its text as it is shown."""
+        return asdict(self) | {"text": _quoted(self.text), "probability": round(self.probability, 4)}
 
 
 def tree_picture(nodes: Sequence[PictureNode]) -> str:

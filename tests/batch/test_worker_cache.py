@@ -1,5 +1,6 @@
 """What a worker's start leaves in the run's directory, and what later starts on other machines make of it."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.support.jobs import token_rows
 from tests.support.kernels import make_entry
+from tests.support.workers import batches_of, outputs
 
 KERNELS = "kernels-0123.tar.gz"
 
@@ -134,3 +136,54 @@ def test_kernels_are_compiled_by_one_worker_and_what_is_new_is_added(machines, m
     (run.output / CACHE / KERNELS).write_atomic(b"damaged")
     assert begin("e", "K4") == set()
     assert begin("f") == {"K4"}
+
+
+def learned_files(run: Run) -> list[StoragePath]:
+    return (run.output / CACHE).glob("learned-*")
+
+
+def known_tokens(worker: Worker) -> int:
+    """Return how many tokens the worker's suffix index holds."""
+    engine = worker.engine.inner
+    assert engine is not None
+    return len(engine.drafter.state()["tokens"])
+
+
+def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog):
+    """Its outputs are those of a first start; damaged and foreign files are ignored; files do not add up."""
+    config = make_job(token_rows(6), **{"speculative.method": "suffix"})
+    run = start(config)
+    first = Worker(config, run, [], WorkerPlan())
+    assert known_tokens(first) == 0
+    [table] = batches_of(config)
+    answered = outputs(asyncio.run(first.answer(table)).to_pylist())
+    first.close()
+    (file,) = learned_files(run)
+
+    again = start(config)
+    second = Worker(config, again, [], WorkerPlan())
+    num_known = known_tokens(second)
+    assert num_known > sum(len(row["prompt_token_ids"]) for row in token_rows(6))
+    assert outputs(asyncio.run(second.answer(table)).to_pylist()) == answered
+    second.close()
+    (newer,) = learned_files(run)
+    assert newer != file
+
+    newer.write_atomic(newer.read_bytes()[:-5])
+    third = Worker(config, start(config), [], WorkerPlan())
+    assert known_tokens(third) == 0 and f"{newer} is ignored" in caplog.text
+    third.close()
+
+    other = make_job(**{"speculative.method": "suffix", "speculative.max_depth": 3})
+    fourth = Worker(other, Run(run.output, run.run_id, 3, "another"), [], WorkerPlan())
+    assert known_tokens(fourth) == 0
+    fourth.close()
+
+
+def test_a_state_that_cannot_be_written_stops_no_worker(make_job):
+    config = make_job(token_rows(2), **{"speculative.method": "suffix"})
+    run = start(config)
+    (run.output / CACHE).write_atomic(b"a file")
+    worker = Worker(config, run, [], WorkerPlan())
+    assert len(asyncio.run(worker.answer(batches_of(config)[0]))) == 2
+    worker.close()

@@ -16,7 +16,7 @@ from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.methods.lookup.drafter import CursorIndex, LookupDrafter
 from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.plan_search import REVIEW_EVERY
@@ -105,7 +105,7 @@ def test_the_batch_wide_budget_measures_it_and_changes_nothing(make_engine, orac
     check(engine, oracle, times=3)
 
 
-class Silent:
+class Silent(CursorIndex):
     """A source, a reader and a cursor that have nothing to offer."""
 
     @property

@@ -42,7 +42,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
             torch.testing.assert_close(torch.tensor(values), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("num_plain", [1, 5, 12])
+@pytest.mark.parametrize("num_plain", [1, 5, 12, 35])
 def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(num_plain):
     """The same sequences one token a step: drafting every time, or only at the end from the queue."""
     awake, asleep = llama_engine(3, 12, 4, 3), llama_engine(3, 12, 4, 3)

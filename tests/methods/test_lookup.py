@@ -13,7 +13,9 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.lookup.best_first import MIN_LOG_VALUE, GrowthRequest, grow_trees
-from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate
+from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate, newest_texts
+from eagle_ray.methods.lookup.native_index import native_index
+from eagle_ray.methods.lookup.suffix import SuffixIndex
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import Known, check_laws, paths
@@ -198,3 +200,45 @@ def test_what_was_read_and_learned_can_be_forgotten():
     drafter.reset_learning()
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
     assert drafted(drafter, [text], DraftPlan(2, 2)).num_catch_up == len(text.token_ids)
+
+
+def test_what_was_learned_goes_on_in_another_drafter():
+    texts = [Known([1, 2, 3, 4, 5, 6]), Known([7, 8, 1, 2])]
+    first = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
+    drafted(first, texts, DraftPlan(2, 2))
+    texts[1].token_ids = [7, 8, 1, 2, 3]
+    drafted(first, texts, DraftPlan(2, 2))
+    state = first.state()
+    assert state["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    calibration = Calibration(2)
+    second = LookupDrafter(native_index("suffix") or SuffixIndex(), BOUNDS, calibration, vocab_size=10)
+    second.load_state(state)
+    assert torch.equal(calibration.fit.parameters, state["parameters"])
+    assert not torch.equal(calibration.fit.parameters, Calibration(2).fit.parameters)
+    assert (4, 5) in paths(drafted(second, [Known([9, 2, 3])], DraftPlan(2, 2)), 0)
+    assert newest_texts(SuffixIndex().texts(), 5)["tokens"].tolist() == []
+    lengths = torch.tensor([2, 3, 1])
+    assert newest_texts((lengths, torch.arange(6, dtype=torch.int32)), 5)["tokens"].tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        dict(tokens=torch.tensor([1, 2, 10, 4, 5, 6], dtype=torch.int32)),
+        dict(tokens=torch.tensor([1, 2, -1, 4, 5, 6], dtype=torch.int32)),
+        dict(lengths=torch.tensor([7])),
+        dict(lengths=torch.tensor([0, 6])),
+        dict(tokens=torch.ones(6)),
+        dict(parameters=torch.ones(3, 2, 3)),
+        dict(information=torch.full((2, 2, 3, 3), torch.nan)),
+        dict(lengths=None),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
+    first = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
+    drafted(first, [Known([1, 2, 3, 4, 5, 6])], DraftPlan(2, 2))
+    state = {name: tensor for name, tensor in (first.state() | damage).items() if tensor is not None}
+    second = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
+    with pytest.raises(ValueError):
+        second.load_state(state)
+    assert len(second.source.texts()[1]) == 0

@@ -50,7 +50,6 @@ def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
 
 def test_the_table_shows_the_summary(run):
     work = {"tokens_per_s": 1234.5, "busy_slots": 0.93}
-    work["methods"] = {"a": {"method": "suffix"}, "b": {"method": "none"}, "c": {"method": "suffix"}}
     work["planner_errors"] = {"b": "ZeroDivisionError: no seconds"}
     work["fallbacks"] = {"a": {"kernels": "no C compiler", "graphs": "off"}, "b": {"kernels": "no C compiler"}}
     lines = run_table(summary_json(summarise(reader(run), "category"), "category") | {"last_work": work}).splitlines()
@@ -74,7 +73,6 @@ def test_the_table_shows_the_summary(run):
     ]
     assert lines[6:] == [
         "speed: 1,234 tokens/s, all workers together, slots 93% busy",
-        "speculative.method auto: suffix in 2 of 3 workers, none in 1 of 3 workers",
         "no drafts after the planner failed in b: ZeroDivisionError: no seconds",
         "WARNING: slower, without Triton's kernels in 2 workers: no C compiler (see `eagle-ray doctor`)",
         "WARNING: slower, without CUDA graphs in 1 workers: off (see `eagle-ray doctor`)",

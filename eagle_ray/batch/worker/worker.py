@@ -37,6 +37,7 @@ import eagle_ray
 from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.worker.learned_state import LearnedState
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError, one_line
@@ -100,6 +101,9 @@ class Worker:
             bundle = build_engine_bundle(config, plan)
         self.worker_id = process_name(os.getpid())
         self._config, self.tokenizer = config, bundle.tokenizer
+        self._learned = LearnedState(run, _models(config, bundle))
+        self._learned.load(bundle.engine.drafter)
+        self._num_in_flight = 0  # calls of `answer`
         self.engine = AsyncEngine(bundle.engine)
         self._schema = output_schema([])
         self._carried = [field.name for field in carried]
@@ -110,7 +114,12 @@ class Worker:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
         columns = [*REQUEST.names, *(name for name in self._carried if name == CATEGORY)]
         parsed = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
-        answers = await asyncio.gather(*(self._answer(request) for request in parsed))
+        self._num_in_flight += 1
+        try:
+            answers = await asyncio.gather(*(self._answer(request) for request in parsed))
+        finally:
+            self._num_in_flight -= 1
+        await self._store_learned()
         table = self._tables(parsed, answers)
         request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
         carried = requests.select(self._carried).take(pa.array(request_of_row, pa.int64()))
@@ -123,6 +132,18 @@ class Worker:
 
     def close(self) -> None:
         self.engine.close()
+
+    async def _store_learned(self) -> None:
+        """Write what the drafter has learned, if that is due. No error stops the job."""
+        if not self._learned.start_write(self._num_in_flight):
+            return
+        try:
+            state = await self.engine.call(lambda engine: engine.drafter.state())
+            await asyncio.to_thread(self._learned.store, state)
+        except EngineError:
+            pass  # reported where rows are answered
+        except Exception:
+            log.exception("what the drafter has learned cannot be written; the job goes on")
 
     async def _answer(self, request: Request) -> list[OutputRow]:
         if request.user_turns is not None:
@@ -227,6 +248,13 @@ def _constants(config: JobConfig, run: Run, bundle: EngineBundle) -> dict[str, A
         "draft_model": bundle.draft_name,
         "method": config.method_name,
     }
+
+
+def _models(config: JobConfig, bundle: EngineBundle) -> dict[str, Any]:
+    """Return what a drafter's state depends on."""
+    speculative = config.speculative
+    names = {"target": bundle.target_name, "draft": bundle.draft_name, "vocab": bundle.engine.target.vocab_size}
+    return names | {"method": speculative.method, "max_depth": speculative.max_depth}
 
 
 def kernels_name() -> str | None:

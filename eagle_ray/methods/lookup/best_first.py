@@ -20,7 +20,7 @@ from math import exp, expm1, log, log1p
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32, Int64
 from torch import Tensor
 
 from eagle_ray.core.tree_bounds import TreeBounds
@@ -29,6 +29,7 @@ from eagle_ray.tree.draft_tree import DraftTree
 
 Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 ChildRule = Callable[[int, float, bool], float]  # level, log-probability, whether it is the first child: log value
+Texts = tuple[Int64[Tensor, " texts"], Int32[Tensor, " tokens"]]  # their lengths, and the tokens of all
 MIN_LOG_VALUE = log(1 / 256)  # of a path that is drafted
 LARGEST_LOG_PROB = -1e-7  # as calibration.logit clamps it
 
@@ -123,10 +124,10 @@ def _grow(cursor: Cursor, root: int, bounds: TreeBounds, ends: set[int], rule: C
     num_seen = 1
     while waiting and len(nodes) <= bounds.max_nodes:
         _, _, node, before = heappop(waiting)
-        at = before if node.depth == 0 else before.after(node.token)
         nodes.append(node)
         if node.depth == bounds.max_depth or (node.depth and node.token in ends):
             continue
+        at = before if node.depth == 0 else before.after(node.token)
         for rank, (token, probability) in enumerate(at.children(bounds.top_k)):
             log_prob = log(probability)
             log_value = node.log_value + rule(node.depth, log_prob, rank == 0)

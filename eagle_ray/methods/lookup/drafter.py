@@ -35,7 +35,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import WARMUP_STEPS, Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.lookup.best_first import Children, Cursor, GrownTrees, GrowthRequest, grow_trees
+from eagle_ray.methods.lookup.best_first import Children, Cursor, GrownTrees, GrowthRequest, Texts, grow_trees
+from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.method import DraftSettings, parts_of
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
@@ -43,6 +44,7 @@ from eagle_ray.tree.expand import DraftPlan
 
 LONGEST_NGRAM = 4  # tokens of a context
 CALIBRATION_INTERVAL = 16  # steps between updates after the warm-up
+MAX_STATE_TOKENS = 500_000  # of the texts in a drafter's state: 2 MB
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
 
 
@@ -59,17 +61,61 @@ class Reader(Protocol):
 
 @runtime_checkable
 class LookupIndex(Protocol):
-    """Protocol of an index of continuations."""
+    """Protocol of an index of continuations. It makes the readers, one for each sequence."""
 
     @property
     def cost_key(self) -> dict[str, Any]:
         """Return what the cost of a look-up depends on, as JSON."""
 
-    def reader(self) -> Reader:
+    def reader(self) -> Any:
         """Return the reader of a new sequence."""
+
+    def read(self, readers: Sequence[Any], news: Sequence[list[int]]) -> None:
+        """Read further tokens of each reader's sequence."""
+
+    def grow(self, readers: Sequence[Any], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+        """Return the trees after the tokens read. roots: the last token of each sequence."""
 
     def reset(self) -> None:
         """Discard what was read; earlier readers are not used again."""
+
+    def texts(self) -> Texts | None:
+        """Return the texts that all sequences share, the oldest first; None if they share none."""
+
+
+def newest_texts(texts: Texts, max_tokens: int) -> dict[str, Tensor]:
+    """Return the newest whole texts that have at most this many tokens together."""
+    lengths, tokens = texts
+    num_texts = int((lengths.flip(0).cumsum(0) <= max_tokens).sum())
+    newest = lengths[len(lengths) - num_texts :]
+    return {"lengths": newest, "tokens": tokens[len(tokens) - int(newest.sum()) :]}
+
+
+def checked_texts(state: Mapping[str, Tensor], vocab_size: int | None) -> list[list[int]]:
+    """Return the texts of a state. Raises ValueError if they are damaged or of another vocabulary."""
+    lengths, tokens = state.get("lengths"), state.get("tokens")
+    if lengths is None or tokens is None or lengths.dtype != torch.int64 or tokens.dtype != torch.int32:
+        raise ValueError("it holds no texts")
+    if lengths.dim() != 1 or tokens.dim() != 1 or bool((lengths < 1).any()) or int(lengths.sum()) != len(tokens):
+        raise ValueError("the lengths of its texts do not fit their tokens")
+    if len(tokens) and (int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size)):
+        raise ValueError(f"it holds token ids outside of the vocabulary of {vocab_size}")
+    return [text.tolist() for text in tokens.split(lengths.tolist())]
+
+
+class CursorIndex:
+    """The part of an index in Python that all of them share."""
+
+    def read(self, readers: Sequence[Reader], news: Sequence[list[int]]) -> None:
+        for reader, token_ids in zip(readers, news, strict=True):
+            if token_ids:
+                reader.read(token_ids)
+
+    def grow(self, readers: Sequence[Reader], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+        return grow_trees([reader.cursor() for reader in readers], roots, request)
+
+    def texts(self) -> Texts | None:
+        return None
 
 
 def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
@@ -92,18 +138,9 @@ class _SequenceState:
     """A sequence, and how far its reader has read it."""
 
     text: TokenSequence
-    reader: Reader
+    reader: Any
     num_tokens: int = 0
     last: int = 0
-
-    def catch_up(self) -> int:
-        """Read the newly committed tokens and return their number."""
-        news = self.text.token_ids[self.num_tokens :]
-        if news:
-            self.reader.read(news)
-            self.num_tokens += len(news)
-            self.last = news[-1]
-        return len(news)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +162,19 @@ class LookupDrafter(NullDrafter):
         bounds: of each sequence's tree; a plan may ask for fewer levels.
         calibration: on the CPU, from the index's probabilities to the target's sampling rates; None leaves them as
             they are.
+        vocab_size: of the target; a state with other token ids is refused.
     """
 
     has_lookups = True
 
-    def __init__(self, source: LookupIndex, bounds: TreeBounds, calibration: Calibration | None = None):
-        self.source, self.bounds = source, bounds
+    def __init__(
+        self,
+        source: LookupIndex,
+        bounds: TreeBounds,
+        calibration: Calibration | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.source, self.bounds, self._vocab_size = source, bounds, vocab_size
         self._calibration = calibration
         self._reads: dict[int, _SequenceState] = {}  # by slot
         self._drafted: _Drafted | None = None
@@ -151,7 +195,7 @@ class LookupDrafter(NullDrafter):
         """Look up trees of at most plan.max_depth levels."""
         members = list(range(len(texts)) if plan.members is None else plan.members)
         reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
-        num_read = sum([read.catch_up() for read in reads])
+        num_read = self._catch_up(reads)
         self._update_calibration()
         sampled = set(sampling.sampled)
         kinds = [int(i in sampled) for i in members]
@@ -185,8 +229,7 @@ class LookupDrafter(NullDrafter):
             ends: tokens that get no children, -1 is none.
         """
         reads = self._register(list(slots), list(texts))
-        for read in reads:
-            read.catch_up()
+        self._catch_up(reads)
         bounds = TreeBounds(max_nodes, max_depth, self.bounds.top_k)
         return self._grow(reads, GrowthRequest(bounds, ends, is_padded=True)).tree
 
@@ -196,8 +239,34 @@ class LookupDrafter(NullDrafter):
         self.source.reset()
         self._reads, self._drafted, self._num_taught = {}, None, 0
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the newest texts of the index, if all sequences share one, and the calibration."""
+        state = {} if self._calibration is None else self._calibration.fit.state()
+        self._catch_up(list(self._reads.values()))
+        texts = self.source.texts()
+        return state if texts is None else state | newest_texts(texts, MAX_STATE_TOKENS)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        texts = [] if self.source.texts() is None else checked_texts(state, self._vocab_size)
+        if self._calibration is not None:
+            self._calibration.fit.load_state(state)
+        for text in texts:
+            self.source.read([self.source.reader()], [text])
+
     def _grow(self, reads: list[_SequenceState], request: GrowthRequest) -> GrownTrees:
-        return grow_trees([read.reader.cursor() for read in reads], [read.last for read in reads], request)
+        return self.source.grow([read.reader for read in reads], [read.last for read in reads], request)
+
+    def _catch_up(self, reads: list[_SequenceState]) -> int:
+        """Read the newly committed tokens and return their number."""
+        news = [read.text.token_ids_from(read.num_tokens) for read in reads]
+        self.source.read([read.reader for read in reads], news)
+        num_read = 0
+        for read, token_ids in zip(reads, news, strict=True):
+            if token_ids:
+                read.num_tokens += len(token_ids)
+                read.last = token_ids[-1]
+                num_read += len(token_ids)
+        return num_read
 
     def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """Register these sequences; sequences that left their slots are read to their ends first."""
@@ -209,8 +278,8 @@ class LookupDrafter(NullDrafter):
         for slot, text in zip(slots, texts, strict=True):
             if slot not in self._reads or self._reads[slot].text is not text:
                 self._reads[slot] = known.get(id(text)) or _SequenceState(text, self.source.reader())
-        for gone in known.keys() - {id(read.text) for read in self._reads.values()}:
-            known[gone].catch_up()
+        left = known.keys() - {id(read.text) for read in self._reads.values()}
+        self._catch_up([known[gone] for gone in sorted(left)])
         return [self._reads[slot] for slot in slots]
 
     def _keep(self, reads: list[_SequenceState], tree: DraftTree, kinds: list[int]) -> None:
@@ -225,7 +294,7 @@ class LookupDrafter(NullDrafter):
         drafted, self._drafted = self._drafted, None
         if drafted is None or self._calibration is None:
             return
-        later = [text.token_ids[length:] for text, length in zip(drafted.texts, drafted.lengths, strict=True)]
+        later = [text.token_ids_from(length) for text, length in zip(drafted.texts, drafted.lengths, strict=True)]
         offered = offered_on_path(drafted.tree, later, len(self._calibration.fit.parameters))
         if offered is not None:
             self._calibration.update(torch.tensor(drafted.kinds), *offered)
@@ -274,7 +343,7 @@ def _offered(tree: DraftTree, m: int, later: list[int]) -> list[tuple[list[float
     return levels
 
 
-class NgramIndex:
+class NgramIndex(CursorIndex):
     """Continuations of the last few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
 
     Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted
@@ -330,10 +399,11 @@ class NgramCursor:
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
-    return lookup_drafter(NgramIndex(), speculative)
+    return lookup_drafter(native_index("ngram") or NgramIndex(), speculative, target)
 
 
-def lookup_drafter(source: LookupIndex, speculative: DraftSettings) -> LookupDrafter:
+def lookup_drafter(source: LookupIndex, speculative: DraftSettings, target: TargetModel) -> LookupDrafter:
     """Return the drafter over an index. What is merged with others is calibrated there."""
     is_merged = len(parts_of(speculative.method)) > 1
-    return LookupDrafter(source, speculative.tree_bounds, None if is_merged else Calibration(speculative.max_depth))
+    calibration = None if is_merged else Calibration(speculative.max_depth)
+    return LookupDrafter(source, speculative.tree_bounds, calibration, target.vocab_size)

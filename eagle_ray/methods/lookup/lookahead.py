@@ -30,7 +30,14 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
-from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
+from eagle_ray.methods.lookup.drafter import (
+    LONGEST_NGRAM,
+    Counts,
+    CursorIndex,
+    LookupDrafter,
+    NgramCursor,
+    count_ngrams,
+)
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
@@ -42,7 +49,7 @@ FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of 
 MAX_WORTH = 0.1
 
 
-class Pool:
+class Pool(CursorIndex):
     """Runs of tokens that the target continued from guesses, shared by all sequences."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.methods.lookup.best_first import Children
-from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate, lookup_drafter
+from eagle_ray.methods.lookup.drafter import CursorIndex, LookupDrafter, interpolate, lookup_drafter
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.storage.checked_parquet import read_datastore
@@ -79,7 +79,7 @@ TRIED = 4  # contexts of falling length that are asked for children
 MAX_POSITIONS = 64  # of a context that are looked at
 
 
-class RestIndex:
+class RestIndex(CursorIndex):
     """texts: token ids of the target's vocabulary."""
 
     def __init__(self, texts: Sequence[Sequence[int]]):
@@ -137,4 +137,4 @@ class RestCursor:
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
     assert speculative.datastore is not None, "the configuration requires one"
     index = RestIndex(read_datastore(speculative.datastore, target.vocab_size))
-    return lookup_drafter(index, speculative)
+    return lookup_drafter(index, speculative, target)

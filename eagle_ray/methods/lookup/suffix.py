@@ -1,7 +1,8 @@
 """SuffixIndex: continuations of the longest suffix that occurred before, in this sequence or any other.
 
 One automaton holds every prompt and output that the drafter has read, so a job with similar rows drafts from its own
-earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it is full, it is reset.
+earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it is full, the older
+half is discarded. What runs is lookup_index.cpp; the classes here are its reference, and run where it was not built.
 
 SuffixAutomaton holds every run of tokens in several growing texts, and how often each token has followed it. A state
 stands for the runs that end at the same positions; `link` leads to the longest shorter run that ends at more positions
@@ -21,8 +22,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.best_first import Children
-from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate, lookup_drafter
+import torch
+
+from eagle_ray.methods.lookup.best_first import Children, Texts
+from eagle_ray.methods.lookup.drafter import CursorIndex, LookupDrafter, interpolate, lookup_drafter
+from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 
@@ -98,47 +102,92 @@ class SuffixAutomaton:
             state = self.link[state]
 
 
-CAPACITY = 200_000  # tokens, at about 460 bytes each
+CAPACITY = 200_000  # tokens of the index in Python, at about 460 bytes each
 BELIEVED = 64  # tokens of a context past which a longer one is no surer
 TRIED = 4  # contexts of falling length that are asked for children
 VAGUE = 256  # different tokens after a context that make it too vague to ask
 
 
-class SuffixIndex:
-    """capacity: maximum number of tokens kept."""
+class SuffixIndex(CursorIndex):
+    """Two automata: a young one that is read into, and an old one that is only asked. NativeIndex in Python.
+
+    When the young one has half of the capacity, it becomes the old one, so that the older half of the texts goes.
+
+    Args:
+        capacity: maximum number of tokens.
+    """
 
     cost_key: ClassVar[dict[str, Any]] = {"tried": TRIED}
 
     def __init__(self, capacity: int = CAPACITY):
-        self._capacity, self.automaton = capacity, SuffixAutomaton()
+        self._half = max(1, capacity // 2)
+        self.reset()
 
     def reader(self) -> SuffixReader:
         return SuffixReader(self)
 
     def reset(self) -> None:
-        self.automaton = SuffixAutomaton()
+        self.young, self.old = Generation(), Generation()
 
-    def make_room(self) -> None:
-        """Reset the automaton if it is full."""
-        if self.automaton.num_tokens >= self._capacity:
-            self.reset()
+    def rotate(self) -> None:
+        """Let the young automaton be the old one if it is full."""
+        if self.young.automaton.num_tokens >= self._half:
+            self.young, self.old = Generation(), self.young
+
+    def texts(self) -> Texts:
+        texts = [*self.old.texts, *self.young.texts]
+        tokens = [token for text in texts for token in text]
+        return torch.tensor([len(text) for text in texts], dtype=torch.int64), torch.tensor(tokens, dtype=torch.int32)
+
+
+class Generation:
+    """An automaton and the texts in it."""
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.texts: list[list[int]] = []
 
 
 class SuffixReader:
-    """One sequence in the automaton that was current when it was last read."""
+    """One sequence: its state in the young automaton, and what matches its end in the old one."""
 
     def __init__(self, source: SuffixIndex):
-        self._source, self._automaton, self._state = source, source.automaton, ROOT
+        self._source = source
+        self._begin(SuffixCursor(source.old.automaton, ROOT, 0))
 
     def read(self, token_ids: list[int]) -> None:
-        self._source.make_room()
-        if self._automaton is not self._source.automaton:
-            self._automaton, self._state = self._source.automaton, ROOT
+        self._source.rotate()
+        self._refresh()
+        automaton = self._generation.automaton
+        if self._text is None:
+            self._text = []
+            self._generation.texts.append(self._text)
+        self._text += token_ids
         for token in token_ids:
-            self._state = self._automaton.append(self._state, token)
+            self._state = automaton.append(self._state, token)
+            self._match = self._match.after(token)
 
-    def cursor(self) -> SuffixCursor:
-        return SuffixCursor(self._automaton, self._state, self._automaton.longest[self._state])
+    def cursor(self) -> TwoCursors:
+        self._refresh()
+        return TwoCursors(self._young_cursor(), self._match)
+
+    def _refresh(self) -> None:
+        """Go on in the young automaton; where the sequence was is a match in the old one, if that is still there."""
+        if self._generation is self._source.young:
+            return
+        if self._generation is self._source.old:
+            self._begin(self._young_cursor())
+        else:
+            self._begin(SuffixCursor(self._source.old.automaton, ROOT, 0))
+
+    def _begin(self, match: SuffixCursor) -> None:
+        self._generation, self._state = self._source.young, ROOT
+        self._match = match
+        self._text: list[int] | None = None
+
+    def _young_cursor(self) -> SuffixCursor:
+        automaton = self._generation.automaton
+        return SuffixCursor(automaton, self._state, automaton.longest[self._state])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +198,17 @@ class SuffixCursor:
     state: int
     length: int
 
-    def children(self, width: int) -> Children:
-        informative = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
-        counts = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(informative, TRIED))
-        return interpolate(counts, width)
-
     def after(self, token: int) -> SuffixCursor:
         for state, length in self._contexts():
             there = self.automaton.step(state, token)
             if there is not None:
                 return SuffixCursor(self.automaton, there, length + 1)
         return SuffixCursor(self.automaton, ROOT, 0)
+
+    def informative(self) -> list[tuple[int, dict[int, int]]]:
+        """Return the first contexts that are worth asking, with their lengths and what followed them."""
+        worth = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
+        return [(n, self.automaton.follows(s)) for s, n in islice(worth, TRIED)]
 
     def _contexts(self) -> Iterator[tuple[int, int]]:
         """Return the states of ever shorter runs that end here, with their lengths."""
@@ -170,5 +219,21 @@ class SuffixCursor:
             length = self.automaton.longest[state] if state >= 0 else 0
 
 
+@dataclass(frozen=True, slots=True)
+class TwoCursors:
+    """The contexts of both automata, the longest first."""
+
+    young: SuffixCursor
+    old: SuffixCursor
+
+    def children(self, width: int) -> Children:
+        contexts = [*self.young.informative(), *self.old.informative()]
+        longest = sorted(contexts, key=lambda context: -context[0])[:TRIED]
+        return interpolate(((min(n, BELIEVED), follows) for n, follows in longest), width)
+
+    def after(self, token: int) -> TwoCursors:
+        return TwoCursors(self.young.after(token), self.old.after(token))
+
+
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
-    return lookup_drafter(SuffixIndex(), speculative)
+    return lookup_drafter(native_index("suffix") or SuffixIndex(), speculative, target)

@@ -1,0 +1,169 @@
+"""NativeIndex: the suffix index and the n-grams of each sequence in C++ (kernels/lookup_index.cpp), called by ctypes.
+
+    index = native_index("suffix") or SuffixIndex()
+    readers = [index.reader(), index.reader()]
+    index.read(readers, [[5, 9, 7, 5], [9]])           # further tokens of each sequence
+    index.grow(readers, [5, 9], request)               # trees after them; the whole batch in one call
+
+It grows the trees that SuffixIndex and NgramIndex grow in Python, which run where the library was not built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.methods.lookup.best_first import GrownTrees, GrowthRequest, Texts
+from eagle_ray.tree.draft_tree import DraftTree
+
+CAPACITY = 1_000_000  # tokens of a suffix index
+
+
+class _Growth(Structure):
+    """Growth in lookup_index.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "max_nodes", "max_depth", "top_k", "num_ends", "levels", "num_kinds")),
+        *((name, c_void_p) for name in ("readers", "ends", "kinds", "parameters")),
+        *((name, c_int64) for name in ("num_nodes", "depth", "width")),
+    ]
+
+
+SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "lookup_open": ([c_int32, c_int64], c_void_p),
+    "lookup_close": ([c_void_p], None),
+    "lookup_reset": ([c_void_p], None),
+    "lookup_bytes": ([c_void_p], c_int64),
+    "lookup_add_reader": ([c_void_p], c_int64),
+    "lookup_remove_reader": ([c_void_p, c_int64], None),
+    "lookup_read": ([c_void_p, c_int64, c_void_p, c_void_p, c_void_p], None),
+    "lookup_grow": ([c_void_p, POINTER(_Growth)], None),
+    "lookup_write": ([c_void_p, POINTER(_Growth), c_int64, c_void_p, c_void_p, c_void_p, c_void_p], None),
+    "lookup_num_texts": ([c_void_p, POINTER(c_int64), POINTER(c_int64)], None),
+    "lookup_texts": ([c_void_p, c_void_p, c_void_p], None),
+}
+
+
+class NativeReader:
+    """One sequence of a NativeIndex; its number is free again when it is collected."""
+
+    def __init__(self, index: NativeIndex, number: int):
+        self._index, self.number = index, number
+
+    def __del__(self) -> None:
+        self._index.discard(self.number)
+
+
+class NativeIndex:
+    """kind: "suffix" for one index of all sequences, "ngram" for one of each.
+
+    Args:
+        capacity: maximum number of tokens of a suffix index. When half of them are read, the older half is discarded.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kind: str, capacity: int = CAPACITY):
+        self._library, self.kind = library, kind
+        self._handle = library.lookup_open(kind == "suffix", capacity)
+        self._growth = _Growth()
+        self._discarded: list[int] = []  # numbers of readers that were collected
+
+    def __del__(self) -> None:
+        self._library.lookup_close(self._handle)
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of what was read."""
+        return self._library.lookup_bytes(self._handle)
+
+    def reader(self) -> NativeReader:
+        return NativeReader(self, self._library.lookup_add_reader(self._handle))
+
+    def discard(self, number: int) -> None:
+        """Discard a reader, and with n-grams what it read, before the next reading. Any thread may collect it."""
+        self._discarded.append(number)
+
+    def read(self, readers: Sequence[NativeReader], news: Sequence[list[int]]) -> None:
+        while self._discarded:
+            self._library.lookup_remove_reader(self._handle, self._discarded.pop())
+        numbers, counts, tokens = array("q"), array("q"), array("q")
+        for reader, token_ids in zip(readers, news, strict=True):
+            if token_ids:
+                numbers.append(reader.number)
+                counts.append(len(token_ids))
+                tokens.extend(token_ids)
+        if numbers:
+            self._library.lookup_read(self._handle, len(numbers), *map(_address, (numbers, counts, tokens)))
+
+    def grow(self, readers: Sequence[NativeReader], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+        growth, num_rows = self._growth, len(readers)
+        numbers, kinds = array("q", [reader.number for reader in readers]), array("q", request.kinds)
+        growth.rows, growth.readers = num_rows, _address(numbers)
+        bounds, ends, parameters = request.bounds, request.ends, request.parameters
+        growth.max_nodes, growth.max_depth, growth.top_k = bounds.max_nodes, bounds.max_depth, bounds.top_k
+        growth.ends = growth.parameters = None
+        if ends is not None:
+            ends = ends.contiguous()
+            growth.ends, growth.num_ends = ends.data_ptr(), ends.shape[1]
+        if parameters is not None:
+            assert parameters.is_contiguous()
+            growth.parameters, growth.kinds = parameters.data_ptr(), _address(kinds)
+            growth.levels, growth.num_kinds = parameters.shape[:2]
+        self._library.lookup_grow(self._handle, growth)
+
+        num_nodes = bounds.num_nodes if request.is_padded else growth.num_nodes
+        integers = torch.empty(3, num_rows, num_nodes, dtype=torch.int64)
+        floats = torch.empty(2, num_rows, num_nodes)
+        valid = torch.empty(num_rows, num_nodes, dtype=torch.bool)
+        levels = torch.empty(growth.depth, num_rows, 1, growth.width)
+        addresses = [tensor.data_ptr() for tensor in (integers, floats, valid, levels)]
+        self._library.lookup_write(self._handle, growth, num_nodes, *addresses)
+        tree = DraftTree(*integers.unbind(0), *floats.unbind(0), valid)
+        return GrownTrees(tree, list(levels.unbind(0)) if growth.depth else [])
+
+    def reset(self) -> None:
+        self._library.lookup_reset(self._handle)
+
+    def texts(self) -> Texts | None:
+        """Return the texts of a suffix index, the oldest first; None for n-grams, which are not shared."""
+        if self.kind != "suffix":
+            return None
+        num_texts, num_tokens = c_int64(), c_int64()
+        self._library.lookup_num_texts(self._handle, byref(num_texts), byref(num_tokens))
+        lengths = torch.empty(num_texts.value, dtype=torch.int64)
+        tokens = torch.empty(num_tokens.value, dtype=torch.int32)
+        self._library.lookup_texts(self._handle, lengths.data_ptr(), tokens.data_ptr())
+        return lengths, tokens
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def native_index(kind: str, capacity: int = CAPACITY) -> NativeIndex | None:
+    """Return an index in C++, or None if its library was not built."""
+    library = _library()
+    return None if library is None else NativeIndex(library, kind, capacity)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    if os.environ.get(cpu_ops.SWITCH) == "off":
+        return None
+    library = cpu_ops.load_library("_lookup")
+    if library is not None:
+        for name, (arguments, result) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+    return library
