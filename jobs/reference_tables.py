@@ -3,6 +3,7 @@
     configs/KEYS.md              every key of a job, of an endpoint and of training, its default and its allowed values
     configs/PARAMETERS.md        every parameter of a request, its values and where it may stand; those that are refused
     eagle_ray/batch/COLUMNS.md   every column of the output files, and its type
+    eagle_ray/methods/FEATURES.md   each feature with each way to draft (jobs/feature_matrix.py)
     configs/example.yaml         the keys of `sampling`; the rest of the file is written by hand
 
 tests/test_reference_tables.py fails if a file differs from the code.
@@ -27,6 +28,7 @@ from eagle_ray.config.serve import ServeConfig
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, Parameter
 from eagle_ray.requests.refused import REFUSED, Refused
 from eagle_ray.requests.row_schema import output_schema
+from jobs.feature_matrix import matrix_page
 
 ROOT = Path(__file__).resolve().parents[1]
 APIS = {
@@ -54,6 +56,7 @@ def tables() -> dict[Path, str]:
         ROOT / "configs" / "KEYS.md": keys_page(),
         ROOT / "configs" / "PARAMETERS.md": parameters_page(),
         ROOT / "eagle_ray" / "batch" / "COLUMNS.md": columns_page(),
+        ROOT / "eagle_ray" / "methods" / "FEATURES.md": matrix_page(),
         EXAMPLE: with_sampling_keys(EXAMPLE.read_text()),
     }
 

@@ -128,3 +128,27 @@ MISTRAL = """\
 {{- '[TOOL_CALLS][{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}]' }}{% endfor %}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+# What becomes of five letters of the toy tokenizer, so that its answers can have reasoning and calls of tools.
+TOY_MARKERS = {"Q": "Ċ", "W": "<tool_call>", "X": "</tool_call>", "Y": "<think>", "Z": "</think>"}
+TOY_TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for m in messages %}{{ m.role[0] + ':' + m.content }}{% endfor %}
+{%- if enable_thinking is defined %}{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}
+{%- if false %}<tool_call>{% endif %}"""
+
+
+def toy_chat_tokenizer(directory: Path) -> TargetTokenizer:
+    """Write and load a tokenizer of LLAMA's vocab_size tokens whose answers have Qwen 3's reasoning and tool calls."""
+    content = json.loads(toy_tokenizer().to_str())
+    vocabulary = content["model"]["vocab"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for letter, token in TOY_MARKERS.items():
+        vocabulary[token] = vocabulary.pop(letter)
+        if token.startswith("<"):
+            content["added_tokens"].append({"id": vocabulary[token], "content": token, **flags})
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TOY_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return TargetTokenizer.load(directory)

@@ -1,0 +1,369 @@
+"""Every cell of eagle_ray/methods/FEATURES.md: whatever drafts, a feature's answers are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.api.python_arguments import prompt_requests
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.load_models import grammar_compiler
+from eagle_ray.config import SpeculativeConfig, load_config
+from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.reference import reference_decode
+from eagle_ray.methods.method import draft_parts
+from eagle_ray.planner.planner import Allocation, Planner
+from eagle_ray.requests.output_rows import OutputRows
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import sequences_of
+from eagle_ray.tree.expand import PLAIN
+from jobs.feature_matrix import (
+    CONDITIONS,
+    EAGER,
+    EXACT,
+    REFUSED,
+    REPLAYED,
+    UNTESTED,
+    claim_of,
+    features,
+    methods,
+)
+from tests.support.engines import E3, differing, weights_for
+from tests.support.tokenizers import toy_chat_tokenizer
+from tests.support.toy_models import head3, llama
+
+TREE = dict(max_nodes=32, max_depth=3, top_k=20, budget="uniform")  # of 97 tokens: some drafts are right
+SLOTS, MAX_MODEL_LEN, MAX_TOKENS = 32, 128, 18
+FEW_SLOTS, FEW_KV_TOKENS = 4, 176  # eleven blocks, for which running sequences contend
+PROMPTS = ["name:12,name:12,na", "b7k{x=3}"]
+HEADER = "12;name=4,na:me" * 4  # of several blocks
+MIXED = [None, "temperature", "repetition_penalty", "json_schema", "top_logprobs", "bad_words", "min_tokens"]
+EOS = frozenset([2])
+BY_NAME = {feature.name: feature for feature in features()}
+COMPARED = ["text", "content", "reasoning_content", "tool_calls", "finish_reason", "structured", "structured_outcome"]
+LOG_PROBS = ["token_logprobs", "token_top_logprobs", "prompt_token_logprobs", "prompt_top_logprobs"]
+Answer = dict[str, Any]
+Expected = dict[str, list[Answer]]
+
+
+@dataclass
+class Case:
+    """One request of a feature, and its sequences in one engine."""
+
+    feature: str
+    request: Request
+    sequences: list[Sequence]
+
+
+class Requests:
+    """Makes cases of rows, and answers of cases that are finished, as a job does."""
+
+    def __init__(self, directory: Path):
+        self.tokenizer = toy_chat_tokenizer(directory)
+        paths = {"input.path": "in.jsonl", "output.path": "out", "sampling.max_tokens": MAX_TOKENS}
+        self.config = load_config(None, env={}, overrides=paths)
+        self._rows = OutputRows(self.config, self.tokenizer, {}, 0.0)
+
+    def case(self, feature: str, name: str, row: dict[str, Any]) -> Case:
+        [request] = prompt_requests([{"id": f"{feature}, {name}", **row}])
+        return Case(feature, request, sequences_of(request, self.config, self.tokenizer))
+
+    def answers(self, case: Case) -> list[Answer]:
+        """Return the output rows, of failed sequences their errors."""
+        if any(sequence.error for sequence in case.sequences):
+            return [{"error": str(sequence.error)} for sequence in case.sequences]
+        return self._rows.of(case.request, case.sequences)
+
+    def of_examples(self) -> list[Case]:
+        """Return each example greedily and sampled, unless it says which, over two prompts."""
+        named = [(name, feature.example) for name, feature in BY_NAME.items() if feature.refusal is None]
+        return [
+            self.case(name, f"{number}", row)
+            for name, example in named
+            if example is not None
+            for number, row in enumerate(rows_of(name, dict(example)))
+        ]
+
+    def of_mixed(self, condition: str, max_tokens: int = MAX_TOKENS) -> list[Case]:
+        """Return greedy and sampled rows, with and without controls, that begin alike."""
+        header = "abcdefgh"[list(CONDITIONS).index(condition)] + HEADER
+        cases = []
+        for number, name in enumerate(MIXED):
+            own = {"temperature": number % 2 * 1.0, "seed": number, "max_tokens": max_tokens}
+            own |= {} if name is None else dict(BY_NAME[name].example or {})
+            own["ignore_eos"] = "json_schema" not in own
+            cases.append(self.case(condition, f"{name}", {"prompt": header + PROMPTS[number % 2], **own}))
+        return cases
+
+
+def rows_of(name: str, example: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield an example for a prompt that repeats itself, greedily, and for another one, sampled, unless it says how."""
+    for number, prompt in enumerate(PROMPTS):
+        own = {"seed": 2 * list(BY_NAME).index(name) + number, "temperature": float(number)}
+        yield {**own, **({} if "messages" in example else {"prompt": prompt}), **example}
+
+
+@dataclass
+class Interrupted:
+    """Plans as another planner does, but in some steps for one sequence or for none, or from lookups alone."""
+
+    planner: Planner
+    drafter: Any
+    step: int = field(default=0)
+
+    will_draft = True
+
+    def plan(self, batch: Any) -> Any:
+        self.step += 1
+        plan = self.planner.plan(batch)
+        if self.step % 5 < 2 or not plan.is_drafting:
+            return PLAIN
+        if self.step % 5 == 2 and self.drafter.has_model and self.drafter.has_lookups:
+            return replace(plan, lookups_only=True)
+        return replace(plan, members=(0,)) if self.step % 5 == 3 else plan
+
+    def allocate(self, draft: Any, plan: Any, batch: Any) -> Allocation:
+        return self.planner.allocate(draft, plan, batch) if plan.is_drafting else Allocation.uniform(draft, 1)
+
+    def observe(self, outcome: Any) -> None:
+        pass
+
+
+def run(engine: Engine, cases: list[Case], between: Callable[[list[Sequence]], None] = lambda running: None) -> None:
+    """Decode all cases, and call `between` with the running sequences after each step."""
+    sequences = [sequence for case in cases for sequence in case.sequences]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+        between([sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING])
+
+
+def faults_of(made: Requests, cases: Iterable[Case], expected: Expected, shape: dict[str, int]) -> list[str]:
+    """Return what differs from plain decoding, but for tokens that rounding could have chosen."""
+    return [
+        f"{case.request.id}: {fault}"
+        for case in cases
+        for sequence, ours, theirs in zip(case.sequences, made.answers(case), expected[case.request.id], strict=True)
+        for fault in faults_of_answer(made, sequence, ours, theirs, shape)
+    ]
+
+
+def faults_of_answer(
+    made: Requests, sequence: Sequence, ours: Answer, theirs: Answer, shape: dict[str, int]
+) -> list[str]:
+    if "error" in ours or "error" in theirs:
+        return [] if ours == theirs else [f"{ours.get('error')} is not {theirs.get('error')}"]
+    if ours["output_token_ids"] != theirs["output_token_ids"]:
+        is_tie = not differing([sequence.output_ids], [plain_output(made, sequence, shape)])
+        return [] if is_tie else [f"output ids {ours['output_token_ids']} are not {theirs['output_token_ids']}"]
+    texts = [
+        f"{name} {ours[name]!r} is not {theirs[name]!r}" for name in COMPARED if ours.get(name) != theirs.get(name)
+    ]
+    return texts + [
+        name for name in LOG_PROBS if flat(ours.get(name)) != pytest.approx(flat(theirs.get(name)), abs=1e-4)
+    ]
+
+
+def flat(values: Any) -> list[float]:
+    """Return log-probabilities without the ids of alternatives, which may be tied."""
+    if values is None:
+        return []
+    if isinstance(values, list):
+        return [number for value in values for number in flat(value)]
+    return [values["logprob"]] if isinstance(values, dict) else [float(values)]
+
+
+def plain_output(made: Requests, sequence: Sequence, shape: dict[str, int]) -> Any:
+    model = model_of(**shape)
+    grammars = grammars_of(
+        made, build_engine(model, None, SpeculativeConfig(method="none"), EngineArgs(1, MAX_MODEL_LEN))
+    )
+    own = dict(spec=sequence.grammar_spec, reasoning=sequence.reasoning)
+    return reference_decode(model, sequence.prompt_ids, sequence.sampling, EOS, grammars, sequence.bad_word_ids, **own)
+
+
+def grammars_of(made: Requests, engine: Engine) -> Any:
+    return grammar_compiler(made.tokenizer, engine.target)
+
+
+@cache
+def model_of(**shape: int) -> Any:
+    return llama(**shape)
+
+
+def shape_of(method: str) -> dict[str, int]:
+    return E3 if method == "eagle3" else {}
+
+
+def engine_of(
+    made: Requests, method: str, num_slots: int = SLOTS, kv_tokens: int | None = None, **settings: Any
+) -> Engine:
+    parts = draft_parts(method)
+    weights = None if not parts else head3() if method == "eagle3" else weights_for(parts[0].name)
+    speculative = SpeculativeConfig(method=method, **TREE, **settings)
+    args = EngineArgs(num_slots, MAX_MODEL_LEN, kv_tokens=kv_tokens)
+    engine = build_engine(model_of(**shape_of(method)), weights, speculative, args)
+    engine.grammars = grammars_of(made, engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Requests:
+    return Requests(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def plain(made) -> Callable[..., Expected]:
+    """Return the answers of plain decoding by request, of a shape of the target."""
+
+    @cache
+    def answers(**shape: int) -> Expected:
+        engine = engine_of(made, "none") if not shape else engine_of_shape(made, **shape)
+        cases = made.of_examples()
+        for condition in CONDITIONS:
+            cases += made.of_mixed(condition, max_tokens_of(condition))
+        run(engine, cases)
+        return {case.request.id: made.answers(case) for case in cases}
+
+    return answers
+
+
+def engine_of_shape(made: Requests, **shape: int) -> Engine:
+    engine = build_engine(
+        model_of(**shape), None, SpeculativeConfig(method="none"), EngineArgs(SLOTS, MAX_MODEL_LEN, kv_tokens=None)
+    )
+    engine.grammars = grammars_of(made, engine)
+    return engine
+
+
+def max_tokens_of(condition: str) -> int:
+    return 40 if condition == "pre-emption" else MAX_TOKENS
+
+
+@pytest.fixture(scope="module")
+def datastore(plain, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("datastore") / "outputs.parquet"
+    outputs = [row["output_token_ids"] for rows in plain().values() for row in rows if "error" not in row]
+    pq.write_table(pa.table({"token_ids": outputs}), path)
+    return str(path)
+
+
+def in_condition(made: Requests, engine: Engine, condition: str) -> list[Case]:
+    """Decode mixed rows in a condition, and return those that are finished. Asserts that it came about."""
+    cases, before = made.of_mixed(condition, max_tokens_of(condition)), engine.counters.num_reused_tokens
+    if condition == "prefix reuse":
+        run(engine, made.of_mixed(condition))
+        before = engine.counters.num_reused_tokens
+        run(engine, cases)
+        assert engine.counters.num_reused_tokens > before + 300
+    elif condition == "chunked prompts":
+        usual, engine.scheduler.prefill_tokens = engine.scheduler.prefill_tokens, 17
+        run(engine, cases)
+        engine.scheduler.prefill_tokens = usual
+        assert max(sequence.target_forwards for case in cases for sequence in case.sequences) > 5
+    elif condition == "aborts":
+        left: list[Sequence] = []
+
+        def abort_one(running: list[Sequence]) -> None:
+            if len(left) < 4 < len(running):
+                left.append(running[len(running) // 2])
+                engine.abort(left[-1])
+
+        run(engine, cases, abort_one)
+        assert left
+        cases = [case for case in cases if not set(map(id, case.sequences)) & set(map(id, left))]
+    elif condition == "empty drafts":
+        usual_planner, engine.planner = engine.planner, Interrupted(engine.planner, engine.drafter)
+        run(engine, cases)
+        engine.planner = usual_planner
+    else:
+        run(engine, cases)
+        assert condition != "pre-emption" or engine.scheduler.num_preemptions > 0
+    return cases
+
+
+@pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("method", methods())
+def test_each_cell_is_plain_decodings(made, plain, datastore, monkeypatch, method, is_replayed):
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", "on" if is_replayed else "off")
+    own = dict(datastore=datastore) if method == "rest" else {}
+    engine = engine_of(made, method, **own)
+    claim = claim_of(BY_NAME[REPLAYED], method) if is_replayed else EXACT
+    assert (engine.graphs is not None) == (is_replayed and claim == EXACT)
+    if claim == EAGER:
+        return
+    shape = shape_of(method)
+    expected = plain(**shape)
+
+    cases = made.of_examples()
+    run(engine, cases)
+    for condition in CONDITIONS:
+        if condition == "pre-emption":
+            scarce = engine_of(made, method, FEW_SLOTS, FEW_KV_TOKENS, **own)
+            cases += in_condition(made, scarce, condition)
+        elif condition != REPLAYED:
+            cases += in_condition(made, engine, condition)
+    assert faults_of(made, cases, expected, shape) == []
+
+    accepted: dict[str, int] = {}
+    for case in cases:
+        num = sum(sequence.stats.num_accepted_draft_tokens for sequence in case.sequences)
+        accepted[case.feature] = accepted.get(case.feature, 0) + num
+    print(method, is_replayed, engine.counters.num_steps, scarce.counters.num_steps, accepted)
+    if is_replayed:
+        assert engine.graphs.num_replayed > 0
+
+
+def test_every_parameter_has_an_example():
+    untested = [name for name, feature in BY_NAME.items() if claim_of(feature, "eagle2") == UNTESTED]
+    assert not untested, "add a row that uses it to EXAMPLES in jobs/feature_matrix.py"
+
+
+def test_an_example_is_answered_otherwise_without_its_parameter(made, plain):
+    with_it, engine = plain(), engine_of(made, "none")
+    idle = []
+    for name, feature in BY_NAME.items():
+        if feature.example is None or feature.refusal is not None:
+            continue
+        cases = []
+        for number, row in enumerate(rows_of(name, dict(feature.example))):
+            row.pop(name)
+            row = row if {"prompt", "messages"} & row.keys() else {"prompt": PROMPTS[0], **row}
+            try:
+                cases.append(made.case(name, f"{number}", row))
+            except RequestError:
+                break
+        else:
+            run(engine, cases)
+            if not any(made.answers(case) and changed(made.answers(case), with_it[case.request.id]) for case in cases):
+                idle.append(name)
+    assert idle == []
+
+
+def changed(ours: list[Answer], theirs: list[Answer]) -> bool:
+    names = [*COMPARED, *LOG_PROBS, "output_token_ids", "prompt_tokens", "error"]
+    return [[row.get(name) for name in names] for row in ours] != [[row.get(name) for name in names] for row in theirs]
+
+
+@pytest.mark.parametrize("name", [name for name, feature in BY_NAME.items() if feature.refusal is not None])
+def test_a_contradiction_is_refused_in_the_words_of_the_page(made, name):
+    feature = BY_NAME[name]
+    with pytest.raises(RequestError) as error:
+        made.case(
+            name,
+            "",
+            {"prompt": PROMPTS[0], **feature.example} if "messages" not in feature.example else dict(feature.example),
+        )
+    assert str(error.value) == feature.refusal and claim_of(feature, "eagle2") == REFUSED
