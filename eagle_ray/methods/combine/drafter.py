@@ -263,11 +263,11 @@ class EnsembleDrafter(Drafter):
 
     def state(self) -> dict[str, Tensor]:
         """Return the parts' states and the calibration, each under a prefix of its own."""
-        states = [self.blend.fit.state(), *(part.state() for part in self.parts)]
+        states = [self._blend.fit.state(), *(part.state() for part in self.parts)]
         return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        loads = [self.blend.fit.load_state, *(part.load_state for part in self.parts)]
+        loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
         for i, load in enumerate(loads):
             prefix = f"{i}."
             load({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
