@@ -23,7 +23,7 @@ EXACT, EAGER, REFUSED, UNTESTED = "=", "eager", "refused", "untested"
 PLAIN = "none"
 PRE_EMPTION, REPLAYED = "pre-emption", "replayed steps"
 # Drafters whose steps are not replayed as CUDA graphs, because they work on the host.
-EAGER_METHODS = frozenset(["medusa", "hydra", "recycling", "lookahead", AUTO])
+EAGER_METHODS = frozenset(["medusa", "hydra", "recycling", "lookahead"])
 KINDS = {"dflash": ("DSpark", "DFlash2", "Domino")}  # of heads that a method reads besides its own, columns each
 
 _SCHEMA = {

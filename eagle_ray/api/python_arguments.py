@@ -58,6 +58,7 @@ class EngineSettings(TypedDict, total=False):
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"]
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"]
     method: str
+    sources: list[str] | None
     max_depth: int
     top_k: int
     max_nodes: int

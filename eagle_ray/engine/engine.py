@@ -305,7 +305,7 @@ class Engine:
 
         draft: Draft | None = Draft.empty(batch.roots)
         if plan.is_drafting:
-            draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling)
+            draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
         if draft is None:
             self._postponed = batch.sequences, plan  # a probe that was planned must run
             return None
@@ -368,7 +368,7 @@ class Engine:
 
     def _level_rows(self, batch: DecodeBatch, plan: DraftPlan) -> int | None:
         """Return the rows of the replayed pass that drafts a further level; None if the draft is not replayed."""
-        if self.graphs is None or not plan.has_known_shape:
+        if self.graphs is None or plan.lookups_only or not plan.has_known_shape:
             return None
         return self.graphs.level_rows(plan, len(batch))
 

@@ -143,11 +143,11 @@ class DecodeStep:
         return StepOutput.of(record, self.shape.max_depth), tops
 
     def sync_lengths(self, drafter: Drafter) -> None:
-        """Note the lengths of a step that was launched before they were known, and tell the drafter."""
+        """Note the lengths of a step that was launched before they were known, and tell the drafter's model."""
         sequences = self.batch.sequences
         lengths = [sequence.num_cached for sequence in sequences]
         self.num_cached = sum(lengths)
-        if not self.plan.is_drafting:
+        if not self.plan.is_drafting or self.plan.lookups_only:
             return
         running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
         num_pairs = drafter.mark_consumed([sequences[i].slot for i in running], [lengths[i] for i in running])

@@ -94,7 +94,45 @@ class LayerScratch(Structure):
     ]
 
 
+class CandidateTree(Structure):
+    """The trees of one drafter, or no nodes if it did not draft."""
+
+    _fields_ = [("nodes", c_int64)] + [
+        (name, c_void_p) for name in ("tokens", "parents", "depths", "log_values", "draft_log_probs", "valid")
+    ]
+
+
+class Blend(Structure):
+    """Weights by level and set, the set of each row, and the drafter that is left out of what is given by depth."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("drafters", "levels", "num_sets", "left_out")),
+        ("weights", c_void_p),
+        ("sets", c_void_p),
+    ]
+
+
+class MergedTrees(Structure):
+    """Where tree_merge.cpp writes."""
+
+    _fields_ = [(name, c_int64) for name in ("rows", "nodes", "max_depth")] + [
+        (name, c_void_p)
+        for name in (
+            "tokens",
+            "parents",
+            "depths",
+            "log_values",
+            "draft_log_probs",
+            "valid",
+            "log_probs",
+            "by_depth",
+            "largest",
+        )
+    ]
+
+
 SIGNATURES = {
+    "merge_blended": [POINTER(CandidateTree), POINTER(Blend), POINTER(MergedTrees), c_int],
     "quantized_layers": [c_void_p, c_int64, POINTER(LayerScratch), POINTER(_Heads)],
     "quantized_matmul": [c_void_p] * 3 + [POINTER(_Weight), c_int64, c_int],
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
@@ -280,6 +318,12 @@ def quantized_layers(
     width = (heads + 2 * kv_heads) * head_dim
     shape = _Heads(heads, kv_heads, head_dim, head_dim, width, head_dim, scaling, 0.0, torch.get_num_threads())
     function_for("quantized_layers")(ctypes.addressof(layers), len(layers), scratch, shape)
+
+
+def has_function(name: str) -> bool:
+    """Return whether there is a library with this function: one that was built from older sources may lack it."""
+    library = best_library()
+    return library is not None and hasattr(library, name)
 
 
 def address(tensor: Tensor | None) -> int | None:

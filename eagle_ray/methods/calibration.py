@@ -236,13 +236,6 @@ def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
     return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, interval) == 0)
 
 
-def levels_in_turn(step: int, num_levels: int) -> range:
-    """Return the levels to update in this step if they are updated one by one: first all, later one in turn."""
-    if step <= WARMUP_STEPS or not num_levels:
-        return range(num_levels)
-    return range(step % num_levels, step % num_levels + 1)
-
-
 MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
 
@@ -286,12 +279,12 @@ class OnlineFit:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state. Raises ValueError if it is of another shape or not finite."""
-        parts = [(name, own, state.get(name)) for name, own in self._parts()]
-        for name, own, part in parts:
-            if part is None or part.shape != own.shape or not part.isfinite().all():
+        parts = dict(self._parts())
+        for name, own in parts.items():
+            if name not in state or state[name].shape != own.shape or not state[name].isfinite().all():
                 raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
-        for _, own, part in parts:
-            own.copy_(part)
+        for name, own in parts.items():
+            own.copy_(state[name])
         self.parameters.clamp_(self._low, self._high)
 
     def _parts(self) -> list[tuple[str, Tensor]]:

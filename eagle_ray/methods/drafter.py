@@ -104,6 +104,10 @@ class TokenSequence(Protocol):
     def token_ids(self) -> list[int]:
         """Return prompt and output; the last token is the root."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Return their number."""
+
     def token_ids_from(self, start: int) -> list[int]:
         """Return the tokens from a position on."""
 
@@ -189,11 +193,17 @@ class Drafter(Protocol):
         return Draft.empty(roots)
 
     def draft_async(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft | None:
         """Draft while the host knows only upper bounds of the lengths, or return None if that is not possible.
 
-        `mark_consumed` must be called once the lengths are known.
+        The texts lack the tokens of the step in flight. If a model drafted, `mark_consumed` must be called once the
+        lengths are known.
         """
         return None
 
@@ -210,7 +220,7 @@ class Drafter(Protocol):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what another process learned. Raises ValueError, and changes nothing, if it does not fit."""
+        """Go on from what another process learned. Raises ValueError if it does not fit."""
         return None
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:

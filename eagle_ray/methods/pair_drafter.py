@@ -229,7 +229,12 @@ class PairDrafter(Drafter, ABC):
         return Draft(grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before)
 
     def draft_async(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft | None:
         """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
         if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._max_pairs(plan):

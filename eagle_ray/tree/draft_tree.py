@@ -67,7 +67,7 @@ class DraftTree:
         if self.num_nodes == 1:
             return self
         index = torch.arange(self.num_nodes, device=keep.device)
-        return self._select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
+        return self.select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
 
     def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
         """Return a batch of B trees: tree members[m] is tree m of these, every other tree is its root alone."""
@@ -100,8 +100,22 @@ class DraftTree:
         """Return the trees on another device."""
         return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
-    def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
-        """Return the subtrees of the given nodes. nodes: ascending indices; N for no node."""
+    def best(self, num_nodes: int) -> Int[Tensor, "B M"]:
+        """Return the indices of the most valuable nodes of each tree, breadth-first; N, past them, for no node.
+
+        Values must not rise along a path, and parents come before their children.
+        """
+        count = self.num_nodes
+        nodes = torch.arange(count, device=self.tokens.device).expand_as(self.tokens)
+        if num_nodes < count:
+            nodes = self.log_values.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+        last = count * count  # the key of padding
+        keys = torch.where(self.valid, self.depths * count + torch.arange(count, device=nodes.device), last)
+        keys = keys.gather(1, nodes).sort(1).values
+        return torch.where(keys < last, keys % count, count)
+
+    def select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
+        """Return the subtrees of the given nodes. nodes: indices, parents before their children; N for no node."""
         batch, num_nodes = self.tokens.shape
         is_node = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)

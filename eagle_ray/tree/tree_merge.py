@@ -38,11 +38,10 @@ class Merged:
     def with_log_probs(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
         """Return the tree with these conditional log-probabilities; those of roots and padding are not read."""
         tree = self.tree
-        drafted = tree.parents >= 0
-        given = torch.where(drafted, log_probs, 0.0)
+        given = torch.where(tree.parents >= 0, log_probs, 0.0)
         values, parents = given, tree.parents.clamp(min=0)
         for _ in range(max_depth - 1):
-            values = given + torch.where(drafted, values.gather(1, parents), 0.0)
+            values = given + values.gather(1, parents)  # the root's is 0
         return replace(tree, log_values=values.masked_fill(~tree.valid, -torch.inf))
 
 
@@ -67,9 +66,7 @@ def merge_trees(trees: Sequence[DraftTree | None], max_depth: int) -> Merged:
         for tree, at in zip(drafted, own, strict=True)
     ]
     values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(drafted, own, strict=True)]
-    each = iter(
-        [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(drafted, own, strict=True)]
-    )
+    each = iter([_scatter(tree, conditional_log_probs(tree), at, order) for tree, at in zip(drafted, own, strict=True)])
     log_probs = [torch.full_like(values[0], -torch.inf) if tree is None else next(each) for tree in trees]
     is_node = is_node.gather(1, order)
 
@@ -91,13 +88,8 @@ def extra_log_values(
     first_log_probs: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
     """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    extra = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
-    return log_values_by_depth(replace(tree, log_values=extra), depth, plan)
-
-
-def log_values_by_depth(tree: DraftTree, depth: int, plan: DraftPlan) -> list[Float[Tensor, "M N"]]:
-    """Return the log values of the nodes of each depth, from 1 on, for the plan's members."""
-    values, depths = tree.log_values, tree.depths
+    values = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
+    depths = tree.depths
     if plan.members is not None:
         members = to_device(plan.members, values.device)
         values, depths = values[members], depths[members]
@@ -124,7 +116,7 @@ def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     return torch.empty_like(order).scatter_(1, order, order.gather(1, run))
 
 
-def _conditional_log_probs(tree: DraftTree) -> Float[Tensor, "B N"]:
+def conditional_log_probs(tree: DraftTree) -> Float[Tensor, "B N"]:
     """Log-probability of each node given its parent; 0 for roots."""
     above = tree.log_values.gather(1, tree.parents.clamp(min=0))
     return torch.where(tree.parents >= 0, tree.log_values - above, 0.0)

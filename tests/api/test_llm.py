@@ -296,14 +296,14 @@ def test_a_target_without_a_draft_says_what_needs_none(caplog):
     with caplog.at_level("INFO", "eagle_ray"), LLM(str(PAIR / "target"), slots=1, threads=1):
         pass
     [said] = [record.message for record in caplog.records if "no draft" in record.message]
-    assert "lookahead, ngram, recycling, suffix, auto" in said
+    assert "drafts are looked up in earlier text alone" in said
 
 
 def test_an_embedded_pair_has_its_own_draft():
     for target in ("embedded:tiny", "embedded:smollm2"):
         config = engine_config(target, None, {})
-        assert (config.model.draft, config.speculative.method) == (target, "eagle2")
-    assert engine_config(str(PAIR / "target"), None, {}).speculative.method == "none"
+        assert (config.model.draft, config.speculative.method) == (target, "auto")
+    assert engine_config(str(PAIR / "target"), None, {}).method_name == "suffix+ngram"
 
 
 def test_arguments_may_be_paths_and_numbers_of_numpy():

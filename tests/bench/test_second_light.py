@@ -14,6 +14,8 @@ from jobs.bench.gpu.steady_job import cut_prompts
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "bar-none": "bar",
+    "bar-auto": "bar",
+    "sources": "sources",
     "host": "host",
     "bar-eagle2": "bar",
     "bar-suffix": "bar",
@@ -42,6 +44,9 @@ def test_a_section_runs_on_a_cpu(name, tmp_path):
     assert [r["result"] for r in records if r["kind"] == "run"] == ["ok"]
     found = [r for r in records if r["kind"] == KINDS[name]]
     assert found
+    if name == "sources":
+        assert all(r["ahead"] > 0 for r in found)
+        assert len({r["graphs"] for r in found if r["method"] in ("eagle2", "auto") and r["slots"] > 1}) == 1
     assert not [r for r in found if "failed" in r or r.get("planner_error")]
     if name == "real":
         assert all(r["explained"] and r["tau"] > 1.5 for r in found)

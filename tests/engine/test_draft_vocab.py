@@ -80,7 +80,7 @@ def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatc
 def test_a_heads_own_vocabulary_is_used_and_checked(tmp_path):
     shutil.copytree(PAIR / "draft", tmp_path / "draft")
     write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 400])
-    config = config_of({})
+    config = config_of({"method": "eagle2"})
     model = config.model.model_copy(update={"draft": str(tmp_path / "draft")})
     pair = build_engine_from_config(model, config.speculative, EngineArgs(2))
     assert pair.engine.drafter.ranking.token_ids.tolist() == [7, 5, 400]

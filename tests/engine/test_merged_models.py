@@ -1,8 +1,10 @@
 """SpecInfer: several drafters with weights in one tree. Outputs are plain decoding's, and parts draft as alone."""
 
 import itertools
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +19,26 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.drafter import DraftList
+from eagle_ray.engine.graph_warmup import capture
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.combine.calibration import EnsembleCalibration
+from eagle_ray.methods.combine.drafter import DraftList, EnsembleDrafter
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
-from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.drafter import Draft, Drafter, NullDrafter
 from eagle_ray.methods.head_files import save_head
-from eagle_ray.planner.planner import Allocation
+from eagle_ray.methods.lookup.drafter import LookupDrafter, NgramIndex
+from eagle_ray.methods.lookup.suffix import SuffixIndex
+from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (
+    SLOTS,
     Oracle,
     Whimsical,
     check_lossless,
@@ -38,7 +48,7 @@ from tests.support.engines import (
     some_prompts,
 )
 from tests.support.jobs import PAIR
-from tests.support.toy_models import head, head3, llama, run
+from tests.support.toy_models import head, head3, llama, llama_engine, run
 
 LAYERS = 7
 DEPTH = 5
@@ -181,6 +191,107 @@ def test_a_step_without_the_model_drafts_what_is_looked_up_and_runs_no_pass():
             assert level.shape[:2] == (len(values), 1) and (level <= 0).all()
             torch.testing.assert_close(level[:, 0].exp().sum(1), expected)
     assert all(draft.num_passes > 0 for plan, draft in steps if not plan.lookups_only)
+
+
+def with_lookups(drafter: Drafter, bounds: TreeBounds) -> EnsembleDrafter:
+    """The head, if there is one, the suffixes of all texts and the n-grams of each."""
+    indices = SuffixIndex(), NgramIndex()
+    lookups = [LookupDrafter(index, bounds, Calibration(bounds.max_depth)) for index in indices]
+    parts = [*([drafter] if drafter.has_model else []), *lookups]
+    return EnsembleDrafter(parts, EnsembleCalibration(bounds.max_depth, len(parts)), (), bounds)
+
+
+def lookups_alone(drafter: Drafter, bounds: TreeBounds) -> EnsembleDrafter:
+    return with_lookups(NullDrafter(), bounds)
+
+
+def repeating_jobs(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that repeat themselves and one another, some long enough to share blocks; they end at various steps."""
+    rng = random.Random(3)
+    phrases = [[rng.randrange(3, 97) for _ in range(rng.randint(2, 9))] for _ in range(5)]
+    prompts = [[i for phrase in rng.choices(phrases, k=5) for i in phrase][:28] for _ in range(count)]
+    prompts[::3] = [(phrases[0] * 40)[:40] + ids[:5] for ids in prompts[::3]]
+    params = [replace(p, max_tokens=8 + 7 * i % 40, ignore_eos=i % 3 > 0) for i, p in enumerate(some_params(count, 1))]
+    return prompts, params
+
+
+REPLAYED = [("head", with_lookups), ("lookups", lookups_alone)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("name", "merged"), REPLAYED)
+def test_a_replayed_merge_does_what_plain_decoding_does(name, merged, overlap):
+    """Greedy and sampled, chunked prompts and shared prefixes, sequences that come and go; twice, by what was read."""
+    tree = TreeBounds(12, 4, 4)
+    engine = llama_engine(SLOTS, 12, 4, 4, graphs=True, overlap=overlap, fused=True, prefill_tokens=40, merged=merged)
+    prompts, params = repeating_jobs(14)
+    plain = [s.output_ids for s in run(llama_engine(SLOTS), prompts, params)]
+    accepted = []
+    for _ in range(2):
+        sequences = run(engine, prompts, params)
+        assert [s.output_ids for s in sequences] == plain
+        accepted.append(sum(s.stats.num_accepted_draft_tokens for s in sequences))
+    assert accepted[1] > 150 and accepted[1] > accepted[0]  # the second time all of it was read before
+    assert engine.counters.num_reused_tokens > 0
+    assert bool(engine.counters.num_ahead) == overlap
+    if overlap:
+        assert engine.counters.num_ahead > 0.5 * engine.counters.num_steps
+    assert engine.bounds == tree
+
+
+class NowAndThenWithoutModel:
+    """Drafts as a uniform planner does, by turns with and without the model, or not at all."""
+
+    will_draft = True
+
+    def __init__(self, uniform: UniformPlanner):
+        self._uniform, self.plans = uniform, []
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        turn = len(self.plans) % 5
+        plan = replace(self._uniform.plan(batch), lookups_only=turn < 3) if turn < 4 else PLAIN
+        self.plans.append(plan)
+        return plan
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._uniform.allocate(draft, plan, batch)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("name", "merged"), REPLAYED)
+def test_steps_without_the_model_are_launched_ahead_too(name, merged):
+    engine = llama_engine(4, 12, 4, 4, graphs=True, overlap=True, fused=True, merged=merged)
+    planner = engine.planner = NowAndThenWithoutModel(engine.planner)
+    prompts, params = repeating_jobs(10)
+    plain = [s.output_ids for s in run(llama_engine(4), prompts, params)]
+    assert [s.output_ids for s in run(engine, prompts, params)] == plain
+    assert engine.counters.num_ahead > 0.5 * engine.counters.num_steps
+    assert sum(plan.lookups_only for plan in planner.plans) > 20
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replayed_merges_of_any_plan_and_under_pre_emption(overlap):
+    prompts, params = repeating_jobs(10)
+    outputs = [s.output_ids for s in run(llama_engine(4), prompts, params)]
+    for kv_tokens in (None, 9 * BLOCK_SIZE):
+        engine = llama_engine(4, 12, 5, 4, graphs=True, overlap=overlap, kv_tokens=kv_tokens, merged=with_lookups)
+        engine.planner = Whimsical(2, without_model=0.4)
+        assert [s.output_ids for s in run(engine, prompts, params)] == outputs
+    assert engine.counters.num_preemptions > 0
+
+
+def test_a_replayed_merge_has_the_graphs_of_its_head_alone():
+    counts = []
+    for merged in (lambda drafter, bounds: drafter, with_lookups):
+        engine = llama_engine(16, 60, 6, 10, graphs=True, overlap=True, fused=True, merged=merged)
+        capture(engine)
+        ahead = engine.graphs.num_captured
+        run(engine, *repeating_jobs(20))
+        assert engine.graphs.num_captured == ahead and engine.graphs.num_replayed > 0
+        counts.append(ahead)
+    assert counts[0] == counts[1]
 
 
 def test_heads_that_read_different_outputs_are_refused(tmp_path):

@@ -140,6 +140,7 @@ async def get(app: Any, path: str, headers: dict[str, str] | None = None) -> Ans
 
 SETTINGS = {
     "model.device": "cpu",
+    "speculative.method": "eagle2",  # whose drafts do not depend on what was answered before
     "speculative.max_nodes": 8,
     "speculative.max_depth": 3,
     "speculative.top_k": 4,

@@ -6,7 +6,7 @@ caches or attention matter the Llamas run through the real Target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -24,7 +24,7 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft, NullDrafter
+from eagle_ray.methods.drafter import Draft, Drafter, NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -181,13 +181,15 @@ def llama_engine(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
+    merged: Callable[[Drafter, TreeBounds], Drafter] = lambda drafter, bounds: drafter,
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
     weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead. fused:
     with as few graphs as Triton's kernels need.
-    packed: whether linear layers are, as the product runs them. shape: the Llama's, where it is not LLAMA's.
+    packed: whether linear layers are, as the product runs them. merged: returns the drafter with others. shape: the
+    Llama's, where it is not LLAMA's.
     """
     model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
     for module in (model, weights) if packed else ():
@@ -195,7 +197,7 @@ def llama_engine(
     bounds, layers = TreeBounds(max_nodes, max_depth, top_k), weights.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 128 + bounds.num_positions, kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
-    drafter = EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter()
+    drafter = merged(EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter(), bounds)
     replayed = CudaGraphRunner(device, num_slots, target.cache.capacity, fused) if graphs else None
     return Engine(target, drafter, UniformPlanner(bounds), 128, bounds, prefill_tokens, replayed, overlap)
 

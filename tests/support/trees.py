@@ -11,6 +11,7 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
+from tests.support.toy_models import best
 
 
 def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
@@ -26,6 +27,36 @@ def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTre
         children = log_probs.clamp(max=0).topk(width, -1)
         builder.grow(children.values, children.indices)
     return builder.build()
+
+
+def as_paths(tree: DraftTree, b: int, values: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """Slow and obvious: each node's path of tokens, with its value."""
+    found = {}
+    for node in range(1, tree.num_nodes):
+        path, up = [], node
+        while tree.valid[b, node] and up > 0:
+            path.insert(0, int(tree.tokens[b, up]))
+            up = int(tree.parents[b, up])
+        if path:
+            found[tuple(path)] = float(values[b, node])
+    return found
+
+
+def given_parents(tree: DraftTree) -> torch.Tensor:
+    return tree.log_values - tree.log_values.gather(1, tree.parents.clamp(min=0))
+
+
+def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]:
+    """Trees of few tokens on the same roots, so that many paths are in several of them; some have no node at all."""
+    generator, trees = torch.Generator().manual_seed(seed), []
+    for i in range(count):
+        depth, width = (int(torch.randint(1, 4, (1,), generator=generator)) for _ in range(2))
+        tree = grown(seed + 7 * i, batch, depth, width, ties)
+        tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
+        tree.tokens[:, 1 : 1 + width] = torch.arange(width)  # siblings of the root, shared by all trees
+        budgets = torch.randint(1, tree.num_nodes + 1, (batch,), generator=generator)
+        trees.append(best(tree, budgets.tolist()))
+    return trees
 
 
 def check_laws(tree: DraftTree) -> None:
@@ -60,6 +91,10 @@ class Known:
     """A sequence as far as it is known."""
 
     token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def token_ids_from(self, start: int) -> list[int]:
         return self.token_ids[start:]

@@ -1,46 +1,18 @@
 """Merged trees against dictionaries of paths; the blend against what it is told."""
 
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.methods.combine.calibration import EnsembleCalibration
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.methods.combine.calibration import EnsembleCalibration, children_on_path
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge_trees
-from tests.support.toy_models import best
-from tests.support.trees import check_laws, grown
-
-
-def as_paths(tree: DraftTree, b: int, values: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Slow and obvious: each node's path of tokens, with its value."""
-    found = {}
-    for node in range(1, tree.num_nodes):
-        path, up = [], node
-        while tree.valid[b, node] and up > 0:
-            path.insert(0, int(tree.tokens[b, up]))
-            up = int(tree.parents[b, up])
-        if path:
-            found[tuple(path)] = float(values[b, node])
-    return found
-
-
-def given_parents(tree: DraftTree) -> torch.Tensor:
-    return tree.log_values - tree.log_values.gather(1, tree.parents.clamp(min=0))
-
-
-def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]:
-    """Trees of few tokens on the same roots, so that many paths are in several of them; some have no node at all."""
-    generator, trees = torch.Generator().manual_seed(seed), []
-    for i in range(count):
-        depth, width = (int(torch.randint(1, 4, (1,), generator=generator)) for _ in range(2))
-        tree = grown(seed + 7 * i, batch, depth, width, ties)
-        tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
-        tree.tokens[:, 1 : 1 + width] = torch.arange(width)  # siblings of the root, shared by all trees
-        budgets = torch.randint(1, tree.num_nodes + 1, (batch,), generator=generator)
-        trees.append(best(tree, budgets.tolist()))
-    return trees
+from tests.support.trees import as_paths, check_laws, given_parents, some_trees
 
 
 @settings(max_examples=30, deadline=None)
@@ -83,7 +55,9 @@ def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
     for _ in range(300):
         right = torch.stack([torch.ones(8) > 0, torch.rand(8, generator=generator) < 0.5, torch.zeros(8) > 0], 1)
         picked = torch.nn.functional.pad(right, (1, 0))
-        blend.update(1, torch.zeros(8).long(), said.expand(8, -1, -1), offered.expand(8, -1), picked)
+        nothing = torch.zeros(8, 4).bool()
+        levels = torch.stack([nothing, offered.expand(8, -1)]), torch.stack([nothing, picked])
+        blend.update(torch.zeros(8).long(), said.expand(8, -1, -1), *levels)
     values = blend.apply(torch.full((1, 4), 2), torch.zeros(1).long(), said[None]).exp()[0, 1:]
     assert values[0] > 0.85 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.15
     untold = blend.apply(torch.full((1, 4), 1), torch.zeros(1).long(), said[None]).exp()[0, 1:]
@@ -98,8 +72,9 @@ def test_a_blend_keeps_what_it_learns_of_a_model_that_ran_apart_from_steps_witho
     alone[..., 0] = -torch.inf
     offered = torch.tensor([False, True, True]).expand(4, -1)
     for _ in range(200):
-        blend.update(0, blend.sets(both), said, offered, offered & (said[..., 0] > -1))
-        blend.update(0, blend.sets(both, has_model=False), alone, offered & (alone[..., 1] > -1), alone[..., 1] > -1)
+        blend.update(blend.sets(both), said, offered[None], (offered & (said[..., 0] > -1))[None])
+        found = (offered & (alone[..., 1] > -1))[None]
+        blend.update(blend.sets(both, has_model=False), alone, found, found)
     depths = torch.ones(4, 3).long()
     assert blend.apply(depths, blend.sets(both), said).exp()[0, 2] < 0.1
     assert blend.apply(depths, blend.sets(both, has_model=False), alone).exp()[0, 2] > 0.9
@@ -113,14 +88,73 @@ def test_that_a_drafter_lacks_a_child_counts_only_if_it_proposes_others():
     offered = torch.tensor([[False, True, True], [False, True, False]])
     picked = torch.tensor([[False, False, True], [False, True, False]])
     for _ in range(200):
-        blend.update(0, sets, said, offered, picked)
+        blend.update(sets, said, offered[None], picked[None])
     values = blend.apply(torch.ones(2, 3).long(), sets, said).exp()
     assert values[0, 1] < 0.2 and values[1, 1] > 0.6
 
 
 def test_nodes_that_were_not_reached_teach_a_blend_nothing():
-    blend = EnsembleCalibration(1, 2)
-    blend.update(
-        0, torch.zeros(2).long(), torch.full((2, 3, 2), -1.0), torch.zeros(2, 3).bool(), torch.zeros(2, 3).bool()
-    )
+    blend, nothing = EnsembleCalibration(1, 2), torch.zeros(1, 2, 3).bool()
+    blend.update(torch.zeros(2).long(), torch.full((2, 3, 2), -1.0), nothing, nothing)
     assert torch.equal(blend.fit.parameters, EnsembleCalibration(1, 2).fit.parameters)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 3),
+    batch=st.integers(1, 5),
+    ties=st.booleans(),
+    model=st.sampled_from([None, 0]),
+)
+def test_the_kernel_of_the_cpu_merges_and_values_as_torch_does(seed, count, batch, ties, model):
+    if not cpu_ops.has_function("merge_blended"):
+        pytest.skip("no compiled library: install with a C++ compiler")
+    generator = torch.Generator().manual_seed(seed)
+    trees = [*some_trees(seed, count, batch, ties), None]
+    blend = EnsembleCalibration(2, len(trees))  # deeper nodes have the last level's weights
+    blend.fit.parameters += torch.randn(blend.fit.parameters.shape, generator=generator)
+    sets = torch.randint(0, 4, (batch,), generator=generator)
+    ours = blend.merge(trees, 3, sets, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_ops, "has_function", lambda name: False)
+        theirs = blend.merge(trees, 3, sets, model)
+    num_nodes = ours.tree.num_nodes
+    assert not theirs.tree.valid[:, num_nodes:].any() and theirs.tree.valid[:, :num_nodes].any(0).all()
+    for name in ("tokens", "parents", "depths", "draft_log_probs", "valid"):
+        assert torch.equal(getattr(ours.tree, name), getattr(theirs.tree, name)[:, :num_nodes]), name
+    close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-5)
+    close(ours.tree.log_values, theirs.tree.log_values[:, :num_nodes])
+    close(ours.log_probs, theirs.log_probs[:, :num_nodes])
+    close(ours.extra, theirs.extra[..., :num_nodes])
+
+
+def path_of(tree: DraftTree, b: int, picks: list[int], num_accepted: int) -> list[tuple[set[int], set[int]]]:
+    """Slow and obvious: the children of each node that the target's path reached, and the one it went on to."""
+    node, levels = 0, []
+    for pick in picks[: num_accepted + 1]:
+        children = {i for i in range(tree.num_nodes) if int(tree.parents[b, i]) == node}
+        taken = {i for i in children if int(tree.tokens[b, i]) == pick}
+        levels.append((children, taken))
+        if not taken:
+            break
+        (node,) = taken
+    return levels
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4))
+def test_the_children_on_the_targets_path_are_observed(seed, batch):
+    generator = torch.Generator().manual_seed(seed)
+    tree = merge_trees(some_trees(seed, 2, batch, ties=False), 3).tree
+    picks = torch.randint(0, 4, (batch, 4), generator=generator)
+    num_accepted = torch.randint(0, 4, (batch,), generator=generator)
+    offered, picked = children_on_path(tree, picks, num_accepted, 3)
+    for b in range(batch):
+        levels = path_of(tree, b, picks[b].tolist(), int(num_accepted[b]))[:3]
+        levels += [(set(), set())] * (3 - len(levels))
+        found = [
+            (set(o[b].nonzero()[:, 0].tolist()), set(p[b].nonzero()[:, 0].tolist()))
+            for o, p in zip(offered, picked, strict=True)
+        ]
+        assert found == levels

@@ -16,12 +16,33 @@ have weights of their own: there a lookup's child is also one that the model wou
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.calibration import KINDS, OnlineFit, logit
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.tree_merge import Merged, merge_trees
+
+
+@dataclass(frozen=True, slots=True)
+class BlendedTree:
+    """The nodes of several drafters as one tree, with their values.
+
+    Attributes:
+        log_probs: a node's log-probability given its parent by each drafter, -inf if it lacks the node.
+        extra: by depth, the log values of nodes that the model does not propose.
+    """
+
+    tree: DraftTree
+    log_probs: Float[Tensor, "B N A"]
+    extra: Float[Tensor, "D B N"]
 
 
 class EnsembleCalibration:
@@ -40,6 +61,10 @@ class EnsembleCalibration:
             device=device,
         )
 
+    @property
+    def num_levels(self) -> int:
+        return len(self.fit.parameters)
+
     @staticmethod
     def sets(kinds: Int[Tensor, " B"], has_model: bool = True) -> Int[Tensor, " B"]:
         """Return the weights of each row. kinds: 1 for sampled rows, 0 for greedy ones. has_model: a model drafted."""
@@ -50,31 +75,121 @@ class EnsembleCalibration:
     ) -> Float[Tensor, "B N"]:
         """Return conditional log-probabilities of nodes.
 
-        depths: 1 for the roots' children; roots may have any value.
+        depths: 1 for the roots' children; roots may have any value. The last level's weights are those of deeper ones.
         log_probs: calibrated log-probabilities by drafter, -inf if a drafter lacks the node; the root comes first.
         """
-        weights = self.fit.parameters[(depths - 1).clamp(min=0), sets[:, None]]
+        weights = self.fit.parameters[(depths - 1).clamp(0, self.num_levels - 1), sets[:, None]]
         return logsigmoid((_features(log_probs) * weights).sum(-1))
+
+    def merge(
+        self, trees: Sequence[DraftTree | None], max_depth: int, sets: Int[Tensor, " B"], model: int | None = None
+    ) -> BlendedTree:
+        """Merge trees on the same roots and give every node its value.
+
+        Args:
+            trees: of each drafter; None if it did not draft.
+            max_depth: at least their depths.
+            model: the drafter whose nodes are not among `BlendedTree.extra`.
+        """
+        drafted = [tree for tree in trees if tree is not None]
+        device = drafted[0].tokens.device
+        if cpu_ops.available(device, torch.float32) and cpu_ops.has_function("merge_blended"):
+            return self._merge_natively(trees, max_depth, sets, -1 if model is None else model)
+
+        return self.value(merge_trees(trees, max_depth), max_depth, sets, model)
+
+    def value(
+        self, merged: Merged, max_depth: int, sets: Int[Tensor, " B"], model: int | None, num_nodes: int | None = None
+    ) -> BlendedTree:
+        """Give the nodes of a merged tree their values. Arguments as for `merge`.
+
+        Args:
+            num_nodes: return the best ones, breadth-first, if there are more; None is all, as they are.
+        """
+        log_probs = merged.log_probs_by_drafter
+        tree = merged.with_log_probs(self.apply(merged.tree.depths, sets, log_probs), max_depth)
+        if num_nodes is not None:
+            nodes = tree.best(num_nodes)
+            log_probs = log_probs.gather(
+                1, nodes.clamp(max=tree.num_nodes - 1)[:, :, None].expand(-1, -1, log_probs.shape[2])
+            )
+            tree = tree.select(nodes)
+        values = tree.log_values
+        if model is not None:
+            values = values.masked_fill(log_probs[..., model] > -torch.inf, -torch.inf)
+        depths = torch.arange(1, max_depth + 1, device=values.device)[:, None, None]
+        return BlendedTree(tree, log_probs, torch.where(tree.depths == depths, values, -torch.inf))
+
+    def _merge_natively(
+        self, trees: Sequence[DraftTree | None], max_depth: int, sets: Int[Tensor, " B"], model: int
+    ) -> BlendedTree:
+        """Do what `merge` does by a kernel of the CPU: some 30 small operations take about a millisecond."""
+        weights, num_drafters = self.fit.parameters, len(trees)
+        rows = len(sets)
+        num_nodes = sum(tree.num_nodes for tree in trees if tree is not None)
+        ints = torch.zeros(2, rows, num_nodes, dtype=torch.int64)
+        parents = torch.full((rows, num_nodes), -1)
+        valid = torch.zeros(rows, num_nodes, dtype=torch.bool)
+        floats = torch.full((2 + max_depth, rows, num_nodes), -torch.inf)
+        log_probs = torch.full((rows, num_nodes, num_drafters), -torch.inf)
+        largest = ctypes.c_int64()
+
+        candidates = (cpu_ops.CandidateTree * num_drafters)()
+        lasting = [None if tree is None else [x.contiguous() for x in tree.tensors] for tree in trees]
+        for i, tensors in enumerate(lasting):
+            if tensors is not None:
+                candidates[i] = cpu_ops.CandidateTree(tensors[0].shape[1], *(x.data_ptr() for x in tensors))
+        blend = cpu_ops.Blend(num_drafters, *weights.shape[:2], model, weights.data_ptr(), sets.data_ptr())
+        pointers = (
+            *(x.data_ptr() for x in (ints[0], parents, ints[1], floats[0], floats[1], valid, log_probs, floats[2:])),
+            ctypes.addressof(largest),
+        )
+        out = cpu_ops.MergedTrees(rows, num_nodes, max_depth, *pointers)
+        cpu_ops.function_for("merge_blended")(candidates, blend, out, torch.get_num_threads())
+
+        real = slice(largest.value)
+        tensors = (x[:, real] for x in (ints[0], parents, ints[1], floats[0], floats[1], valid))
+        return BlendedTree(DraftTree(*tensors), log_probs[:, real], floats[2:, :, real])
 
     def update(
         self,
-        level: int,
         sets: Int[Tensor, " B"],
         log_probs: Float[Tensor, "B N A"],
-        offered: Bool[Tensor, "B N"],
-        picked: Bool[Tensor, "B N"],
+        offered: Bool[Tensor, "L B N"],
+        picked: Bool[Tensor, "L B N"],
     ) -> None:
-        """Observe the target's sample after one node of each row.
+        """Observe the target's sample after one node of each row on each of the first L levels.
 
         offered: the proposed children, none if the node was not reached. picked: the child with the target's token.
         """
-        x = _features(log_probs)
-        predicted = torch.sigmoid((x * self.fit.parameters[level][sets][:, None]).sum(2))
+        x, levels = _features(log_probs), slice(len(offered))
+        predicted = torch.sigmoid(torch.einsum("bnp,lbp->lbn", x, self.fit.parameters[levels, sets]))
         of_set = torch.stack([sets == number for number in range(2 * KINDS)]).float()
-        gradient = torch.einsum("bn,bnp->bp", offered * (picked.float() - predicted), x)
-        fisher = torch.einsum("bn,bnp,bnq->bpq", offered * predicted * (1 - predicted), x, x)
-        reached = of_set @ offered.any(1).float()
-        self.fit.update(level, of_set @ gradient, torch.einsum("sb,bpq->spq", of_set, fisher), reached)
+        gradient = torch.einsum("lbn,bnp->lbp", offered * (picked.float() - predicted), x)
+        pairs = (x[..., None] * x[..., None, :]).flatten(2)
+        fisher = torch.einsum("lbn,bnq->lbq", offered * predicted * (1 - predicted), pairs)
+        size = (len(offered), 2 * KINDS, x.shape[2], x.shape[2])
+        self.fit.update(levels, of_set @ gradient, (of_set @ fisher).view(size), offered.any(2).float() @ of_set.T)
+
+
+def children_on_path(
+    tree: DraftTree, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"], num_levels: int
+) -> tuple[Bool[Tensor, "L B N"], Bool[Tensor, "L B N"]]:
+    """Return, for the first levels, the children of the node on the target's path and the one with its next token.
+
+    Args:
+        picks: the target's tokens after the roots, of which num_accepted + 1 are known.
+    """
+    node, reached = torch.zeros_like(num_accepted), num_accepted >= 0
+    offered, picked = [], []
+    for level in range(num_levels):
+        reached = reached & (num_accepted >= level)
+        children = (tree.parents == node[:, None]) & reached[:, None]
+        taken = children & (tree.tokens == picks[:, level, None])
+        offered.append(children)
+        picked.append(taken)
+        node, reached = taken.long().argmax(1), taken.any(1)
+    return torch.stack(offered), torch.stack(picked)
 
 
 def _features(log_probs: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:

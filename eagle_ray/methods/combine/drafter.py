@@ -8,7 +8,7 @@ merged trees (arXiv 2305.09781), under one budget.
 
 The plan's depth and width are for the parts with a model: the first of them decides where its draft ends, and the
 others go as deep. Parts without a model draft as deep as they can; if `plan.lookups_only`, they draft alone. Where they
-find nothing, the draft is the model's.
+find nothing, the draft is the model's. Where steps are replayed, look-ups are merged as looked_up.py says.
 
 Any method, merged or not, is checked, loaded and made from here:
 
@@ -21,11 +21,12 @@ Any method, merged or not, is checked, loaded and made from here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -33,29 +34,35 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import to_device
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.methods.calibration import levels_in_turn
-from eagle_ray.methods.combine.calibration import EnsembleCalibration
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
+from eagle_ray.methods.calibration import is_due
+from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
+from eagle_ray.methods.combine.looked_up import AheadLookups
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
+from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.method import METHODS, DraftSettings, draft_parts, parts_of
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Planner
-from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
-from eagle_ray.tree.tree_merge import Merged, extra_log_values, log_values_by_depth, merge_trees
+
+UPDATE_INTERVAL = 16  # steps between updates after the warm-up: one takes 0.7 ms on a CPU, and 60 launches on a GPU
+MAX_ROWS = 8  # sequences of an update, by turns: of 32 it takes 10 ms on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     """The candidates of the last step. sets: see EnsembleCalibration."""
 
-    merged: Merged
+    blended: BlendedTree
     sets: Int[Tensor, " B"]
     depth: int
 
@@ -67,19 +74,27 @@ class EnsembleDrafter(Drafter):
         parts: those with a model first, if there are any.
         blend: the calibration for as many drafters.
         feature_indices: for each part with a model, which of the target's features it reads.
+        bounds: of the trees; replayed steps take no more candidates.
     """
 
-    supports_graphs = False
-
     def __init__(
-        self, parts: Sequence[Drafter], blend: EnsembleCalibration, feature_indices: Sequence[Int[Tensor, " F"]] = ()
+        self,
+        parts: Sequence[Drafter],
+        blend: EnsembleCalibration,
+        feature_indices: Sequence[Int[Tensor, " F"]] = (),
+        bounds: TreeBounds = NO_TREE,
     ):
-        self.parts, self._blend = parts, blend
+        self.parts, self._blend, self._bounds = parts, blend, bounds
         self._feature_indices = feature_indices
+        self._models = [part for part in parts if part.has_model]
+        self._lookups = [cast(LookupDrafter, part) for part in parts if part.has_lookups]
+        is_replayable = len(self._models) <= 1 and len(self._models) + len(self._lookups) == len(parts)
+        self.supports_graphs = is_replayable and all(part.supports_graphs for part in parts)
+        self._ahead: AheadLookups | None = None  # where steps are replayed
+        self._num_candidates = bounds.num_candidates
         self._drafted: _Drafted | None = None
-        self._num_taught = 0
-        self.has_model = any(part.has_model for part in parts)
-        self.has_lookups = any(part.has_lookups for part in parts)
+        self._num_taught = self._num_updates = 0
+        self.has_model, self.has_lookups = bool(self._models), bool(self._lookups)
 
     @property
     def prefill_passes(self) -> int:
@@ -90,7 +105,17 @@ class EnsembleDrafter(Drafter):
         return {"parts": [part.cost_key for part in self.parts]}
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
-        assert runner is None, "an ensemble drafts on the host"
+        """Replay the model's drafts. What is looked up is merged with them by operations that are not recorded."""
+        for part in self.parts:
+            part.use_graphs(runner, max_depth)
+        self._ahead = None
+        if runner is not None:
+            assert self.supports_graphs, "several models, or parts that draft on the host, are not replayed"
+            self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self._blend.fit.parameters.device)
+            self._num_candidates = runner.num_nodes(self._bounds.num_candidates)
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        return chain.from_iterable(part.recordings(top_k, max_length, params) for part in self.parts)
 
     def attach_prefix(
         self,
@@ -125,6 +150,10 @@ class EnsembleDrafter(Drafter):
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """Return the nodes of all parts in one tree; the models' levels, or those of the tree if no model drafted."""
+        if self._ahead is not None:
+            model = self._models[0] if self._models and not plan.lookups_only else None
+            own = None if model is None else model.draft(batch, roots, plan, sampling, texts)
+            return self._with_lookups(self._ahead, own, batch, roots, plan, sampling, texts)
         drafts = self._draft_parts(batch, roots, plan, sampling, texts)
         each = [(part.has_model, draft) for part, draft in zip(self.parts, drafts, strict=True) if draft is not None]
         models = [draft for has_model, draft in each if has_model]
@@ -136,16 +165,60 @@ class EnsembleDrafter(Drafter):
             return replace(alone, is_exhausted=is_all)
 
         depth = max(draft.depth for draft in (*models, *others))
-        merged = merge_trees([None if draft is None else draft.tree for draft in drafts], depth)
         sets = self._blend.sets((sampling.temperature > 0).long(), has_model=bool(models))
-        tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, sets, merged.log_probs_by_drafter), depth)
-        self._drafted = _Drafted(merged, sets, depth)
+        trees = [None if draft is None else draft.tree for draft in drafts]
+        blended = self._blend.merge(trees, depth, sets, 0 if models else None)
+        self._drafted = _Drafted(blended, sets, depth)
+        extra = blended.extra if plan.members is None else blended.extra[:, to_device(plan.members, roots.device)]
         if not models:
-            levels = [level[:, None] for level in log_values_by_depth(tree, depth, plan)]
-            return Draft(tree, levels, 0, 0, is_all)
-        extra = extra_log_values(merged.log_probs_by_drafter[..., 0], tree, depth, plan)
+            return Draft(blended.tree, list(extra[:, :, None].unbind()), 0, 0, is_all)
         num_passes = sum(draft.num_passes for draft in models)
-        return Draft(tree, models[0].levels, num_passes, models[0].num_catch_up, is_all, extra)
+        return Draft(blended.tree, models[0].levels, num_passes, models[0].num_catch_up, is_all, list(extra.unbind()))
+
+    def draft_async(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft | None:
+        """Return the model's replayed draft with what is looked up, or None if the model's cannot be replayed."""
+        if self._ahead is None or not plan.has_known_shape:
+            return None
+        own = None
+        if self._models and not plan.lookups_only:
+            own = self._models[0].draft_async(at, roots, plan, sampling, texts)
+            if own is None:
+                return None
+        return self._with_lookups(self._ahead, own, at, roots, plan, sampling, texts)
+
+    def _with_lookups(
+        self,
+        lookups: AheadLookups,
+        own: Draft | None,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """Return a model's draft, if there is one, with what is looked up; nothing waits for the device."""
+        self._drafted = None
+        looked_up = lookups.look_up(batch, texts, plan, sampling)
+        if looked_up is None:
+            return own or replace(Draft.empty(roots), is_exhausted=True)
+
+        first = own or Draft.empty(roots)
+        depth = max(first.depth, plan.max_depth)
+        merged = lookups.merge(looked_up, first.tree, batch, depth, self.has_model)
+        sets = self._blend.sets((sampling.temperature > 0).long(), has_model=own is not None)
+        blended = self._blend.value(merged, depth, sets, None if own is None else 0, self._num_candidates)
+        self._drafted = _Drafted(blended, sets, depth)
+        extra = blended.extra if plan.members is None else blended.extra[:, to_device(plan.members, roots.device)]
+        if own is None:
+            return Draft(blended.tree, list(extra[:, :, None].unbind()), 0, 0, is_exhausted=True)
+        return replace(own, tree=blended.tree, extra_log_values=list(extra.unbind()))
 
     def _draft_parts(
         self,
@@ -171,6 +244,8 @@ class EnsembleDrafter(Drafter):
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         for part, own in self._with_features(verified.features):
             part.extend(batch, replace(verified, features=own))
+        if self._ahead is not None:
+            self._ahead.extend(batch, verified.result)
 
     def on_verified(self, result: VerifyResult) -> None:
         for part in self.parts:
@@ -183,7 +258,19 @@ class EnsembleDrafter(Drafter):
         for part in self.parts:
             part.reset_learning()
         self._blend.fit.reset()
-        self._drafted, self._num_taught = None, 0
+        self._drafted = None
+        self._num_taught = self._num_updates = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the parts' states and the calibration, each under a prefix of its own."""
+        states = [self._blend.fit.state(), *(part.state() for part in self.parts)]
+        return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
+        for i, load in enumerate(loads):
+            prefix = f"{i}."
+            load({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
 
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""
@@ -194,19 +281,17 @@ class EnsembleDrafter(Drafter):
     def _update_calibration(
         self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
     ) -> None:
-        """Update the calibration along the target's path through the candidates."""
-        tree, log_probs = drafted.merged.tree, drafted.merged.log_probs_by_drafter
+        """Update the calibration along the target's path through the candidates of some rows, if an update is due."""
         self._num_taught += 1
-        taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
-        node = torch.zeros_like(num_accepted)
-        reached = torch.ones_like(num_accepted, dtype=torch.bool)
-        for level in range(max(taught, default=-1) + 1):
-            reached = reached & (num_accepted >= level)
-            offered = (tree.parents == node[:, None]) & reached[:, None]
-            picked = offered & (tree.tokens == picks[:, level, None])
-            if level in taught:
-                self._blend.update(level, drafted.sets, log_probs, offered, picked)
-            node, reached = picked.long().argmax(1), picked.any(1)
+        num_levels = min(drafted.depth, picks.shape[1], self._blend.num_levels)
+        if not is_due(self._num_taught, num_levels, UPDATE_INTERVAL):
+            return
+        blended, num_turns = drafted.blended, -(-len(drafted.sets) // MAX_ROWS)
+        rows = slice(self._num_updates % num_turns, len(drafted.sets), num_turns)  # a replayed result has padding after
+        self._num_updates += 1
+        tree = DraftTree(*(tensor[rows] for tensor in blended.tree.tensors))
+        children = children_on_path(tree, picks[rows], num_accepted[rows], num_levels)
+        self._blend.update(drafted.sets[rows], blended.log_probs[rows], *children)
 
 
 class DraftList(nn.ModuleList):
@@ -281,7 +366,12 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Mo
     """Return the drafter of a method; an ensemble if several are merged."""
     parts = [part for part in parts_of(speculative.merged_methods) if part.draft is None or weights is not None]
     if len(parts) == 1:
-        return parts[0].make_drafter(speculative, target, weights)
+        drafter = parts[0].make_drafter(speculative, target, weights)
+        if not drafter.has_lookups or target.device.type == "cpu":
+            return drafter
+        return EnsembleDrafter(  # looks up ahead of steps in flight
+            [drafter], EnsembleCalibration(speculative.max_depth, 1, target.device), (), speculative.tree_bounds
+        )
     drafts = drafts_of(weights)
     features = [_features_read(draft, drafts, target) for draft in drafts]
     drafters = [
@@ -290,7 +380,7 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Mo
     ]
     drafters += [part.make_drafter(speculative, target, None) for part in parts if part.draft is None]
     blend = EnsembleCalibration(speculative.max_depth, len(drafters), target.device)
-    return EnsembleDrafter(drafters, blend, features)
+    return EnsembleDrafter(drafters, blend, features, speculative.tree_bounds)
 
 
 def make_planner(speculative: DraftSettings, drafter: Drafter) -> Planner | None:

@@ -59,7 +59,7 @@ class NativeReader:
         self._index, self.number = index, number
 
     def __del__(self) -> None:
-        self._index.remove(self.number)
+        self._index.discard(self.number)
 
 
 class NativeIndex:
@@ -73,6 +73,7 @@ class NativeIndex:
         self._library, self.kind = library, kind
         self._handle = library.lookup_open(kind == "suffix", capacity)
         self._growth = _Growth()
+        self._discarded: list[int] = []  # numbers of readers that were collected
 
     def __del__(self) -> None:
         self._library.lookup_close(self._handle)
@@ -89,11 +90,13 @@ class NativeIndex:
     def reader(self) -> NativeReader:
         return NativeReader(self, self._library.lookup_add_reader(self._handle))
 
-    def remove(self, number: int) -> None:
-        """Discard a reader, and with n-grams what it read."""
-        self._library.lookup_remove_reader(self._handle, number)
+    def discard(self, number: int) -> None:
+        """Discard a reader, and with n-grams what it read, before the next reading. Any thread may collect it."""
+        self._discarded.append(number)
 
     def read(self, readers: Sequence[NativeReader], news: Sequence[list[int]]) -> None:
+        while self._discarded:
+            self._library.lookup_remove_reader(self._handle, self._discarded.pop())
         numbers, counts, tokens = array("q"), array("q"), array("q")
         for reader, token_ids in zip(readers, news, strict=True):
             if token_ids:
@@ -126,7 +129,9 @@ class NativeIndex:
         levels = torch.empty(growth.depth, num_rows, 1, growth.width)
         addresses = [tensor.data_ptr() for tensor in (integers, floats, valid, levels)]
         self._library.lookup_write(self._handle, growth, num_nodes, *addresses)
-        tree = DraftTree(*integers.unbind(0), *floats.unbind(0), valid)
+        tokens, parents, depths = integers.unbind(0)
+        log_values, log_probs = floats.unbind(0)
+        tree = DraftTree(tokens, parents, depths, log_values, log_probs, valid)
         return GrownTrees(tree, list(levels.unbind(0)) if growth.depth else [])
 
     def reset(self) -> None:

@@ -61,7 +61,7 @@ from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
 SMOLLM2_HEAD = "embedded:smollm2/eagle2"
-METHODS = ("none", "suffix", "eagle2", "eagle2+suffix")
+METHODS = ("none", "suffix", "eagle2", "eagle2+suffix", "auto")
 COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section here is a start
 THREADS = 8
 PROFILED_STEPS, PROFILED_FUNCTIONS = 100, 30
@@ -134,7 +134,7 @@ def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype
     from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.config import ModelConfig, SpeculativeConfig
 
-    draft = None if method in ("none", "suffix") else scale.draft
+    draft = None if method in ("none", "suffix", "suffix+ngram") else scale.draft
     name = dtype or str(scale.dtype).removeprefix("torch.")
     model = ModelConfig(target=scale.target, draft=draft, dtype=name, max_model_len=max_model_len)
     return build_in_thread(model, SpeculativeConfig(method=method), EngineArgs(slots), THREADS).engine
@@ -173,16 +173,27 @@ def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
 
 def measure_bar(scale: Scale, findings: Findings, method: str) -> None:
     """The public bar: SmolLM2-135M-Instruct, context 2,048, up to 1,024 tokens of answer, prompts included."""
+    _measure_jobs(scale, findings, "bar", [(method, slots) for slots in scale.slots(512, 256)])
+
+
+def measure_sources(scale: Scale, findings: Findings) -> None:
+    """The bar's rows for one and for few sequences: plain decoding, the head, look-ups, and all sources in one tree."""
+    jobs = [(method, slots) for slots in scale.slots(32, 1) for method in ("none", "eagle2", "suffix+ngram", "auto")]
+    _measure_jobs(scale, findings, "sources", jobs)
+
+
+def _measure_jobs(scale: Scale, findings: Findings, kind: str, jobs: list[tuple[str, int]]) -> None:
+    """Measure a job's steady state for each method and number of slots."""
     length, output = (256, 32) if scale.is_smoke else (2048, 1024)
     prompts = chat_prompts(scale, length - output)
-    for slots in scale.slots(512, 256):
+    for method, slots in jobs:
         started = time.perf_counter()
         engine = real_engine(scale, method, slots, length)
         ready_s = time.perf_counter() - started
         job = SteadyJob(engine, requests(prompts, output))
         job.run(scale.warm_s)
         figures = job.window(scale.window_s) | job.busy_share()
-        findings.add("bar", method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine))
+        findings.add(kind, method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine))
         job.end()
         del engine, job
         release(scale.device)
@@ -416,6 +427,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
     return {
         "attention": backend_name(engine.target.cache),
         "graphs": 0 if graphs is None else graphs.num_captured,
+        "ahead": engine.counters.num_ahead / max(engine.counters.num_steps, 1),
         **{f"{part}_off": reason for part, reason in engine.fallbacks.items()},
         "graphs_s": None if graphs is None else graphs.seconds,
         "kv_tokens": engine.target.cache.blocks.num_blocks * engine.target.cache.blocks.size,
@@ -425,6 +437,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
     **{f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS},
+    "sources": measure_sources,
     "host": measure_host,
     "bar-qwen3-8b": measure_qwen3,
     "steady": measure_steady,

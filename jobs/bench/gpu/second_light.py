@@ -33,6 +33,8 @@ from jobs.bench.gpu.triton_cache import triton_cache
 MINUTES = 4.0  # of a call, without imports and the packing of Triton's cache
 LIMIT_S = {
     "bar-none": 100.0,
+    "bar-auto": 120.0,
+    "sources": 200.0,
     "host": 60.0,
     "bar-eagle2": 120.0,
     "bar-suffix": 100.0,

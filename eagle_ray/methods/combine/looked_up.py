@@ -1,0 +1,246 @@
+"""LookedUp: what the host looked up after the tokens that it knows, on the device, and its merge with a model's tree.
+
+A step that is launched ahead follows tokens that only the device knows. So the host looks up deeper, after the last
+token that it has read, and the device moves the root along the tokens committed since then:
+
+    last token read   9 -- 7 -- 5 -- 2         committed since: 7        root   7 -- 5 -- 2
+                       \\    \\                                                    \\
+                        3    4                                                      4
+
+    lookups = AheadLookups(parts, num_slots, max_depth, device)
+    lookups.extend(batch, result)                                  # in each verify pass
+    looked_up = lookups.look_up(batch, texts, plan, sampling)      # one copy to the device
+    merged = lookups.merge(looked_up, tree, batch, max_depth, has_model=True)
+
+If the tokens committed since then were not looked up, nothing is left. All shapes are fixed and nothing waits for the
+device. A node of the model's tree and a looked-up one are the same if the codes of their paths are: sums of the tokens,
+multiplied by a number for each depth, modulo 2**64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import copy_to_device
+from eagle_ray.core.sampling_batch import SamplingBatch, as_int64
+from eagle_ray.methods.combine.calibration import EnsembleCalibration
+from eagle_ray.methods.drafter import TokenSequence
+from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.sampling.sampler import mix64
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.expand import DraftPlan
+from eagle_ray.tree.tree_merge import Merged, conditional_log_probs
+
+MAX_LEVELS = 128  # of a looked-up tree
+LOOKUP_NODES = 24  # of each part and sequence: a chain through a step in flight and its draft, and some others
+
+
+class AheadLookups:
+    """Looks up, by several drafters, after the last token that the host knows of each sequence.
+
+    Args:
+        parts: the drafters.
+        num_slots: of the engine.
+        max_depth: of any draft.
+        device: where the steps run.
+    """
+
+    def __init__(self, parts: Sequence[LookupDrafter], num_slots: int, max_depth: int, device: torch.device):
+        self._parts, self._max_depth, self._device = parts, max_depth, device
+        self._as_they_are = EnsembleCalibration(1, len(parts))
+        _factors(device)  # made now: a step must not wait for them
+        self._last_tokens = torch.zeros(num_slots + 1, max_depth + 1, dtype=torch.int64, device=device)
+
+    def extend(self, batch: DecodeSlots, result: VerifyResult) -> None:
+        """Keep what a step committed; the host may look up before it knows these tokens."""
+        tokens = result.tokens
+        self._last_tokens[:, : tokens.shape[1]].index_copy_(0, batch.slots, tokens)
+
+    def look_up(
+        self, batch: DecodeSlots, texts: Sequence[TokenSequence], plan: DraftPlan, sampling: SamplingBatch
+    ) -> LookedUp | None:
+        """Return what is found for the plan's members, or None if nothing is found for any."""
+        members = list(range(len(texts)) if plan.members is None else plan.members)
+        depth = self._max_depth + 1 + plan.max_depth
+        ends = torch.tensor([sorted(sampling.end_ids)]).expand(len(members), -1) if sampling.end_ids else None
+        seats = [batch.host_slots[i] for i in members], [texts[i] for i in members]
+        trees = [part.look_up(*seats, depth, LOOKUP_NODES, ends) for part in self._parts]
+        if not any(bool(tree.valid[:, 1:].any()) for tree in trees):
+            return None
+        blended = self._as_they_are.merge(trees, depth, torch.zeros(len(members), dtype=torch.int64))
+        tree, log_probs = blended.tree, blended.log_probs
+        if plan.members is not None:
+            index, roots = torch.tensor(members), torch.zeros(len(texts), dtype=torch.int64)
+            tree = tree.spread(index, roots)
+            log_probs = log_probs.new_full((len(texts), *log_probs.shape[1:]), -torch.inf).index_copy(
+                0, index, log_probs
+            )
+        num_known = [text.num_tokens for text in texts]
+        return LookedUp.of(tree, log_probs, num_known, len(trees) * LOOKUP_NODES, depth, self._device)
+
+    def merge(
+        self,
+        looked_up: LookedUp,
+        tree: DraftTree,
+        batch: DecodeSlots,
+        max_depth: int,
+        has_model: bool,
+    ) -> Merged:
+        """Return a tree on the batch's roots with the looked-up nodes that are below these roots."""
+        num_since = batch.lengths + 1 - looked_up.num_known
+        since = self._last_tokens.index_select(0, batch.slots)
+        step = torch.arange(since.shape[1], device=since.device)
+        is_root = step == num_since[:, None] - 1  # of a sequence without a step in flight, only the root is new
+        since = torch.where(is_root, tree.tokens[:, :1], since)
+        return looked_up.merge(tree, since, num_since, max_depth, has_model)
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """M looked-up nodes of each of B sequences, without roots, on the device.
+
+    Attributes:
+        num_known: tokens of each text when it was looked up.
+        parents: index of each node's parent; -1 for children of the root, and for padding.
+        depths: below the last known token; 0 for padding.
+        paths: the tokens from the root (excluded) to each node, plus 1; 0 past the node.
+        log_probs: of each node given its parent, by drafter.
+    """
+
+    num_known: Int[Tensor, " B"]
+    tokens: Int[Tensor, "B M"]
+    parents: Int[Tensor, "B M"]
+    depths: Int[Tensor, "B M"]
+    paths: Int[Tensor, "B M P"]
+    log_probs: Float[Tensor, "B M A"]
+
+    @classmethod
+    def of(
+        cls,
+        trees: DraftTree,
+        log_probs: Float[Tensor, "B N A"],
+        num_known: list[int],
+        num_nodes: int,
+        max_depth: int,
+        device: torch.device,
+    ) -> LookedUp:
+        """Copy trees of the host to the device.
+
+        Args:
+            log_probs: of each node given its parent, by drafter; -inf if it lacks the node.
+            num_nodes: M, at least the trees' nodes without their roots.
+            max_depth: P, a bound on their depths.
+        """
+        batch, num_drafters = len(num_known), log_probs.shape[2]
+        count = trees.num_nodes - 1
+        integers = np.zeros((3, batch, num_nodes), dtype=np.int64)
+        drafted = DraftTree(*(tensor[:, 1:] for tensor in trees.tensors))
+        for row, tensor in zip(integers, (drafted.tokens, drafted.parents - 1, drafted.depths), strict=True):
+            row[:, :count] = tensor.numpy()
+        tokens, parents, depths = integers
+        own_log_probs = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
+        own_log_probs[:, :count] = log_probs[:, 1:].numpy()
+        paths = _paths(tokens, parents, depths, max_depth)
+        parts = [np.array(num_known)[:, None], *integers, paths.reshape(batch, -1)]
+        parts.append(own_log_probs.view(np.int32).astype(np.int64).reshape(batch, -1))
+        packed = copy_to_device(torch.from_numpy(np.concatenate(parts, 1)), device)
+
+        sizes = [1, num_nodes, num_nodes, num_nodes, num_nodes * max_depth, num_nodes * num_drafters]
+        known, tokens_at, parents_at, depths_at, paths_at, bits = packed.split(sizes, 1)
+        log_probs_at = bits.int().view(torch.float32).view(batch, num_nodes, num_drafters)
+        return cls(
+            known[:, 0], tokens_at, parents_at, depths_at, paths_at.unflatten(1, (num_nodes, max_depth)), log_probs_at
+        )
+
+    def merge(
+        self, tree: DraftTree, since: Int[Tensor, "B S"], num_since: Int[Tensor, " B"], max_depth: int, has_model: bool
+    ) -> Merged:
+        """Return the tree with the looked-up nodes after it, of which those that it has, too, are padding.
+
+        The values of new nodes are missing.
+
+        Args:
+            tree: on the roots.
+            since: the tokens after the known ones, of which the first num_since are committed; the last is the root.
+            max_depth: levels of the tree, and of what is left of the looked-up ones.
+            has_model: the first drafter is the tree's; if not, no drafter has proposed the tree, which is its roots.
+        """
+        num_first, count = tree.num_nodes, self.tokens.shape[1]
+        place = torch.arange(num_first + count, device=tree.tokens.device)
+        levels = self.depths - num_since[:, None]
+        steps = torch.arange(self.paths.shape[2], device=place.device) - num_since[:, None]
+        shared = slice(min(since.shape[1], self.paths.shape[2]))
+        is_passed = (self.paths[:, :, shared] == since[:, None, shared] + 1) | (steps[:, None, shared] >= 0)
+        is_below = is_passed.all(2) & (levels > 0) & (levels <= max_depth)
+
+        factors = _factors(tree.tokens.device)
+        codes = (self.paths * factors[(steps + 1).clamp(min=0)][:, None]).sum(2)
+        is_same = (codes[:, :, None] == _codes(tree, factors, max_depth)[:, None]) & is_below[:, :, None]
+        is_known = is_same.any(2)
+        index = torch.where(is_known, is_same.int().argmax(2), place[num_first:])
+        above = torch.where(levels == 1, 0, index.gather(1, self.parents.clamp(min=0)))
+        is_new = is_below & ~is_known
+
+        size = (len(levels), num_first + count + 1, self.log_probs.shape[2])  # the last row takes what is left out
+        target = torch.where(is_below, index, size[1] - 1)[:, :, None].expand_as(self.log_probs)
+        log_probs = self.log_probs.new_full(size, -torch.inf).scatter(1, target, self.log_probs)[:, :-1]
+        own = pad(torch.where(tree.valid, conditional_log_probs(tree), -torch.inf), (0, count), value=-torch.inf)
+        new_log_probs = torch.where(is_new, self.log_probs.amax(2), -torch.inf)
+        merged = DraftTree(
+            tokens=torch.cat([tree.tokens, self.tokens], 1),
+            parents=torch.cat([tree.parents, torch.where(is_new, above, -1)], 1),
+            depths=torch.cat([tree.depths, torch.where(is_new, levels, 0)], 1),
+            log_values=pad(tree.log_values, (0, count), value=-torch.inf),
+            draft_log_probs=torch.cat([tree.draft_log_probs, new_log_probs], 1),
+            valid=torch.cat([tree.valid, is_new], 1),
+        )
+        return Merged(merged, torch.cat([own[:, :, None], log_probs], 2) if has_model else log_probs)
+
+
+def _paths(
+    tokens: Int[np.ndarray, "B M"], parents: Int[np.ndarray, "B M"], depths: Int[np.ndarray, "B M"], max_depth: int
+) -> Int[np.ndarray, "B M P"]:
+    """Return LookedUp.paths, level by level."""
+    batch, count = tokens.shape
+    paths = np.zeros((batch * count, max_depth), dtype=np.int64)
+    above = (parents + count * np.arange(batch)[:, None]).ravel()
+    of_level, flat = depths.ravel(), tokens.ravel() + 1
+    for depth in range(1, max_depth + 1):
+        nodes = np.flatnonzero(of_level == depth)
+        if not len(nodes):
+            break
+        if depth > 1:
+            paths[nodes] = paths[above[nodes]]
+        paths[nodes, depth - 1] = flat[nodes]
+    return paths.reshape(batch, count, max_depth)
+
+
+def _codes(tree: DraftTree, factors: Int[Tensor, " D1"], max_depth: int) -> Int[Tensor, "B N"]:
+    """Return the codes of the paths to the nodes; 0 for roots and padding. By pointer doubling."""
+    parents = tree.parents.clamp(min=0)
+    codes = (tree.tokens + 1) * factors[tree.depths]
+    distance = 1
+    while distance < max_depth:
+        codes = codes + codes.gather(1, parents)
+        parents = parents.gather(1, parents)
+        distance *= 2
+    return torch.where(tree.valid, codes, 0)
+
+
+_FACTORS: dict[torch.device, Tensor] = {}
+
+
+def _factors(device: torch.device) -> Int[Tensor, " D1"]:
+    """Return an odd number for each depth, 0 for the root's, on the device."""
+    if device not in _FACTORS:
+        numbers = [0, *(as_int64(mix64(depth) | 1) for depth in range(1, MAX_LEVELS))]
+        _FACTORS[device] = torch.tensor(numbers, device=device)
+    return _FACTORS[device]
