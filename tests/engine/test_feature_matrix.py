@@ -47,8 +47,8 @@ from tests.support.toy_models import head3, llama
 
 TREE = dict(max_nodes=24, max_depth=3, top_k=16)  # of 97 tokens: some drafts are right
 MANY, MAX_TOKENS = EngineArgs(32, 128, kv_tokens=None), 14
-# Seven blocks and small trees: the sequences that were admitted outgrow them.
-FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 64, kv_tokens=112), dict(max_nodes=8, max_depth=3, top_k=4), 50
+# Eight blocks and small trees: the sequences that were admitted outgrow them.
+FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 64, kv_tokens=128), dict(max_nodes=8, max_depth=3, top_k=4), 50
 PROMPTS = ["name:12,name:12,na", "b7k{x=3}"]
 HEADER = "12;name=4,na:me" * 4  # of several blocks
 MIXED = [None, "temperature", "repetition_penalty", "json_schema", "top_logprobs", "bad_words"]
