@@ -1,4 +1,4 @@
-"""EAGLE-2 as published, on the command line: ``speculative.method=eagle2`` and ``budget=uniform`` repeat the reference's steps."""
+"""EAGLE-2 as published, on the command line: method eagle2 with budget uniform repeats the reference's steps."""
 
 import json
 from pathlib import Path
