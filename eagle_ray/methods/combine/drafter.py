@@ -84,7 +84,7 @@ class EnsembleDrafter(Drafter):
         feature_indices: Sequence[Int[Tensor, " F"]] = (),
         bounds: TreeBounds = NO_TREE,
     ):
-        self.parts, self.blend, self._bounds = parts, blend, bounds
+        self.parts, self._blend, self._bounds = parts, blend, bounds
         self._feature_indices = feature_indices
         self._models = [part for part in parts if part.has_model]
         self._lookups = [cast(LookupDrafter, part) for part in parts if part.has_lookups]
@@ -111,7 +111,7 @@ class EnsembleDrafter(Drafter):
         self._ahead = None
         if runner is not None:
             assert self.supports_graphs, "several models, or parts that draft on the host, are not replayed"
-            self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self.blend.fit.parameters.device)
+            self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self._blend.fit.parameters.device)
             self._num_candidates = runner.num_nodes(self._bounds.num_candidates)
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
@@ -165,9 +165,9 @@ class EnsembleDrafter(Drafter):
             return replace(alone, is_exhausted=is_all)
 
         depth = max(draft.depth for draft in (*models, *others))
-        sets = self.blend.sets((sampling.temperature > 0).long(), has_model=bool(models))
+        sets = self._blend.sets((sampling.temperature > 0).long(), has_model=bool(models))
         trees = [None if draft is None else draft.tree for draft in drafts]
-        blended = self.blend.merge(trees, depth, sets, 0 if models else None)
+        blended = self._blend.merge(trees, depth, sets, 0 if models else None)
         self._drafted = _Drafted(blended, sets, depth)
         extra = blended.extra if plan.members is None else blended.extra[:, to_device(plan.members, roots.device)]
         if not models:
@@ -212,8 +212,8 @@ class EnsembleDrafter(Drafter):
         first = own or Draft.empty(roots)
         depth = max(first.depth, plan.max_depth)
         merged = lookups.merge(looked_up, first.tree, batch, depth, self.has_model)
-        sets = self.blend.sets((sampling.temperature > 0).long(), has_model=own is not None)
-        blended = self.blend.value(merged, depth, sets, None if own is None else 0, self._num_candidates)
+        sets = self._blend.sets((sampling.temperature > 0).long(), has_model=own is not None)
+        blended = self._blend.value(merged, depth, sets, None if own is None else 0, self._num_candidates)
         self._drafted = _Drafted(blended, sets, depth)
         extra = blended.extra if plan.members is None else blended.extra[:, to_device(plan.members, roots.device)]
         if own is None:
@@ -257,17 +257,17 @@ class EnsembleDrafter(Drafter):
     def reset_learning(self) -> None:
         for part in self.parts:
             part.reset_learning()
-        self.blend.fit.reset()
+        self._blend.fit.reset()
         self._drafted = None
         self._num_taught = self._num_updates = 0
 
     def state(self) -> dict[str, Tensor]:
         """Return the parts' states and the calibration, each under a prefix of its own."""
-        states = [self.blend.fit.state(), *(part.state() for part in self.parts)]
+        states = [self._blend.fit.state(), *(part.state() for part in self.parts)]
         return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        loads = [self.blend.fit.load_state, *(part.load_state for part in self.parts)]
+        loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
         for i, load in enumerate(loads):
             prefix = f"{i}."
             load({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
@@ -283,7 +283,7 @@ class EnsembleDrafter(Drafter):
     ) -> None:
         """Update the calibration along the target's path through the candidates of some rows, if an update is due."""
         self._num_taught += 1
-        num_levels = min(drafted.depth, picks.shape[1], self.blend.num_levels)
+        num_levels = min(drafted.depth, picks.shape[1], self._blend.num_levels)
         if not is_due(self._num_taught, num_levels, UPDATE_INTERVAL):
             return
         blended, num_turns = drafted.blended, -(-len(drafted.sets) // MAX_ROWS)
@@ -291,7 +291,7 @@ class EnsembleDrafter(Drafter):
         self._num_updates += 1
         tree = DraftTree(*(tensor[rows] for tensor in blended.tree.tensors))
         children = children_on_path(tree, picks[rows], num_accepted[rows], num_levels)
-        self.blend.update(drafted.sets[rows], blended.log_probs[rows], *children)
+        self._blend.update(drafted.sets[rows], blended.log_probs[rows], *children)
 
 
 class DraftList(nn.ModuleList):

@@ -56,6 +56,7 @@ class AheadLookups:
     def __init__(self, parts: Sequence[LookupDrafter], num_slots: int, max_depth: int, device: torch.device):
         self._parts, self._max_depth, self._device = parts, max_depth, device
         self._as_they_are = EnsembleCalibration(1, len(parts))
+        _factors(device)  # made now: a step must not wait for them
         self._last_tokens = torch.zeros(num_slots + 1, max_depth + 1, dtype=torch.int64, device=device)
 
     def extend(self, batch: DecodeSlots, result: VerifyResult) -> None:
