@@ -15,16 +15,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.methods.method import METHODS
+from eagle_ray.methods.method import AUTO, METHODS
 from eagle_ray.requests.parameters import CHAT, SAMPLING
 
 Row = Mapping[str, Any]
 EXACT, EAGER, REFUSED, UNTESTED = "=", "eager", "refused", "untested"
-MERGED = "eagle2+suffix+ngram"  # all sources of drafts in one tree
 PLAIN = "none"
-REPLAYED = "replayed steps"
+PRE_EMPTION, REPLAYED = "pre-emption", "replayed steps"
 # Drafters whose steps are not replayed as CUDA graphs, because they work on the host.
-EAGER_METHODS = frozenset(["medusa", "hydra", "recycling", "lookahead", MERGED])
+EAGER_METHODS = frozenset(["medusa", "hydra", "recycling", "lookahead"])
+KINDS = {"dflash": ("DSpark", "DFlash2", "Domino")}  # of heads that a method reads besides its own, columns each
 
 _SCHEMA = {
     "type": "object",
@@ -79,7 +79,7 @@ CONDITIONS: Mapping[str, str] = {
     "mixed batch": "Greedy and sampled sequences, with and without controls and grammars, share a step.",
     "prefix reuse": "A prompt begins with blocks that the prefix cache holds.",
     "chunked prompts": "A prompt is read in several steps, next to sequences that decode.",
-    "pre-emption": "A sequence loses its blocks in the middle, and comes back.",
+    PRE_EMPTION: "A sequence loses its blocks in the middle, and comes back.",
     "aborts": "Sequences are taken out in the middle, and others take their slots.",
     "empty drafts": "A plan drafts for some sequences, of any width and depth, or for none.",
     REPLAYED: "Steps run as CUDA graphs, launched before the step before is read; the rows above hold there, too.",
@@ -128,8 +128,9 @@ def features() -> Iterator[Feature]:
 
 
 def methods() -> list[str]:
-    """Return the columns: every method that drafts, and all sources of drafts in one tree."""
-    return [*(name for name in METHODS if name != PLAIN), MERGED]
+    """Return the columns: all sources of drafts in one tree, which is the default, and every method that drafts."""
+    names = [AUTO, *(name for name in METHODS if name != PLAIN)]
+    return [column for name in names for column in (name, *(f"{name}, {kind}" for kind in KINDS.get(name, ())))]
 
 
 def claim_of(feature: Feature, method: str) -> str:
@@ -144,28 +145,23 @@ def claim_of(feature: Feature, method: str) -> str:
 def matrix_page() -> str:
     """Return the page of all cells."""
     names = methods()
-    head = "| feature | " + " | ".join(f"`{name}`" for name in names) + " |"
+    head = "| feature | " + " | ".join(map(_column_title, names)) + " |"
     rows = [_matrix_row(feature, names) for feature in features()]
     abouts = [_about_row(feature) for feature in features()]
-    return (
-        "\n\n".join(
-            [
-                "# Feature by drafter",
-                "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs each cell. A method "
-                "is a value of `speculative.method`.",
-                f"- `{EXACT}`: outputs and texts are those of plain decoding in the same engine, token for token, with its "
-                "log-probabilities (1e-4), where drafts are accepted; greedy and at temperature 1, in eager steps and, "
-                "where the method has them, in replayed ones.\n"
-                f"- `{EAGER}`: the drafter works on the host, so that no step is replayed as a CUDA graph. Steps run eager, "
-                "with the same outputs.\n"
-                f"- `{REFUSED}`: an error before anything runs, in the words below.",
-                "\n".join([head, "|---" * (1 + len(names)) + "|", *rows]),
-                "## What each row runs",
-                "\n".join(["| feature | | a row of a job |", "|---|---|---|", *abouts]),
-            ]
-        )
-        + "\n"
-    )
+    parts = [
+        "# Feature by drafter",
+        "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs each cell. A method is "
+        "a value of `speculative.method`; `auto`, the default, is all sources of drafts in one tree.",
+        f"- `{EXACT}`: answers are those of plain decoding in the same engine, token for token, their text and their "
+        "log-probabilities (within 1e-4) included. Steps run eager and, where the method has them, replayed.\n"
+        f"- `{EAGER}`: the drafter works on the host, so no step is replayed as a CUDA graph. Steps run eager.\n"
+        f"- `{REFUSED}`: an error before anything runs, in the words of the second table.",
+        "\n".join([head, "|---" * (1 + len(names)) + "|", *rows]),
+        "## What each row runs",
+        "Token ids are those of the test's tokenizer.",
+        "\n".join(["| feature | | a row of a job |", "|---|---|---|", *abouts]),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _matrix_row(feature: Feature, names: list[str]) -> str:
@@ -177,6 +173,11 @@ def _about_row(feature: Feature) -> str:
     example = "" if feature.example is None else f"`{json.dumps(feature.example)}`"
     cells = [_title(feature), feature.about, example]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _column_title(column: str) -> str:
+    method, _, kind = column.partition(", ")
+    return f"`{method}` {kind}".strip()
 
 
 def _title(feature: Feature) -> str:

@@ -279,12 +279,12 @@ class OnlineFit:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state. Raises ValueError if it is of another shape or not finite."""
-        parts = [(name, own, state.get(name)) for name, own in self._parts()]
-        for name, own, part in parts:
-            if part is None or part.shape != own.shape or not part.isfinite().all():
+        parts = dict(self._parts())
+        for name, own in parts.items():
+            if name not in state or state[name].shape != own.shape or not state[name].isfinite().all():
                 raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
-        for _, own, part in parts:
-            own.copy_(part)
+        for name, own in parts.items():
+            own.copy_(state[name])
         self.parameters.clamp_(self._low, self._high)
 
     def _parts(self) -> list[tuple[str, Tensor]]:

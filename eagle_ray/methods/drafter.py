@@ -220,7 +220,7 @@ class Drafter(Protocol):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what another process learned. Raises ValueError, and changes nothing, if it does not fit."""
+        """Go on from what another process learned. Raises ValueError if it does not fit."""
         return None
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:

@@ -79,6 +79,7 @@ def main() -> None:
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     tokenizer = Tokenizer.load(download(arguments.target, "target"))
+    assert tokenizer is not None
     rows = [json.loads(line) for line in arguments.input.read_text("utf-8").splitlines()]
     return [tokenizer.encode_chat(row["messages"])[-arguments.max_prompt :] for row in rows[: arguments.prompts]]
 
@@ -97,16 +98,16 @@ def outputs(
     speculative = SpeculativeConfig(method=method, budget="uniform", **tree)
     model = ModelConfig(target=arguments.target, draft=draft, max_model_len=1024)
     engine = build_engine_from_config(model, speculative, EngineArgs(num_slots)).engine
-    bounds = TreeBounds(arguments.nodes, arguments.depth, top_k)
+    counting = planner(TreeBounds(arguments.nodes, arguments.depth, top_k))
     if method != "none":
-        engine.planner = planner(bounds)
+        engine.planner = counting
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=0.0)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(prompts)]
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-    return sequences, engine.planner
+    return sequences, counting
 
 
 def parse_arguments() -> argparse.Namespace:

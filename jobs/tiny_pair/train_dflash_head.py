@@ -2,6 +2,7 @@
 
     python -m jobs.tiny_pair.train_dflash_head --out runs/dflash
     python -m jobs.tiny_pair.train_dflash_head --causal --out runs/causal
+    python -m jobs.tiny_pair.train_dflash_head --markov-rank 32 --out runs/dspark     # DSpark's Markov head on top
     eagle-ray compare --methods eagle2,dflash=runs/dflash
 
 The trainer is that of `eagle-ray train`.
@@ -29,6 +30,7 @@ def main() -> None:
             "head.num_layers": arguments.layers,
             "head.block_size": arguments.block,
             "head.causal_head": arguments.causal,
+            "head.markov_rank": arguments.markov_rank,
             "loss.anchor_every": arguments.anchor_every,
         },
     )
@@ -38,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="gets config.json and model.safetensors")
     parser.add_argument("--causal", action="store_true", help="rows of a block see no later row, as in JetSpec's heads")
+    parser.add_argument("--markov-rank", type=int, default=0, help="of DSpark's Markov head; 0 is none")
     parser.add_argument("--layers", type=int, default=2, help="of the head")
     parser.add_argument("--block", type=int, default=8, help="rows of a block, the last token included")
     parser.add_argument("--anchor-every", type=int, default=4, help="tokens of an answer per block")

@@ -118,7 +118,7 @@ class Silent(CursorIndex):
     def cursor(self):
         return self
 
-    def read(self, token_ids):
+    def read(self, *news):
         pass
 
     def children(self, width):

@@ -57,14 +57,14 @@ class LearnedState:
         """Let the drafter go on from the newest files of its models, the newest last."""
         try:
             self._run.check_current()
-            found = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")
+            versions = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")
         except (JobError, OSError) as error:
             log.debug("%s: nothing is read there: %s", self._directory, one_line(error))
             return
-        newest = sorted(found, key=lambda file: file.name)[-MAX_READ:]
+        newest = sorted(versions, key=lambda file: file.name)[-MAX_READ:]
         for file in newest:
-            self._load_file(file, found[file], drafter)
-        self._read = found
+            self._load_file(file, versions[file], drafter)
+        self._read = versions
         if newest:
             log.info("what earlier drafters learned is read from %s (%d files)", self._directory, len(newest))
 

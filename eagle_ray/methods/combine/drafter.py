@@ -21,7 +21,7 @@ Any method, merged or not, is checked, loaded and made from here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -260,6 +260,17 @@ class EnsembleDrafter(Drafter):
         self._blend.fit.reset()
         self._drafted = None
         self._num_taught = self._num_updates = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the parts' states and the calibration, each under a prefix of its own."""
+        states = [self._blend.fit.state(), *(part.state() for part in self.parts)]
+        return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
+        for i, load in enumerate(loads):
+            prefix = f"{i}."
+            load({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
 
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""

@@ -155,7 +155,9 @@ def _packed(rows: list[list[_Node]], num_nodes: int) -> GrownTrees:
     integers = torch.tensor([[(node.token, node.parent, node.depth) for node in row] for row in padded])
     floats = torch.tensor([[(node.log_value, node.log_prob) for node in row] for row in padded])
     valid = torch.arange(num_nodes) < torch.tensor([len(row) for row in rows])[:, None]
-    tree = DraftTree(*integers.unbind(2), *floats.unbind(2), valid)
+    tokens, parents, depths = integers.unbind(2)
+    log_values, log_probs = floats.unbind(2)
+    tree = DraftTree(tokens, parents, depths, log_values, log_probs, valid)
 
     depth = max(node.depth for row in rows for node in row)
     by_depth = [[[node.log_value for node in row if node.depth == d] for row in rows] for d in range(1, depth + 1)]

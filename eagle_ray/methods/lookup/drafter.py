@@ -404,6 +404,6 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None)
 
 def lookup_drafter(source: LookupIndex, speculative: DraftSettings, target: TargetModel) -> LookupDrafter:
     """Return the drafter over an index. What is merged with others is calibrated there."""
-    is_merged = len(parts_of(speculative.method)) > 1
+    is_merged = len(parts_of(speculative.merged_methods)) > 1
     calibration = None if is_merged else Calibration(speculative.max_depth)
     return LookupDrafter(source, speculative.tree_bounds, calibration, target.vocab_size)

@@ -129,7 +129,9 @@ class NativeIndex:
         levels = torch.empty(growth.depth, num_rows, 1, growth.width)
         addresses = [tensor.data_ptr() for tensor in (integers, floats, valid, levels)]
         self._library.lookup_write(self._handle, growth, num_nodes, *addresses)
-        tree = DraftTree(*integers.unbind(0), *floats.unbind(0), valid)
+        tokens, parents, depths = integers.unbind(0)
+        log_values, log_probs = floats.unbind(0)
+        tree = DraftTree(tokens, parents, depths, log_values, log_probs, valid)
         return GrownTrees(tree, list(levels.unbind(0)) if growth.depth else [])
 
     def reset(self) -> None:

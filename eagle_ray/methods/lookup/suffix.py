@@ -127,12 +127,14 @@ class SuffixIndex(CursorIndex):
         return SuffixReader(self)
 
     def reset(self) -> None:
-        self.young, self.old = Generation(), Generation()
+        self.young = Generation()
+        self.old = Generation()
 
     def rotate(self) -> None:
         """Let the young automaton be the old one if it is full."""
         if self.young.automaton.num_tokens >= self._half:
-            self.young, self.old = Generation(), self.young
+            self.old = self.young
+            self.young = Generation()
 
     def texts(self) -> Texts:
         texts = [*self.old.texts, *self.young.texts]
@@ -153,6 +155,7 @@ class SuffixReader:
 
     def __init__(self, source: SuffixIndex):
         self._source = source
+        self._text: list[int] | None = None  # of the young generation, once it is read into
         self._begin(SuffixCursor(source.old.automaton, ROOT, 0))
 
     def read(self, token_ids: list[int]) -> None:
@@ -181,9 +184,10 @@ class SuffixReader:
             self._begin(SuffixCursor(self._source.old.automaton, ROOT, 0))
 
     def _begin(self, match: SuffixCursor) -> None:
-        self._generation, self._state = self._source.young, ROOT
+        self._generation = self._source.young
+        self._state: int = ROOT
         self._match = match
-        self._text: list[int] | None = None
+        self._text = None
 
     def _young_cursor(self) -> SuffixCursor:
         automaton = self._generation.automaton
