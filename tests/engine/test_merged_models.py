@@ -273,7 +273,7 @@ def test_steps_without_the_model_are_launched_ahead_too(name, merged):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replayed_merges_of_any_plan_and_under_pre_emption(overlap):
-    """Members, widths, depths and budgets at random, with the model or without; few blocks, so that the youngest goes."""
+    """Any members, widths, depths and budgets, with the model or without; few blocks, so that the youngest goes."""
     prompts, params = repeating_jobs(6)
     params = [replace(p, max_tokens=60, ignore_eos=True) for p in params]
     outputs = [s.output_ids for s in run(llama_engine(4), prompts, params)]
