@@ -1,4 +1,4 @@
-"""EAGLE-2 as published, on the command line: ``speculative.budget=uniform`` repeats the reference's steps."""
+"""EAGLE-2 as published, on the command line: method eagle2 with budget uniform repeats the reference's steps."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from eagle_ray.cli.main import main
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TREE = ["speculative.max_nodes=15", "speculative.max_depth=4", "speculative.top_k=4"]  # total_token 16, depth 3
-MODES = ["speculative.budget=uniform", "speculative.stats=detailed", "execution.slots=4"]
+MODES = ["speculative.method=eagle2", "speculative.budget=uniform", "speculative.stats=detailed", "execution.slots=4"]
 
 
 @pytest.mark.parametrize("pair", ["pair_fit", "pair_e3"])

@@ -16,16 +16,12 @@ from ray.serve.schema import ServeDeploySchema
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import check_port
 from eagle_ray.config import load_serve_config
-from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.serve.endpoint_metrics import (
     STALE_S,
     MetricsAggregator,
-    ReplicaMetrics,
     Snapshot,
     merged_snapshot,
-    prometheus_text,
 )
 from tests.support.clusters import cluster_of
 from tests.support.processes import Watched, parent_of
@@ -59,14 +55,6 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
         assert f"serving.port: 127.0.0.1:{port} cannot be had" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"serving\.port"):
         check_port("203.0.113.1", 1234)
-
-
-def test_the_method_that_auto_chose_is_a_gauge_of_its_name():
-    held = Occupancy(0, 0, 8)
-    chosen = [EngineCounters(4, method=method) for method in ("suffix", "suffix", "none", None)]
-    text = prometheus_text(merged_snapshot(ReplicaMetrics().snapshot(engine, held, 0) for engine in chosen))
-    assert 'eagle_ray_speculative_method{method="suffix"} 2\n' in text
-    assert 'eagle_ray_speculative_method{method="none"} 1\n' in text and "eagle_ray_replicas 4\n" in text
 
 
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
