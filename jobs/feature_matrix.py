@@ -53,7 +53,7 @@ EXAMPLES: Mapping[str, Row] = {
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "prompt_logprobs": {"logprobs": True, "prompt_logprobs": True},
     "presence_penalty": {"presence_penalty": 2.0},
-    "frequency_penalty": {"frequency_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0, "logit_bias": {"5": 9.0, "9": 9.0}},
     "repetition_penalty": {"repetition_penalty": 1.5},
     "logit_bias": {"logit_bias": {"5": 6.0, "9": -100.0, "17": 4.0}},
     "allowed_token_ids": {"allowed_token_ids": [*range(2, 40)]},

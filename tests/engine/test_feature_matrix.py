@@ -329,7 +329,6 @@ def test_each_cell_is_plain_decodings(made, plain, datastore, monkeypatch, colum
     shape = shape_of(column)
     assert faults_of(made, cases, plain(**shape), shape) == []
     assert engine.graphs is None or engine.graphs.num_replayed > 0
-    print(column, is_replayed, engine.counters.num_steps, sum(accepted), sum(map(bool, accepted)), len(accepted))
     assert sum(accepted) > MIN_ACCEPTED
 
 
