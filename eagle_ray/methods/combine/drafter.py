@@ -230,7 +230,8 @@ class EnsembleDrafter(Drafter):
     ) -> list[Draft | None]:
         """Return each part's draft; None for a model that the plan leaves out."""
         deepest = replace(plan, should_stop=None)
-        of_model, drafts = plan, []
+        of_model = plan
+        drafts: list[Draft | None] = []
         for part in self.parts:
             if part.has_model and plan.lookups_only:
                 drafts.append(None)
