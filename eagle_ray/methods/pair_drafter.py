@@ -252,8 +252,8 @@ class PairDrafter(Drafter, ABC):
         """Queue the pairs of the accepted path and the bonus token."""
         result = verified.result
         if self._graphs is None and result.tokens.shape[1] == 1:
-            tokens, row_of = result.tokens[:, 0], verified.rows.row_of[:, 0]
-            self.queue.put_later(PlainPairs(batch.slots, batch.lengths, tokens, verified.features, row_of))
+            features = verified.features[: len(batch.slots)]  # a row for each sequence, in their order
+            self.queue.put_later(PlainPairs(batch.slots, batch.lengths, result.tokens[:, 0], features))
             return
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
@@ -423,18 +423,12 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlainPairs:
-    """The pairs of a plain step: the token after each of B roots, and the root's feature.
-
-    Attributes:
-        features: of all rows of the pass.
-        row_of: the row of each root.
-    """
+    """The pairs of a plain step: the token after each of B roots, and the root's feature."""
 
     slots: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     tokens: Int[Tensor, " B"]
-    features: Float[Tensor, "R F"]
-    row_of: Int[Tensor, " B"]
+    features: Float[Tensor, "B F"]
 
 
 class FeatureBuffer:
@@ -467,7 +461,8 @@ class FeatureBuffer:
         later, self._later = self._later, []
         indices = torch.cat([self._indices(pairs.slots, pairs.lengths + 1) for pairs in later])
         self.tokens.index_copy_(0, indices, torch.cat([pairs.tokens for pairs in later]))
-        self.features.index_copy_(0, indices, torch.cat([pairs.features[pairs.row_of] for pairs in later]))
+        for pairs, index in zip(later, indices.split([len(pairs.slots) for pairs in later]), strict=True):
+            self.features.index_copy_(0, index, pairs.features)
 
     def put(
         self,
