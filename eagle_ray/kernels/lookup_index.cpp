@@ -17,6 +17,7 @@ constexpr int MAX_COUNTED = 32;     // states whose count one token raises
 constexpr int BELIEVED = 64;        // tokens of a context past which a longer one is no surer
 constexpr int TRIED = 4;            // contexts of falling length that are asked for children
 constexpr int VAGUE = 256;          // different tokens after a context that make it too vague to ask
+constexpr double MIN_LEFT = 1.0 / 16;  // probability that longer contexts leave to shorter ones, or these are not asked
 constexpr int LONGEST_NGRAM = 4;    // tokens of a context of n-grams
 constexpr int FEW = 8;              // edges of a state that are searched one by one
 const double MIN_LOG_VALUE = std::log(1.0 / 256);
@@ -80,6 +81,7 @@ public:
         left_ = 1.0;
         num_contexts_ = 0;
     }
+    bool is_open() const { return left_ >= MIN_LEFT; }
     void begin_context() { first_ = shares_.size(); }
     void add(int32_t token, int32_t count) { shares_.push_back({token, num_contexts_, double(count)}); }
     void end_context(int length) {
@@ -247,7 +249,7 @@ public:
     void share(const int32_t *tail, int length, Shares &shares) const {
         uint64_t keys[LONGEST_NGRAM];
         hashes(tail, length, keys);
-        for (int n = length; n > 0; --n) {
+        for (int n = length; n > 0 && shares.is_open(); --n) {
             const int32_t context = contexts_.find(keys[n - 1]);
             if (context == NONE) continue;
             shares.begin_context();
@@ -345,7 +347,7 @@ public:
         Walk walks[2] = {{&young_.automaton, cursor.values[0], cursor.values[1]},
                          {&old_.automaton, cursor.values[2], cursor.values[3]}};
         for (Walk &walk : walks) walk.settle();
-        for (int tried = 0; tried < TRIED; ++tried) {
+        for (int tried = 0; tried < TRIED && shares.is_open(); ++tried) {
             Walk &walk = walks[walks[1].length > walks[0].length];
             if (!walk.length) return;
             shares.begin_context();

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool
@@ -20,6 +21,13 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
 from eagle_ray.tree.expand import DraftPlan, Growing
+
+
+class DraftKind(Enum):
+    """What a step drafts with."""
+
+    MODEL = auto()  # a model, and what the drafter looks up if it looks up at all
+    LOOKUPS = auto()  # what the drafter looks up, alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,11 @@ class StepOutcome:
     def level_rows(self) -> int:
         """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
         return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
+
+    @property
+    def usual_catch_up(self) -> int:
+        """Return the most tokens that a draft catches up on after a step with such a draft."""
+        return self.plan.num_members(self.batch_size) * (1 + self.plan.max_depth)
 
 
 @runtime_checkable

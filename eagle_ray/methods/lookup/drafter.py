@@ -23,7 +23,7 @@ to the next shorter context, and so on (Cleary and Witten 1984):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -43,7 +43,8 @@ from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import DraftPlan
 
 LONGEST_NGRAM = 4  # tokens of a context
-CALIBRATION_INTERVAL = 16  # steps between updates after the warm-up
+MIN_LEFT = 1 / 16  # probability that longer contexts leave to shorter ones, or these are not asked
+CALIBRATION_INTERVAL = 32  # steps between updates after the warm-up
 MAX_STATE_TOKENS = 500_000  # of the texts in a drafter's state: 2 MB
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
 
@@ -126,6 +127,8 @@ def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -
     children: dict[int, float] = {}
     left = 1.0
     for length, follows in contexts:
+        if left < MIN_LEFT:
+            break
         believed = left * length / (length + 1) / sum(follows.values())
         for token, count in follows.items():
             children[token] = children.get(token, 0.0) + believed * count
@@ -201,7 +204,7 @@ class LookupDrafter(NullDrafter):
         kinds = [int(i in sampled) for i in members]
         ends = sampling.ends if plan.members is None else sampling.ends[members]
         calibrated = None if self._calibration is None else self._calibration.fit.parameters
-        bounds = replace(self.bounds, max_depth=plan.max_depth)
+        bounds = TreeBounds(self.bounds.max_nodes, plan.max_depth, self.bounds.top_k)
         grown = self._grow(reads, GrowthRequest(bounds, ends.cpu(), calibrated, kinds))
         if not grown.levels:
             return Draft(Draft.empty(roots).tree, [], 0, num_read, is_exhausted=True)

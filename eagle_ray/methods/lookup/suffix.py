@@ -155,8 +155,10 @@ class SuffixReader:
 
     def __init__(self, source: SuffixIndex):
         self._source = source
+        self._generation = source.young
         self._text: list[int] | None = None  # of the young generation, once it is read into
-        self._begin(SuffixCursor(source.old.automaton, ROOT, 0))
+        self._state = ROOT
+        self._match = SuffixCursor(source.old.automaton, ROOT, 0)
 
     def read(self, token_ids: list[int]) -> None:
         self._source.rotate()
@@ -185,7 +187,7 @@ class SuffixReader:
 
     def _begin(self, match: SuffixCursor) -> None:
         self._generation = self._source.young
-        self._state: int = ROOT
+        self._state = ROOT
         self._match = match
         self._text = None
 
