@@ -46,8 +46,8 @@ from tests.support.toy_models import head3, llama
 
 TREE = dict(max_nodes=24, max_depth=3, top_k=16)  # of 97 tokens: some drafts are right
 MANY, MAX_TOKENS = EngineArgs(32, 128, kv_tokens=None), 14
-# Eight blocks and small trees: the sequences that were admitted outgrow them.
-FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 64, kv_tokens=128), dict(max_nodes=8, max_depth=3, top_k=4), 50
+# Four blocks and small trees: the sequences that were admitted outgrow them.
+FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 96, kv_tokens=128), dict(max_nodes=8, max_depth=3, top_k=4), 70
 MIN_ACCEPTED = 20  # drafts of all examples: the answers would be equal, too, if no draft was ever right
 PROMPTS = ["name:12,name:12,na", "b7k{x=3}"]
 HEADER = "12;name=4,na:me" * 4  # of several blocks
