@@ -11,44 +11,41 @@ from eagle_ray.assembly.model_memory import weight_bytes
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
-from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.drafter import Drafter
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.planner import Planner, UniformPlanner
+from eagle_ray.planner.planner import DraftKind, Planner, UniformPlanner
 
 log = logging.getLogger("eagle_ray")
 
 
-def planner_for(
-    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
-) -> Planner:
-    """Return the planner of speculative.budget. target_costs: as for _costs_of."""
+def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> Planner:
+    """Return the planner of speculative.budget."""
     if speculative.budget == "uniform":
         return UniformPlanner(engine.bounds)
-    costs = _costs_of(engine, speculative, start, target_costs)
+    costs = _costs_of(engine, speculative, start)
     graphs = engine.graphs
     can_sync = engine.target.device.type == "cpu" and graphs is None
     sizes = graphs.pass_sizes(engine.bounds) if graphs else None
-    return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
+    return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(engine.drafter))
 
 
-def _costs_of(
-    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
-) -> StepCosts:
-    """Return the costs that an earlier start kept, or measure them.
+def kinds_of(drafter: Drafter) -> list[DraftKind]:
+    """Return the kinds of drafts that a drafter can make."""
+    kinds = [DraftKind.MODEL] if drafter.has_model or not drafter.has_lookups else []
+    return [*kinds, DraftKind.LOOKUPS] if drafter.has_lookups else kinds
 
-    target_costs: costs of the same target with another drafter; then only the drafts are measured, in a few steps.
-    """
+
+def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them: once, whatever the drafter drafts with."""
     parts = cost_key(engine, speculative)
     seconds = BUDGET_S[engine.target.device.type]
 
     def measured() -> StepCosts:
-        if target_costs is not None:
-            with start.part("measured", f"measuring the cost of drafts of {speculative.merged_methods}"):
-                return calibrate_draft_costs(engine, target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
             return calibrate_costs(engine)

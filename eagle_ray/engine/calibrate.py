@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
@@ -78,19 +77,24 @@ class CalibrationSetting:
 class ScriptedPlanner:
     """Plans what it is set to and keeps the outcome. A smaller draft is padded to the set size.
 
-    num_children: children drafted per node; None is the draft's width.
+    Args:
+        num_children: children drafted per node; None is the draft's width.
+        lookups_only: of every plan that drafts.
     """
 
     will_draft = True
 
-    def __init__(self, num_children: int | None = None) -> None:
+    def __init__(self, num_children: int | None = None, lookups_only: bool = False) -> None:
         self._num_children = num_children
+        self._lookups_only = lookups_only
         self.setting = CalibrationSetting(1, 1, 0, 0)
         self.outcome: StepOutcome | None = None
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         setting = self.setting
-        return DraftPlan(setting.depth, setting.width, num_children=self._num_children) if setting.depth else PLAIN
+        if not setting.depth:
+            return PLAIN
+        return DraftPlan(setting.depth, setting.width, num_children=self._num_children, lookups_only=self._lookups_only)
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
@@ -134,20 +138,6 @@ def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCos
         return bench.costs()
 
 
-def calibrate_draft_costs(engine: Engine, target_costs: StepCosts) -> StepCosts:
-    """Return the costs of an idle engine whose target has been measured with another drafter.
-
-    Runs the drafts of one sequence and of the first further batch size, once each; the target's costs are copied.
-    """
-    with calibration_mode(engine, scripted_planner(engine)) as bench:
-        sizes = CalibrationSizes(bench.num_slots, engine.bounds, engine.target.device.type)
-        bench.run([*sizes.needed(), *sizes.batches()[0]])
-        own = bench.costs()
-    costs = deepcopy(target_costs)  # a planner corrects its own
-    costs.catch_up, costs.expand, costs.draft_overhead = own.catch_up, own.expand, own.draft_overhead
-    return costs
-
-
 def warm_up(engine: Engine) -> None:
     """Take an idle engine's first steps, plain and with drafts, so that one-time work precedes requests."""
     with calibration_mode(engine, scripted_planner(engine)) as bench:
@@ -157,8 +147,13 @@ def warm_up(engine: Engine) -> None:
 
 
 def scripted_planner(engine: Engine) -> ScriptedPlanner:
-    """Return a planner whose drafts use the graphs that will be replayed: with top_k children per node."""
-    return ScriptedPlanner(engine.bounds.top_k if engine.graphs else None)
+    """Return a planner whose drafts use the graphs that will be replayed, with top_k children per node, and that asks
+    for lookups alone if the drafter makes no others.
+    """
+    drafter = engine.drafter
+    return ScriptedPlanner(
+        engine.bounds.top_k if engine.graphs else None, drafter.has_lookups and not drafter.has_model
+    )
 
 
 @contextmanager

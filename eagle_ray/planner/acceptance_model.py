@@ -25,6 +25,7 @@ SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
 EMA_RATE = 0.04  # weight of one sequence's draft in a moving average
 MEMORY = 50  # steps that averages reach back, that turning drafts on must pay for itself in, and until the first retry
+FADED = 0.1  # of the weight of what was observed before the texts changed
 PRIOR_COUNT = 4.0  # observations that a prior counts as: the level above for a level, 1 for the accuracy
 TINY = 1e-30  # avoids a division by 0
 
@@ -111,6 +112,15 @@ class AcceptanceModel:
             self._update_level_masses(level, fresh, rate)
             self._counts[level] += num_members
         self._update_values(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
+
+    def fade(self) -> None:
+        """Let the next drafts outweigh all earlier ones, which were of other texts."""
+        self.sync()
+        self._sums *= FADED
+        self._base *= FADED
+        self._counts = [FADED * count for count in self._counts]
+        self._num_observations = [0] * len(self._num_observations)
+        self._children.clear()
 
     def _update_values(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
         """Add one draft's values, and those of the shallower or narrower trees within it."""
@@ -216,6 +226,12 @@ class CalibratedAcceptance:
         decay = 1 - 1 / MEMORY
         self._accepted = decay * self._accepted + num_accepted
         self._expected = decay * self._expected + num_expected
+
+    def fade(self) -> None:
+        """Let the next drafts outweigh all earlier ones, which were of other texts."""
+        self.model.fade()
+        self._accepted = FADED * self._accepted + PRIOR_COUNT
+        self._expected = FADED * self._expected + PRIOR_COUNT
 
     def copy(self) -> CalibratedAcceptance:
         """Return a copy that is updated separately."""

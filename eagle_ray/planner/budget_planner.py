@@ -15,12 +15,17 @@ The planner is in one of four modes, reviewed every REVIEW_EVERY steps and when 
     OFF -> PROBING           if a probe is due and a trial by the whole batch is promising
     PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch
 
-It learns only from what it runs. So single steps are probes: OFF, a draft, on a CPU for a part of the batch; ON, a
-plain step or the widest draft (`ProbeSchedule`).
+If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which contain what is
+looked up, and lookups alone. The kind with the better rate runs, so lookups may be on where the model does not pay.
+
+It learns only from what it runs. So single steps are probes. OFF, or with lookups alone: a model's draft, on a CPU for
+a part of the batch, and a few steps with lookups. ON with the model: a plain step, the widest draft or lookups alone,
+by turns. A kind whose drafts are hardly accepted is probed ever more rarely until other texts come (`ProbeSchedule`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
@@ -31,21 +36,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.device import to_device
+from eagle_ray.core.device import StepTimes, to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel
+from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel, CalibratedAcceptance
 from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
-from eagle_ray.planner.planner import Allocation, StepOutcome
-from eagle_ray.planner.probe_schedule import ProbeSchedule
+from eagle_ray.planner.planner import Allocation, DraftKind, StepOutcome
+from eagle_ray.planner.probe_schedule import ProbeSchedule, TextHistogram
 from eagle_ray.tree.budget import Budget, Candidates
-from eagle_ray.tree.expand import PLAIN, DraftPlan, TreeBuilder
+from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
+MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
 HYSTERESIS = 0.03  # of plain decoding's rate
+POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
+PATIENCE = MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
+OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
 
 
 class Mode(Enum):
@@ -64,8 +74,10 @@ class BudgetPlanner:
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
+        kinds: of drafts that the drafter can make.
 
     Attributes:
+        kind: of the drafts that are on, or were last.
         predicted_s: predicted seconds of all steps so far.
         predicted_plain_s: likewise, if each had been a plain step.
         search: rates of plans by the current costs.
@@ -74,8 +86,19 @@ class BudgetPlanner:
         next_review: the step of the next review.
     """
 
-    def __init__(self, bounds: TreeBounds, costs: StepCosts, can_sync: bool = True, sizes: PassSizes | None = None):
+    def __init__(
+        self,
+        bounds: TreeBounds,
+        costs: StepCosts,
+        can_sync: bool = True,
+        sizes: PassSizes | None = None,
+        kinds: Collection[DraftKind] = (DraftKind.MODEL,),
+    ):
         self._bounds = bounds
+        self._has_model = DraftKind.MODEL in kinds
+        self._lookups = LookupGains(bounds) if DraftKind.LOOKUPS in kinds else None
+        self.kind = DraftKind.MODEL if self._has_model else DraftKind.LOOKUPS
+        self._texts = TextHistogram()
         self._can_sync, self._replays = can_sync, sizes is not None
         self.mode = Mode.WARM_UP
         self.predicted_s = 0.0
@@ -88,9 +111,13 @@ class BudgetPlanner:
         self.best = PlanEstimate(0.0)
         self.next_review = 0
         self._review_size = 0  # batch size of the last review
+        self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
         self._repeats_probe = False  # at the next step
-        self._plain_is_next = True  # the kind of the next probe while drafts are on
+        self._judges_probe = False  # at the next review, after a probe of the model while it was off
+        self._probes_anew = False  # the next probe is the first one since the texts have changed
+        self._num_probes_on = 0  # while the model is on
         self._num_steps = 0
+        self._last_draft = 0  # the last step that drafted or might have
         self.num_drafts = 0
         self.num_offers = 0  # nonempty drafts
         self._num_missed = 0  # tokens that the drafter has to catch up on
@@ -104,7 +131,7 @@ class BudgetPlanner:
 
     @property
     def will_draft(self) -> bool:
-        return self.mode is not Mode.OFF
+        return self._has_model and self.mode is not Mode.OFF and self.kind is DraftKind.MODEL
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self._can_sync and max(batch.remaining_tokens) <= 1:  # each has one token left, which needs no draft
@@ -113,15 +140,32 @@ class BudgetPlanner:
         if self.mode is not Mode.WARM_UP or self._is_warm:
             self.review(batch)
         if self.mode is Mode.WARM_UP:
-            return self._draft_probe(batch)
+            return PLAIN if self._lacks_plain_steps(batch) else self._draft_probe(batch)
         if self.mode is Mode.PROBING:
             return self._as_probe(self._best_plan(batch))
         if self._repeats_probe:
             self._repeats_probe = False
             return self._draft_probe(batch)
-        if self.probes.is_due(self._num_steps):
+        if self._runs(DraftKind.MODEL):
+            return self._next_probe(batch) if self.probes.is_due(self._num_steps) else self._best_plan(batch)
+        return self._plan_without_model(batch)
+
+    def _plan_without_model(self, batch: DecodeBatch) -> DraftPlan:
+        """Return the plan of a step while the model is off: plain or by lookups alone, unless a probe is due."""
+        if self._num_steps % OFF_REVIEW_EVERY == 0 and self._texts.have_changed(batch):
+            self._restart_probes(batch)
+        if self._has_model and self.probes.is_due(self._num_steps):
             return self._next_probe(batch)
-        return self._best_plan(batch) if self.mode is Mode.ON else PLAIN
+        if self._runs(DraftKind.LOOKUPS):
+            return self._lookups_plan(batch)
+        if self._lookups is None:
+            return PLAIN
+        if not self._lookups.is_trying and self._lookups.schedule.is_due(self._num_steps):
+            self._lookups.begin_trial(self._num_steps)
+        if not self._lookups.is_trying:
+            return PLAIN
+        self._texts.remember(batch)
+        return self._as_probe(self._lookups_plan(batch))
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Return the number of rows with the best rate, filled with the most valuable nodes of the batch."""
@@ -135,7 +179,7 @@ class BudgetPlanner:
         gains = self._gains(rows, candidates, draft, plan, size)
         if plan.is_drafting:
             self._observe_draft(draft, plan, batch)  # last, since a query of the acceptance model waits for its copy
-        best = int(self._profits(batch, rows, gains).argmax())
+        best = int(self._profits(batch, rows, gains, plan).argmax())
         self._rows_per_sequence = rows[best] / size
         keep = candidates.keep(rows[best])
         sizes = keep.sum(1).tolist() if self._can_sync else None
@@ -143,60 +187,145 @@ class BudgetPlanner:
         return Allocation(keep, num_nodes, rows[best], gains[best], sizes)
 
     def observe(self, outcome: StepOutcome) -> None:
+        self._num_steps += 1
+        self._count_missed(outcome)
+        self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
+        if self._may_skip(outcome):
+            self._observe_plain(outcome)
+            return
         predicted = self.costs.predict(outcome)
-        self.predicted_s += predicted.total - self.costs.prefill_seconds(outcome)
-        self.predicted_plain_s += self.search.plain_seconds(outcome.batch_size, outcome.num_cached)
+        plain_s = self.search.plain_seconds(outcome.batch_size, outcome.num_cached)
+        predicted_s = predicted.total - self.costs.prefill_seconds(outcome)
+        self.predicted_s += predicted_s
+        self.predicted_plain_s += plain_s
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
         else:
             self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
-        self._num_steps += 1
-        self._count_missed(outcome)
-        self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
+        if outcome.plan.lookups_only:
+            self._observe_lookups(outcome, predicted, plain_s)
+            return
         if self.mode is Mode.WARM_UP or self._is_warm_up_probe(outcome.plan):
             return  # drafts were not calibrated yet, so their acceptance says little
-        self.probes.pay(outcome.seconds.total)
+        self._pay(outcome)
         if outcome.plan.probe:
             self.probes.charge(self._probe_cost(outcome))
+            self._judges_probe = outcome.plan.is_drafting and not self._runs(DraftKind.MODEL)
+        if outcome.plan.is_drafting:
+            self.next_review = min(self.next_review, self._num_steps) if self.mode is Mode.OFF else self.next_review
         self.acceptance_by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected_drafts)
 
     # modes
 
+    def _runs(self, kind: DraftKind) -> bool:
+        """Return whether drafts of this kind are on."""
+        return self.mode is Mode.ON and self.kind is kind
+
     @property
     def _is_warm(self) -> bool:
-        """Return whether enough was drafted to decide; lookup drafters start with empty drafts."""
-        return self.num_offers >= NUM_PROBES or self.num_drafts >= MEMORY
+        """Return whether enough was drafted to decide; a model's drafts may be empty at first."""
+        return not self._has_model or self.num_offers >= NUM_PROBES or self.num_drafts >= MEMORY
+
+    def _lacks_plain_steps(self, batch: DecodeBatch) -> bool:
+        """Return whether the warm-up needs a plain step: the measured ones were greedy and sampled rows cost more."""
+        return not self._replays and batch.sampling.any_sampled and self._num_steps < NUM_PROBES
 
     def _is_warm_up_probe(self, plan: DraftPlan) -> bool:
         """Return whether the plan is one of the warm-up's. Steps overlap, so it may be observed after the warm-up."""
         return plan.probe and self.num_offers <= NUM_PROBES and self.num_drafts <= MEMORY
 
     def review(self, batch: DecodeBatch) -> None:
-        """Search for the best plan and choose the mode, if the last review is too old or of another batch size."""
+        """Search for the best plan and choose the mode, if the last review is too old or of another batch size.
+
+        While nothing is drafted, a batch size of the same octave is no other one.
+        """
         is_due = self._num_steps >= self.next_review
-        if not is_due and len(batch) == self._review_size:
+        if not is_due and self._is_reviewed(len(batch)):
             return
-        self.best = self.search.best(batch, self.acceptance, self._prompt_tokens)
+        if self._has_model:
+            self.best = self.search.best(batch, self.acceptance, self._prompt_tokens)
         self._review_size = len(batch)
         if self.mode is Mode.PROBING and not is_due:
             return
-        self.next_review = self._num_steps + REVIEW_EVERY
-        previous, self.mode = self.mode, Mode.ON if self._pays_off(batch) else Mode.OFF
-        if previous is Mode.ON and self.mode is Mode.OFF:
-            self.probes.allow_retry(self.search.plain_seconds(len(batch), batch.num_cached))
+        self._choose(batch)
+        self.next_review = self._num_steps + (OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY)
 
-    def _pays_off(self, batch: DecodeBatch) -> bool:
-        """Return whether the best plan's rate is above the hurdle of the current mode."""
-        size, hurdle = len(batch), 1 - HYSTERESIS
-        if self.mode in (Mode.OFF, Mode.PROBING):
-            catch_up_s = self.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * size))
-            hurdle = 1 + HYSTERESIS + catch_up_s / (MEMORY * self.search.plain_seconds(size, batch.num_cached))
-        return self.best.rate > hurdle * self.search.plain_rate(size, batch.num_cached)
+    def _is_reviewed(self, size: int) -> bool:
+        """Return whether the last review was for batches of this size."""
+        if self.mode is Mode.OFF:
+            return (size - 1).bit_length() == (self._review_size - 1).bit_length()
+        return size == self._review_size
+
+    def _choose(self, batch: DecodeBatch) -> None:
+        """Turn on the kind of drafts with the best rate of those that pay, or none."""
+        size, plain_s = len(batch), self.search.plain_seconds(len(batch), batch.num_cached)
+        rates = self._rates(size, plain_s)
+        previous = self.mode, self.kind
+        paying = {
+            kind: rate for kind, rate in rates.items() if rate > self._hurdle(kind, batch, plain_s) * size / plain_s
+        }
+        if self._runs(self.kind) and self.kind in paying:
+            paying[self.kind] *= 1 + HYSTERESIS
+        self.mode = Mode.ON if paying else Mode.OFF
+        if paying:
+            self.kind = max(paying, key=paying.__getitem__)
+        self._schedule_probes(previous, batch, plain_s)
+
+    def _rates(self, size: int, plain_s: float) -> dict[DraftKind, float]:
+        """Return the tokens per second that each kind of drafts promises."""
+        rates = {DraftKind.MODEL: self.best.rate} if self._has_model else {}
+        if self._lookups is not None:
+            rates[DraftKind.LOOKUPS] = self._lookups.rate(size, plain_s)
+        return rates
+
+    def _hurdle(self, kind: DraftKind, batch: DecodeBatch, plain_s: float) -> float:
+        """Return how many times plain decoding's rate a kind must promise to be on.
+
+        What lookups promise is what they brought in, so they are off as soon as that is less than they take.
+        """
+        if kind is DraftKind.LOOKUPS:
+            return 1.0 if self._runs(kind) else 1 + HYSTERESIS / 3
+        if self.mode is Mode.WARM_UP or self._runs(kind):
+            return 1 - HYSTERESIS if self._num_unpaid < PATIENCE else 1.0
+        catch_up_s = self.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * len(batch)))
+        return 1 + HYSTERESIS + catch_up_s / (MEMORY * plain_s)
+
+    def _schedule_probes(self, previous: tuple[Mode, DraftKind], batch: DecodeBatch, plain_s: float) -> None:
+        """Set when the model is probed next, after its mode was chosen."""
+        was_on, is_on = previous == (Mode.ON, DraftKind.MODEL), self._runs(DraftKind.MODEL)
+        self._num_unpaid = self._num_unpaid + 1 if is_on and self.best.rate * plain_s < len(batch) else 0
+        if is_on:
+            self.probes.resume()
+        elif was_on:
+            self.probes.allow_retry(plain_s)
+        elif self._has_model and (self._judges_probe or previous[0] is Mode.WARM_UP):
+            self._texts.remember(batch)
+            if self.acceptance.accuracy * float(self.acceptance.model.expected([1.0])[0, 0, 0]) < POOR_ACCEPTANCE:
+                self.probes.back_off()
+        self._judges_probe = False
+
+    def _restart_probes(self, batch: DecodeBatch) -> None:
+        """Probe again soon, since the texts have changed."""
+        plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
+        self._texts.remember(batch)
+        self.probes.restart(plain_s)
+        self.acceptance.fade()
+        self._probes_anew = True
+        if self._lookups is not None:
+            self._lookups.schedule.restart(plain_s)
+            self._lookups.fade()
 
     # plans
 
     def _plan(self, depth: int, width: int, **rest: Any) -> DraftPlan:
         return DraftPlan(depth, width, num_children=self._bounds.top_k, **rest)
+
+    def _lookups_plan(self, batch: DecodeBatch) -> DraftPlan:
+        """Return the plan that drafts by lookups alone, as deep as they go."""
+        depth = self._bounds.depth
+        if self._can_sync:
+            depth = min(depth, max(batch.remaining_tokens) - 1)
+        return self._plan(depth, self._bounds.top_k, lookups_only=True)
 
     def _best_plan(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan with the best expected rate: as deep as each level pays, or as has recently been best.
@@ -215,14 +344,14 @@ class BudgetPlanner:
         level_price = price * self.costs.expand(len(batch) * width)
         unpaid = 0
 
-        def should_stop(builder: TreeBuilder) -> bool:
+        def should_stop(builder: Growing) -> bool:
             nonlocal unpaid
             unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
         return self._plan(min(self._bounds.depth, max(batch.remaining_tokens) - 1), width, should_stop=should_stop)
 
-    def _pays(self, builder: TreeBuilder, level_price: float, row_price: float) -> bool:
+    def _pays(self, builder: Growing, level_price: float, row_price: float) -> bool:
         """Return whether one more level is expected to yield more than it costs. Both prices are in tokens.
 
         A node is worth what it yields beyond the price of its row. Computed on the host, node by node, until the answer
@@ -243,26 +372,37 @@ class BudgetPlanner:
     # probes
 
     def _next_probe(self, batch: DecodeBatch) -> DraftPlan:
-        """Return the next probe. ON: a plain step or the widest draft, by turns.
+        """Return the next probe. ON with the model: a plain step, the widest draft or lookups alone, by turns.
 
-        OFF: a trial, which also observes the cost of drafting for the whole batch, if it is promising; otherwise a
+        Otherwise: a trial, which also observes the cost of drafting for the whole batch, if it is promising; or a
         draft, and another at the next step if drafts are replayed.
         """
         self.probes.begin(self._num_steps)
-        if self.mode is Mode.ON:
-            self._plain_is_next = not self._plain_is_next
-            return self._widest_plan(batch, None) if self._plain_is_next else self._as_probe(PLAIN)
+        if self._runs(DraftKind.MODEL):
+            return self._next_probe_on(batch)
         if not self._is_trial_promising(batch):
             # After plain steps a replayed draft catches up in a pass of its own. Only the next one shows its cost.
             self._repeats_probe = self._replays
             return self._draft_probe(batch)
-        self.mode, self.next_review = Mode.PROBING, self._num_steps + REVIEW_EVERY
+        self.mode, self.kind = Mode.PROBING, DraftKind.MODEL
+        self.next_review = self._num_steps + REVIEW_EVERY
         return self._as_probe(self._best_plan(batch))
 
+    def _next_probe_on(self, batch: DecodeBatch) -> DraftPlan:
+        """Return the next probe while the model is on."""
+        turn = self._num_probes_on % (2 if self._lookups is None else 3)
+        self._num_probes_on += 1
+        if turn == 0:
+            return self._as_probe(PLAIN)
+        return self._widest_plan(batch, None) if turn == 1 else self._as_probe(self._lookups_plan(batch))
+
     def _is_trial_promising(self, batch: DecodeBatch) -> bool:
-        """Return whether a trial is expected to yield a draft per sequence and to lose no more than two plain steps."""
-        plain_rate = self.search.plain_rate(len(batch), batch.num_cached)
-        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - 2 / REVIEW_EVERY) * plain_rate
+        """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
+        plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
+        rate = max(
+            [len(batch) / plain_s, *([] if self._lookups is None else [self._lookups.rate(len(batch), plain_s)])]
+        )
+        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - 2 / REVIEW_EVERY) * rate
 
     def _as_probe(self, plan: DraftPlan) -> DraftPlan:
         return replace(plan, probe=True)
@@ -273,7 +413,9 @@ class BudgetPlanner:
         If steps are replayed it is for the whole batch: on an H200 a replayed draft took 4 to 12 ms for 4 to 64
         sequences, and an eager one for a quarter of them 13 to 20 ms, the first one half a second.
         """
-        size, num_members = len(batch), -(-len(batch) // NUM_PROBES)
+        size, num_members = len(batch), min(-(-len(batch) // NUM_PROBES), MAX_PROBED)
+        if self._probes_anew:
+            num_members, self._probes_anew = min(size, MAX_PROBED), False
         if num_members == size or self._replays:
             return self._widest_plan(batch, None)
         first = self.num_drafts * num_members
@@ -283,7 +425,7 @@ class BudgetPlanner:
         should_stop = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
         return self._plan(self._bounds.depth, self._bounds.top_k, members=members, should_stop=should_stop, probe=True)
 
-    def _cannot_pay(self, builder: TreeBuilder, batch: DecodeBatch) -> bool:
+    def _cannot_pay(self, builder: Growing, batch: DecodeBatch) -> bool:
         """Return whether no further level could pay, even if the whole batch drafted and children matched parents."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._bounds.top_k, level.shape[1]), dim=1).values
@@ -318,16 +460,23 @@ class BudgetPlanner:
         sizes = [min(n - size, len(candidates.log_values)) for n in rows]
         if self._can_sync or plan.probe:
             return candidates.expected(sizes)
-        model, num_members = self.acceptance.model, plan.num_members(size)
+        model, num_members = self._acceptance_of(plan, size).model, plan.num_members(size)
         width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
         curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._bounds.depth) - 1]
         return (num_members * curve).tolist()
 
-    def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float]) -> np.ndarray:
+    def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float], plan: DraftPlan) -> np.ndarray:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""
         seconds = self.costs.verify_seconds_by_rows(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
+        seconds = seconds + self.costs.rows_overhead(np.asarray(rows), len(batch))
         price = self._opportunity_rate(len(batch), batch.num_cached)
-        return self.acceptance.accuracy * np.asarray(gains) - price * seconds
+        return self._acceptance_of(plan, len(batch)).accuracy * np.asarray(gains) - price * seconds
+
+    def _acceptance_of(self, plan: DraftPlan, size: int) -> CalibratedAcceptance:
+        """Return what is known of drafts of the plan's kind."""
+        if plan.lookups_only and self._lookups is not None:
+            return self._lookups.acceptance_by_size.of(size)
+        return self.acceptance
 
     def _opportunity_rate(self, size: int, num_cached: int) -> float:
         """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
@@ -335,15 +484,64 @@ class BudgetPlanner:
         A step should not maximise its own rate. If its texts are hard, a second is worth more in the steps to come; if
         they are easy, it is worth less there.
         """
-        return max(self.best.rate, self.search.plain_rate(size, num_cached))
+        plain_s = self.search.plain_seconds(size, num_cached)
+        return max(size / plain_s, *self._rates(size, plain_s).values())
 
     # observations
 
     def _count_missed(self, outcome: StepOutcome) -> None:
-        if outcome.plan.is_drafting and not outcome.plan.members:
+        if outcome.plan.is_drafting and not outcome.plan.members and not outcome.plan.lookups_only:
             self._num_missed = 0
         else:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
+
+    def _pay(self, outcome: StepOutcome) -> None:
+        self.probes.pay(outcome.seconds.total)
+        if self._lookups is not None:
+            self._lookups.schedule.pay(outcome.seconds.total)
+
+    def _may_skip(self, outcome: StepOutcome) -> bool:
+        """Return whether a step need not correct the costs: most plain steps while nothing has been drafted for long.
+
+        The ones right after a draft tell what it costs beyond them.
+        """
+        if self.mode is not Mode.OFF or outcome.plan.is_drafting:
+            self._last_draft = self._num_steps
+            return False
+        return self._num_steps > self._last_draft + 2 * OFF_REVIEW_EVERY and self._num_steps % REVIEW_EVERY > 0
+
+    def _observe_plain(self, outcome: StepOutcome) -> None:
+        """Observe a plain step while nothing is drafted: its costs are those of the next one that is looked at."""
+        self.predicted_s += outcome.seconds.total
+        self.predicted_plain_s += outcome.seconds.total
+        self._pay(outcome)
+
+    def _observe_lookups(self, outcome: StepOutcome, predicted: StepTimes, plain_s: float) -> None:
+        """Observe a step with lookups alone.
+
+        Args:
+            predicted: its predicted seconds.
+            plain_s: those of a plain step.
+        """
+        self._pay(outcome)
+        lookups, size = self._lookups, outcome.batch_size
+        if lookups is None:
+            return
+        seconds = outcome.seconds
+        draft_s = predicted.draft if outcome.num_catch_up > outcome.usual_catch_up else seconds.draft
+        verify_s = predicted.verify - self.costs.prefill_seconds(outcome)
+        lookups.update(outcome, draft_s + verify_s + seconds.overhead - plain_s)
+        lookups.acceptance_by_size.of(size).update(outcome.num_accepted, outcome.num_expected_drafts)
+        if not outcome.plan.probe:
+            return
+        if self._runs(DraftKind.MODEL):
+            self.probes.charge(self._probe_cost(outcome))
+            return
+        lookups.schedule.charge(self._probe_cost(outcome))
+        lookups.count_trial_step(seconds.draft, plain_s)
+        if not lookups.is_trying:
+            lookups.end_trial(size, plain_s)
+            self.next_review = min(self.next_review, self._num_steps)
 
     def _is_usual(self, plan: DraftPlan) -> bool:
         """Return whether the overhead of a step with this plan is typical.
@@ -354,12 +552,29 @@ class BudgetPlanner:
 
     def _observe_draft(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
         """Update the acceptance model with a draft's values."""
+        if plan.lookups_only:
+            self._observe_lookup_draft(draft, plan, batch)
+            return
         if plan.probe or self.num_drafts % REVIEW_EVERY == 0:
             levels = self._to_full_depth(draft, plan, len(batch))
             remaining = self._remaining_tokens(levels, plan, batch)
             self.acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining)
         self.num_drafts += 1
         self.num_offers += draft.depth > 0
+
+    def _observe_lookup_draft(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
+        """Update what looked-up drafts are worth by their number of rows, which on a GPU decides the rows."""
+        if self._lookups is None:
+            return
+        self._lookups.num_drafts += 1
+        if self._can_sync or (self._lookups.num_drafts % REVIEW_EVERY and not plan.probe):
+            return
+        num_members, device = plan.num_members(len(batch)), draft.tree.tokens.device
+        nothing = torch.full((num_members, 1, 1), -torch.inf, device=device)
+        by_depth = [level.flatten(1) for level in draft.levels] or [nothing[:, 0]]
+        levels = [nothing] * self._bounds.depth
+        remaining = self._remaining_tokens(by_depth, plan, batch)
+        self._lookups.acceptance_by_size.of(len(batch)).model.observe(levels, 1, by_depth, remaining)
 
     def _remaining_tokens(self, levels: list[Tensor], plan: DraftPlan, batch: DecodeBatch) -> Int[Tensor, " M"] | None:
         """Return the remaining tokens of the sequences that were drafted for, or None if all levels fit."""

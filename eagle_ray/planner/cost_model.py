@@ -21,9 +21,13 @@ from eagle_ray.planner.planner import StepOutcome
 
 # Rows of a pass that are measured, and between which a budget on a GPU chooses.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+LOOKUP_S = 5e-5  # seconds of a look-up for one sequence, until some are observed
 COST_RATE = 0.2  # weight of one time for all sizes; of the first ones more
 SIZE_RATE = 0.05  # weight of one time for the sizes that were run
 MAX_RATIO = 2.0  # a longer or shorter time counts as this times the predicted one: other work on the machine
+MAX_FIRST_RATIO = 8.0  # likewise of the first MAX_FIRST_TIMES, where they may be far from the measurement
+MAX_FIRST_TIMES = 4  # the measurement is one of them
+USUAL_GROWTH = 1.5  # times the measured overhead: as much as others on the machine may make of it
 BAR = 48  # characters of the longest
 TITLES = {
     "verify": "verify: a pass of the target, by rows",
@@ -40,10 +44,12 @@ class CostCurve:
 
     Attributes:
         seconds: as measured. Falling neighbours are pooled (isotonic regression on their logarithms).
+        trusts_first: the first times may be far from the measurement, which was of other work.
     """
 
     rows: list[int]
     seconds: list[float]
+    trusts_first: bool = field(default=False, compare=False)
     _rising: list[float] = field(init=False)
     _num_times: int = field(init=False, default=1, compare=False)  # observed times; the measurement counts as one
     _num_times_of_new: dict[int, int] = field(init=False, default_factory=dict, compare=False)  # by index
@@ -99,7 +105,8 @@ class CostCurve:
             self._num_times_of_new[len(self.rows) - 1] = 0
         else:
             self._count(rows)
-            surprise = math.log(min(max(ratio, 1 / MAX_RATIO), MAX_RATIO))
+            limit = MAX_FIRST_RATIO if self.trusts_first and self._num_times <= MAX_FIRST_TIMES else MAX_RATIO
+            surprise = math.log(min(max(ratio, 1 / limit), limit))
             self.seconds = [
                 s * math.exp(gain * surprise) for s, gain in zip(self._rising, self._gains(rows), strict=True)
             ]
@@ -159,6 +166,7 @@ class StepCosts:
         plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by sequences.
         attention_per_row: added for each cached token and each row of its sequence beyond the first.
         per_sequence: added to a pass for each sequence.
+        lookup: a draft by lookups alone, by the sequences that it is for. It is learned from steps and not measured.
     """
 
     verify: CostCurve
@@ -169,6 +177,12 @@ class StepCosts:
     draft_overhead: CostCurve
     attention_per_row: float = 0.0
     per_sequence: float = 0.0
+    lookup: CostCurve = field(default_factory=lambda: CostCurve([1, 64], [LOOKUP_S, 64 * LOOKUP_S]))
+    _measured_overhead: CostCurve = field(init=False, compare=False)  # plain_overhead at the start
+
+    def __post_init__(self) -> None:
+        self._measured_overhead = CostCurve(self.plain_overhead.rows, self.plain_overhead.seconds)
+        self.plain_overhead.trusts_first = True
 
     def verify_seconds(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
         """Return the seconds of a pass.
@@ -192,7 +206,20 @@ class StepCosts:
 
     def row_seconds(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
         """Return the seconds of one more row in a pass of about num_rows rows."""
-        return self.verify.slope(num_rows + num_prefill_rows) + self.attention_per_row * num_cached / batch_size
+        attention_s = self.attention_per_row * num_cached / batch_size
+        return self.verify.slope(num_rows + num_prefill_rows) + attention_s + self.rows_overhead(1, batch_size)
+
+    def rows_overhead(self, num_rows: Any, batch_size: int) -> Any:
+        """Return what a step with drafts spends on its rows after the pass, beyond draft_overhead.
+
+        Greedy rows were measured. Sampling, penalties and log-probabilities cost more for each row, as plain steps
+        show, which have one for each sequence: on a 2-core CPU 1.4 ms a row of SmolLM2, as much as its verification.
+
+        Args:
+            num_rows: one number or several.
+        """
+        more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(batch_size)
+        return max(more_s, 0.0) / batch_size * num_rows
 
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
@@ -219,11 +246,15 @@ class StepCosts:
     def predict(self, outcome: StepOutcome) -> StepTimes:
         """Return the predicted seconds of a step like this one."""
         verify = self.verify_seconds(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
-        rest = self.draft_overhead if outcome.depth else self.plain_overhead
+        rest = self.plain_overhead(outcome.batch_size)
+        if outcome.depth:
+            rest = self.draft_overhead(outcome.batch_size) + self.rows_overhead(outcome.num_rows, outcome.batch_size)
         draft = 0.0
-        if outcome.plan.is_drafting:
+        if outcome.plan.lookups_only:
+            draft = self.lookup(outcome.plan.num_members(outcome.batch_size))
+        elif outcome.plan.is_drafting:
             draft = self.draft_seconds(outcome.num_catch_up, outcome.level_rows, max(outcome.depth, 1))
-        return StepTimes(draft, verify, rest(outcome.batch_size))
+        return StepTimes(draft, verify, rest)
 
     def prefill_seconds(self, outcome: StepOutcome) -> float:
         """Return the seconds of the prompt rows in the step's pass."""
@@ -238,11 +269,17 @@ class StepCosts:
         """
         seconds = outcome.seconds
         self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
-        if outcome.plan.is_drafting and not outcome.caught_up_before:
+        if outcome.plan.lookups_only:
+            if outcome.num_catch_up <= outcome.usual_catch_up:
+                num_members = outcome.plan.num_members(outcome.batch_size)
+                self.lookup.update(num_members, seconds.draft / predicted.draft)
+        elif outcome.plan.is_drafting and not outcome.caught_up_before:
             ratio = seconds.draft / predicted.draft
             self.catch_up.update(outcome.num_catch_up, ratio)
             if outcome.depth > 1:
                 self.expand.update(outcome.level_rows, ratio)
+        if outcome.plan.lookups_only and outcome.depth:
+            return  # it has less overhead than a step in which a model drafts
         if usual or seconds.overhead < predicted.overhead:
             rest = self.draft_overhead if outcome.depth else self.plain_overhead
             rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)

@@ -87,6 +87,7 @@ class PlanSearch:
         spent = (
             prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)
         )
+        spent += costs.rows_overhead(np.asarray(rows), size)
 
         rates = (size + gains) / spent
         rates[1:, 0] = 0.0  # a single level has one parent, however wide the draft

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool
@@ -19,7 +20,14 @@ from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
-from eagle_ray.tree.expand import DraftPlan, TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, Growing
+
+
+class DraftKind(Enum):
+    """What a step drafts with."""
+
+    MODEL = auto()  # a model, and what the drafter looks up if it looks up at all
+    LOOKUPS = auto()  # what the drafter looks up, alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,11 @@ class StepOutcome:
         """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
         return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
 
+    @property
+    def usual_catch_up(self) -> int:
+        """Return the most tokens that a draft catches up on after a step with such a draft."""
+        return self.plan.num_members(self.batch_size) * (1 + self.plan.max_depth)
+
 
 @runtime_checkable
 class Planner(Protocol):
@@ -114,7 +127,7 @@ class UniformPlanner:
     should_stop: as in DraftPlan.
     """
 
-    def __init__(self, bounds: TreeBounds, should_stop: Callable[[TreeBuilder], bool] | None = None):
+    def __init__(self, bounds: TreeBounds, should_stop: Callable[[Growing], bool] | None = None):
         self._plan = DraftPlan(bounds.depth, bounds.top_k, should_stop=should_stop)
         self._num_nodes = bounds.num_nodes
 

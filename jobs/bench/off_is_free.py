@@ -26,6 +26,8 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,14 @@ def rounds_of(
     requests = requests_of(prompts, args.tokens, temperature)
     rounds = []
     for _ in range(args.rounds):
-        asked = [next(requests) for _ in range(batch)]
-        rounds.append(timing.round(lambda _, asked=asked: [Sequence(*each) for each in asked]))
+        asked = list(islice(requests, batch))
+        rounds.append(timing.round(partial(sequences_of, asked)))
     return rounds
+
+
+def sequences_of(asked: list[tuple], name: str) -> list[Sequence]:
+    """Return new sequences for the engine of this name."""
+    return [Sequence(*each) for each in asked]
 
 
 def requests_of(prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[tuple]:

@@ -339,6 +339,7 @@ def test_what_was_launched_for_nobody_is_dropped():
 def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, monkeypatch):
     """Drafts are off, so a probe is for a part of the batch, which is not replayed."""
     monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
+    monkeypatch.setattr(probe_schedule, "BACK_OFF", 0)
     dear = flat(head_share=0.5)
     ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
     planner = BudgetPlanner(TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds))

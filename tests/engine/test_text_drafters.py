@@ -17,9 +17,9 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.methods.lookup.drafter import CursorIndex, LookupDrafter
-from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.planner.plan_search import REVIEW_EVERY
+from eagle_ray.planner.lookup_gains import FIRST_TRIAL_STEPS, TRIAL_STEPS
+from eagle_ray.planner.planner import DraftKind
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
@@ -128,11 +128,12 @@ class Silent(CursorIndex):
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
     engine.drafter = LookupDrafter(Silent(), TreeBounds(8, 5, 3))
-    priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat()), flat())
+    kinds = (DraftKind.LOOKUPS,)
+    priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat(), kinds=kinds), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
-    later = looks[MEMORY:]
-    assert all(looks[:MEMORY]) and len(later) > 20 and sum(later) <= 1 + len(later) / REVIEW_EVERY
+    later = looks[FIRST_TRIAL_STEPS:]
+    assert all(looks[:FIRST_TRIAL_STEPS]) and len(later) > 20 and sum(later) <= TRIAL_STEPS
     assert {(o.depth, o.num_rows == o.batch_size) for o in priced.outcomes} == {(0, True)}
     assert engine.counters.num_plain_steps == engine.counters.num_steps
 

@@ -151,6 +151,18 @@ def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken
     assert (costs.draft_overhead(4) < 0.1) == (taken < 0.1)
 
 
+def test_what_each_sampled_row_takes_is_learned_from_plain_steps():
+    """Calibration runs greedy rows. Sampled ones take 1 s each after the pass here, and a step with drafts has more."""
+    costs = some_costs()
+    plain = StepOutcome(DraftPlan(0, 0), 4, 0, 0, 0, 4, 0, 0, StepTimes(0.0, 1.0, 4.0))
+    for _ in range(50):
+        costs.update(plain, costs.predict(plain))
+    drafted = StepOutcome(DraftPlan(2, 1), 4, 0, 2, 4, 12, 0, 0, StepTimes(0.0, 0.0, 0.0))
+    assert costs.predict(drafted).overhead == pytest.approx(costs.draft_overhead(4) + 12, rel=0.1)
+    greedy = some_costs()
+    assert greedy.predict(drafted).overhead == greedy.draft_overhead(4)
+
+
 def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
     costs = replace(some_costs(), expand=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
     each = [[costs.draft_seconds(5, 4 * width, depth) for depth in (1, 2, 3)] for width in (1, 3)]

@@ -1,0 +1,115 @@
+"""LookupGains: what steps yield that draft by lookups alone, as far as such steps have run.
+
+    gains.update(outcome, more_s)               # accepted drafts, and the seconds beyond those of a plain step
+    gains.rate(batch_size, plain_s)             # tokens per second of a step with lookups
+
+Lookups propose nothing in most steps and long drafts in a few. On an average over steps of what each number of rows
+yields, a few rows pay in every step or in none. So what is averaged is what the steps brought in, each with as many
+rows as its own draft was worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.planner.acceptance_model import (
+    EMA_RATE,
+    FADED,
+    MEMORY,
+    PRIOR_COUNT,
+    AcceptanceByBatchSize,
+    AcceptanceModel,
+)
+from eagle_ray.planner.planner import StepOutcome
+from eagle_ray.planner.probe_schedule import ProbeSchedule
+
+LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
+TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
+FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
+TRIAL_COST = 0.5  # plain steps that the lookups of a trial may take
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Decaying sums over sequences and steps: accepted drafts, seconds beyond plain steps, and how many there were."""
+
+    accepted: float = 0.0
+    seconds: float = 0.0
+    count: float = 0.0
+
+
+class LookupGains:
+    """Sums by octave of batch sizes, and when lookups are tried while they are off.
+
+    Attributes:
+        acceptance_by_size: how accurate the values of looked-up drafts are, and on a GPU what they are worth.
+        schedule: when the next trial may begin.
+        num_drafts: drafts by lookups alone so far.
+    """
+
+    def __init__(self, bounds: TreeBounds):
+        self.acceptance_by_size = AcceptanceByBatchSize(AcceptanceModel((1,), bounds.depth))
+        self.schedule = ProbeSchedule(LOOKUP_SHARE, MEMORY)
+        self.num_drafts = 0
+        self._by_octave: dict[int, _Sums] = {}
+        self._last = _Sums()
+        self._trial_steps = FIRST_TRIAL_STEPS  # that are left
+        self._trial_s = 0.0
+
+    @property
+    def is_trying(self) -> bool:
+        """Return whether a trial goes on."""
+        return self._trial_steps > 0
+
+    def begin_trial(self, step: int) -> None:
+        self.schedule.begin(step)
+        self._trial_steps, self._trial_s = TRIAL_STEPS, 0.0
+
+    def count_trial_step(self, draft_s: float, plain_s: float) -> None:
+        """Count a step of a trial, which ends early if lookups take long."""
+        self._trial_s += draft_s
+        self._trial_steps -= 1
+        if self._trial_s > TRIAL_COST * plain_s:
+            self._trial_steps = 0
+
+    def fade(self) -> None:
+        """Let the next steps outweigh all earlier ones, which were of other texts."""
+        self._by_octave.clear()
+        known = self._last
+        self._last = _Sums(FADED * known.accepted, FADED * known.seconds, FADED * known.count)
+
+    def end_trial(self, size: int, plain_s: float) -> None:
+        """Set when the next trial may begin: ever later, as long as lookups bring in less than they take."""
+        if self.rate(size, plain_s) > size / plain_s:
+            self.schedule.resume()
+        else:
+            self.schedule.back_off()
+
+    def update(self, outcome: StepOutcome, more_s: float) -> None:
+        """Observe a step that drafted by lookups alone.
+
+        Args:
+            more_s: its seconds beyond those of a plain step.
+        """
+        size = outcome.batch_size
+        num_members = outcome.plan.num_members(size)
+        known, decay = self._of(size), (1 - EMA_RATE) ** num_members
+        self._last = self._by_octave[_octave(size)] = _Sums(
+            decay * known.accepted + outcome.num_accepted,
+            decay * known.seconds + more_s,
+            decay * known.count + num_members,
+        )
+
+    def rate(self, size: int, plain_s: float) -> float:
+        """Return the tokens per second to expect of steps with lookups where a plain one takes plain_s."""
+        known = self._of(size)
+        each = size / (known.count + PRIOR_COUNT)
+        return (size + each * known.accepted) / max(plain_s + each * known.seconds, plain_s / 2)
+
+    def _of(self, size: int) -> _Sums:
+        return self._by_octave.get(_octave(size), self._last)
+
+
+def _octave(size: int) -> int:
+    return (size - 1).bit_length()
