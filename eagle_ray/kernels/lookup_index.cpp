@@ -19,6 +19,7 @@ constexpr int TRIED = 4;            // contexts of falling length that are asked
 constexpr int VAGUE = 256;          // different tokens after a context that make it too vague to ask
 constexpr double MIN_LEFT = 1.0 / 16;  // probability that longer contexts leave to shorter ones, or these are not asked
 constexpr int LONGEST_NGRAM = 4;    // tokens of a context of n-grams
+constexpr int LONG_RUN = 4;         // tokens of a run whose continuation counts as foreseen
 constexpr int FEW = 8;              // edges of a state that are searched one by one
 const double MIN_LOG_VALUE = std::log(1.0 / 256);
 constexpr double LARGEST_LOGIT = 16.0, LARGEST_LOG_PROB = -1e-7;
@@ -297,6 +298,7 @@ public:
 
     std::vector<std::unique_ptr<Reader>> readers;
     std::vector<int64_t> free_readers;
+    int64_t num_read = 0, num_foreseen = 0;  // tokens, and those that had followed the same run before
     struct Node {
         int32_t parent, token, depth;
         double log_value, log_prob;
@@ -323,11 +325,21 @@ public:
         std::vector<int32_t> &text = young_.texts[reader.text];
         for (int64_t i = 0; i < count; ++i) {
             const int32_t token = int32_t(tokens[i]);
+            num_foreseen += is_foreseen(at, token);
             at[0] = young_.automaton.append(at[0], token);
             text.push_back(token);
             move(old_.automaton, at[2], at[3], token);
         }
         at[1] = young_.automaton.states[at[0]].longest;
+        num_read += count;
+    }
+
+    // Whether the token has followed a run of LONG_RUN tokens or more that ends here.
+    bool is_foreseen(const int32_t *at, int32_t token) const {
+        const Automaton &young = young_.automaton;
+        for (int32_t state : {at[0], young.states[at[0]].link})
+            if (state >= 0 && young.states[state].longest >= LONG_RUN && young.find(state, token) != NONE) return true;
+        return at[3] >= LONG_RUN && old_.automaton.find(at[2], token) != NONE;
     }
 
     // Let a reader go on in the young automaton; where it was is a match in the old one, if that is still there.
@@ -630,6 +642,11 @@ void lookup_write(void *handle, const Growth *growth, int64_t num_nodes, int64_t
 }
 
 // The texts that are kept, the oldest first: their number, and the tokens of all.
+void lookup_foreseen(void *handle, int64_t *num_read, int64_t *num_foreseen) {
+    *num_read = static_cast<Index *>(handle)->num_read;
+    *num_foreseen = static_cast<Index *>(handle)->num_foreseen;
+}
+
 void lookup_num_texts(void *handle, int64_t *num_texts, int64_t *num_tokens) {
     *num_texts = *num_tokens = 0;
     for (int generation = 0; generation < 2; ++generation) {

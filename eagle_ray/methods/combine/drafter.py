@@ -255,6 +255,10 @@ class EnsembleDrafter(Drafter):
             self._update_calibration(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
+    def foreseen(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+        known = (part.foreseen(batch, texts) for part in self._lookups)
+        return next((counts for counts in known if counts is not None), None)
+
     def reset_learning(self) -> None:
         for part in self.parts:
             part.reset_learning()
