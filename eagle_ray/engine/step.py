@@ -22,6 +22,7 @@ from eagle_ray.core.counters import CONFIDENCE_BINS, CONFIDENCE_UNIT, Acceptance
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.device import DeviceToHost, StepTimer, StepTimes
 from eagle_ray.core.sequence import Sequence, SequenceStatus, TopLogprobs
+from eagle_ray.kernels import tree_ops
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of
@@ -83,9 +84,8 @@ class StepOutput:
 
     def has_any(self, token_ids: Collection[int]) -> list[bool]:
         """Return which sequences got any of these tokens."""
-        is_new = np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
-        is_match = np.isin(self.tokens, list(token_ids)) & is_new
-        return [bool(row.any()) for row in is_match]
+        wanted = frozenset(token_ids)
+        return [not wanted.isdisjoint(tokens) for tokens in self.token_lists()]
 
 
 @dataclass(slots=True)
@@ -251,14 +251,22 @@ def step_record(
     [3 * CONFIDENCE_BINS], as drafted and as calibrated; where asked for, the bits of the log-probabilities [D+1].
     """
     parts = [result.num_accepted[:, None], result.tokens]
-    if max_depth:
-        judged, accepted = _judged(tree, result)
-        parts.append(_drafted_by_depth(tree, max_depth))
-        parts += _confidence_counts(tree.draft_confidences(), judged, accepted)
-        parts += _confidence_counts(tree.confidences(), judged, accepted)
+    if max_depth and tree_ops.available(tree.tokens.device):
+        inputs = tree.parents, tree.depths, tree.log_values, tree.draft_log_probs, tree.valid, result.accepted_nodes
+        parts.append(tree_ops.count_nodes(*inputs, CONFIDENCE_BINS, CONFIDENCE_UNIT))
+    elif max_depth:
+        parts += node_counts(tree, result, max_depth)
     if logprobs is not None:
         parts.append(logprobs.view(torch.int32).long())
     return torch.cat(parts, 1)
+
+
+def node_counts(tree: DraftTree, result: VerifyResult, max_depth: int) -> list[Int[Tensor, "B _"]]:
+    """Return the columns of a record that count nodes, by torch, on any device."""
+    judged, accepted = _judged(tree, result)
+    counts = [_drafted_by_depth(tree, max_depth)]
+    counts += _confidence_counts(tree.draft_confidences(), judged, accepted)
+    return counts + _confidence_counts(tree.confidences(), judged, accepted)
 
 
 def _drafted_by_depth(tree: DraftTree, max_depth: int) -> Int[Tensor, "B D"]:

@@ -1,4 +1,5 @@
-// The small operations of a decoder layer on a CPU, in fp32 and bf16: norms, rotary embedding, activation, attention.
+// The small operations of a decoder layer on a CPU, in fp32 and bf16: norms, rotary embedding, activation, attention; and
+// the likeliest tokens of logits.
 //
 // cpu_ops.py loads this file's library and says what each function computes; torch does the matrix products. Vectors are
 // GCC's vector extensions, so one source serves AVX-512, AVX2 and NEON. All sums are in fp32 and in an order that
@@ -482,7 +483,51 @@ void attend(const Rows &rows, const Heads &heads, const T *query, const K *keys,
     }
 }
 
+// --- likeliest tokens -----------------------------------------------------------------------------------------------
+
+// The k highest of a row, highest first, ties to the lower index: at index[0 .. k).
+void highest(const float *row, int64_t size, int64_t k, int64_t *index) {
+    constexpr int64_t CHUNK = 16 * LANES;
+    int64_t found = 0;
+    for (int64_t begin = 0; begin < size; begin += CHUNK) {
+        int64_t end = std::min(begin + CHUNK, size);
+        if (found == k && !(largest(row + begin, end - begin) > row[index[k - 1]]))
+            continue;
+        for (int64_t i = begin; i < end; i++) {
+            if (found == k && !(row[i] > row[index[k - 1]]))
+                continue;
+            int64_t at = found < k ? found++ : k - 1;
+            for (; at > 0 && row[i] > row[index[at - 1]]; at--)
+                index[at] = index[at - 1];
+            index[at] = i;
+        }
+    }
+}
+
+float log_sum_exp(const float *row, int64_t size, float most) {
+    Floats total = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        Floats power = exp_of(load_upto(row + i, size - i) - most);
+        total += size - i < LANES ? load_some((const float *)&power, size - i) : power;
+    }
+    return most + std::log(sum(total));
+}
+
 }  // namespace
+
+extern "C" void likeliest_float32(int64_t *index, float *log_probs, const float *logits, int64_t rows, int64_t size,
+                                  int64_t k, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *row = logits + r * size;
+        highest(row, size, k, index + r * k);
+        if (!log_probs)
+            continue;
+        float whole = log_sum_exp(row, size, row[index[r * k]]);
+        for (int64_t i = 0; i < k; i++)
+            log_probs[r * k + i] = row[index[r * k + i]] - whole;
+    }
+}
 
 #define FOR_DTYPE(T, NAME)                                                                                             \
     extern "C" void add_rms_norm_##NAME(T *out, T *residual, const T *delta, const T *weight, int64_t rows,            \

@@ -53,7 +53,7 @@ void attend_float32_bfloat16(const Rows *rows, const Heads *heads, const float *
                              const bf16 *values, float *out, const float *sinks);
 void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
                               int32_t threads);
-// The same for one of many products of a call, between which the other threads spin.
+// The same product, one of many of a call, between which the other threads spin.
 void quantized_matmul_awake(float *out, const float *inputs, const float *bias, const Weight *weight, int64_t rows,
                             int32_t threads);
 }

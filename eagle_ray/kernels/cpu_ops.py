@@ -6,6 +6,7 @@
         out = cpu_ops.attend(rows, query, keys, values, shape)        # ragged rows of many sequences in one call
         out = cpu_ops.silu_mul(gate_up)                               # SiLU(gate) * up
         out = cpu_ops.quantized_matmul(inputs, weight, bias)          # a weight of 4 or 8 bits (quantized_matmul.cpp)
+        index, log_probs = cpu_ops.top_k(logits, 10)                  # the ten likeliest tokens of each row
 
 The library is built once for each of LEVELS that the compiler knows; the best one that this processor runs is loaded.
 Where none was built, or EAGLE_RAY_CPU_OPS=off, `available` is False and the callers use torch instead.
@@ -39,7 +40,9 @@ class _Rows(Structure):
     ]
 
 
-class _Heads(Structure):
+class AttentionHeads(Structure):
+    """Heads of cpu_ops.h."""
+
     _fields_ = [
         *((name, c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "row_stride", "head_stride")),
         ("scaling", c_float),
@@ -58,7 +61,9 @@ class _Weight(Structure):
     ]
 
 
-class _Projection(Structure):
+class LayerProjection(Structure):
+    """Projection of cpu_ops.h."""
+
     _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
 
@@ -66,7 +71,7 @@ class DecoderLayer(Structure):
     """A layer of quantized_layers.cpp."""
 
     _fields_ = [
-        *((name, _Projection) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, LayerProjection) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, c_float) for name in ("input_eps", "post_eps", "head_eps")),
         ("has_bf16_cache", c_int32),
@@ -133,12 +138,21 @@ class MergedTrees(Structure):
 
 SIGNATURES = {
     "merge_blended": [POINTER(CandidateTree), POINTER(Blend), POINTER(MergedTrees), c_int],
-    "quantized_layers": [c_void_p, c_int64, POINTER(LayerScratch), POINTER(_Heads)],
+    "quantized_layers": [c_void_p, c_int64, POINTER(LayerScratch), POINTER(AttentionHeads)],
     "quantized_matmul": [c_void_p] * 3 + [POINTER(_Weight), c_int64, c_int],
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "rotate_and_write": [c_void_p] * 8 + [c_float] + [c_int64] * 4 + [c_int],
-    "attend": [POINTER(_Rows), POINTER(_Heads)] + [c_void_p] * 5,
+    "draft_head_pass": [c_void_p] * 3,
+    "append_level": [c_void_p] * 4,
+    "select_nodes": [c_void_p] * 3,
+    "ancestors": [c_void_p] * 2 + [c_int64] * 2,
+    "walk_paths": [c_void_p] * 9 + [c_int64] * 3,
+    "move_rows": [c_void_p] + [c_int64] * 3 + [c_void_p] + [c_int64] * 2 + [c_void_p] * 3 + [c_int64] * 2,
+    "queue_path": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p] * 7 + [c_int64] * 3,
+    "count_nodes": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 4 + [c_float],
+    "likeliest": [c_void_p] * 3 + [c_int64] * 3 + [c_int],
+    "attend": [POINTER(_Rows), POINTER(AttentionHeads)] + [c_void_p] * 5,
 }
 
 
@@ -299,11 +313,38 @@ def attend(
     assert query.stride(2) == 1 or key_dim == 1
     out = query.new_empty(num_rows, heads, values.shape[2])
     sizes = (heads, keys.shape[1], key_dim, values.shape[2], query.stride(0), query.stride(1))
-    shape = _Heads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
+    shape = AttentionHeads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     pointers = (query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), sinks)
     _run("attend", _pair(query, keys), seen._rows, shape, *pointers)
     return out
+
+
+def top_k(
+    logits: Float[Tensor, "*rows V"], count: int
+) -> tuple[Int[Tensor, "*rows count"], Float[Tensor, "*rows count"]]:
+    """Return the `count` likeliest tokens of each row of fp32 logits, the likeliest first, and their log-probabilities.
+
+    Ties go to the lower index. A NaN makes all log-probabilities of its row NaN, and its tokens arbitrary.
+    """
+    index = torch.empty(*logits.shape[:-1], count, dtype=torch.int64)
+    log_probs = torch.empty(index.shape)
+    _likeliest(index, log_probs, logits)
+    return index, log_probs
+
+
+def argmax(logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
+    """Return the index of each row's highest fp32 logit; ties go to the lower index."""
+    index = torch.empty(*logits.shape[:-1], 1, dtype=torch.int64)
+    _likeliest(index, None, logits)
+    return index[..., 0]
+
+
+def _likeliest(index: Tensor, log_probs: Tensor | None, logits: Tensor) -> None:
+    logits = logits.contiguous()
+    size, count = logits.shape[-1], index.shape[-1]
+    pointers = index.data_ptr(), address(log_probs), logits.data_ptr()
+    _run("likeliest", logits.dtype, *pointers, logits.numel() // size, size, count, torch.get_num_threads())
 
 
 def quantized_layers(
@@ -316,7 +357,7 @@ def quantized_layers(
 ) -> None:
     """Run decoder layers over the rows of a scratch: see models/quantized_decoder.py."""
     width = (heads + 2 * kv_heads) * head_dim
-    shape = _Heads(heads, kv_heads, head_dim, head_dim, width, head_dim, scaling, 0.0, torch.get_num_threads())
+    shape = AttentionHeads(heads, kv_heads, head_dim, head_dim, width, head_dim, scaling, 0.0, torch.get_num_threads())
     function_for("quantized_layers")(ctypes.addressof(layers), len(layers), scratch, shape)
 
 

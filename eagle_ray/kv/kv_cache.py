@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.kernels import tree_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8, to_fp8
 from eagle_ray.kv.block_manager import BlockManager
@@ -153,6 +154,16 @@ class KVCache:
             return  # a root alone is in place already
         if use_triton(self.keys.device):
             return self._commit_fused(batch, result)
+        if tree_ops.available(self.keys.device):
+            blocks, nodes = self.blocks, result.accepted_nodes
+            for numbers in self._flat:
+                tree_ops.move_rows(numbers, blocks.block_table, blocks.size, batch.slots, batch.lengths, nodes)
+            return None
+        return self.commit_portably(batch, result)
+
+    def commit_portably(self, batch: DecodeSlots, result: VerifyResult) -> None:
+        """Do what `commit` does by torch, on any device."""
+        longest = result.accepted_nodes.shape[1]
         offset = torch.arange(1, longest, device=batch.slots.device)  # the root stays
         accepted = result.accepted_nodes[:, 1:]
         moved = torch.where(accepted >= 0, accepted, offset)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
@@ -131,7 +132,7 @@ class CandidateRanker:
         Args:
             level: levels above these children; on the device if the pass is recorded for all levels.
         """
-        return self._rank(level, self._logits_of(features), width)
+        return self.rank_logits(level, self._logits_of(features), width)
 
     def scored_children(
         self,
@@ -150,14 +151,15 @@ class CandidateRanker:
             confidence: the head's own log-odds that a child of each node is accepted; a calibration reads them.
         """
         num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
-        ranked = self._rank(len(self.feedback.features), logits, width)
+        ranked = self.rank_logits(len(self.feedback.features), logits, width)
         tokens, scores, own = (part.repeat(1, num_nodes // logits.shape[1], 1) for part in ranked)
         self.feedback.features.append(features)
         return TopK(tokens, self.offers.add(frontier, tokens, scores, confidence), own)
 
-    def _rank(
+    def rank_logits(
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Return `rank` of the head's logits."""
         width = min(width, logits.shape[-1])
         best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
@@ -180,10 +182,14 @@ class CandidateRanker:
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head."""
+        sampling, is_fp32 = self.feedback.sampling, logits.dtype is torch.float32
+        is_coupled = self.coupling is not None and sampling.any_sampled
+        if not is_coupled and is_fp32 and cpu_ops.available(logits.device, logits.dtype):
+            index, scores = cpu_ops.top_k(logits, width)
+            return scores, index, scores
         logits = logits.float()
         ranked = own = logits.log_softmax(-1)
-        sampling = self.feedback.sampling
-        if self.coupling is not None and sampling.any_sampled:
+        if self.coupling is not None and is_coupled:
             rows = sampling.sampled_rows
             noise = self._noise(level + self._ones(1), rows, logits.shape[-1])[0]
             coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)

@@ -28,6 +28,7 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
+from eagle_ray.kernels import tree_ops
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
@@ -40,7 +41,6 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
-MAX_PLAIN_STEPS = 32  # whose pairs are stored together
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +250,16 @@ class PairDrafter(Drafter, ABC):
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Queue the pairs of the accepted path and the bonus token."""
+        result, queue = verified.result, self.queue
+        if not tree_ops.available(queue.device):
+            return self.extend_portably(batch, verified)
+        path = result.accepted_nodes, result.num_accepted, result.tokens
+        parts = batch.slots, batch.lengths, path, verified.rows.row_of, verified.features
+        return tree_ops.queue_path((queue.tokens, queue.features), queue.window, *parts)
+
+    def extend_portably(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Do what `extend` does by torch, on any device."""
         result = verified.result
-        if self._graphs is None and result.tokens.shape[1] == 1:
-            features = verified.features[: len(batch.slots)]  # a row for each sequence, in their order
-            self.queue.put_later(PlainPairs(batch.slots, batch.lengths, result.tokens[:, 0], features))
-            return
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
         positions = batch.lengths[:, None] + 1 + offset
@@ -280,8 +285,14 @@ class PairDrafter(Drafter, ABC):
         members = None if plan.members is None else to_device(plan.members, roots.device)
         self.ranking.start(sampling, at.lengths, plan.members)
         theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
-        grown = self._grown(at, *theirs, plan, self._backlog(at))
+        grown = self._grown_eagerly(at, *theirs, plan)
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
+
+    def _grown_eagerly(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
+    ) -> Grown:
+        """Read all pending pairs, however many, then grow trees until the plan is fulfilled."""
+        return self._grown(at, roots, ends, plan, self._backlog(at))
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -371,8 +382,11 @@ class PairDrafter(Drafter, ABC):
 
     def _first_positions(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """Return each sequence's first visible position and its first unread position."""
-        positions = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
-        return copy_to_device(torch.from_numpy(positions), at.slots.device)
+        return copy_to_device(torch.from_numpy(self._spans(at)), at.slots.device)
+
+    def _spans(self, at: DecodeSlots) -> Int[np.ndarray, "2 B"]:
+        """Return `_first_positions` on the host."""
+        return np.stack([self._first[at.host_slots], self._end[at.host_slots]])
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
@@ -421,20 +435,8 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class PlainPairs:
-    """The pairs of a plain step: the token after each of B roots, and the root's feature."""
-
-    slots: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    tokens: Int[Tensor, " B"]
-    features: Float[Tensor, "B F"]
-
-
 class FeatureBuffer:
     """A ring buffer per slot of the newest pairs, so that drafting can resume with a context after plain steps.
-
-    Pairs of plain steps are stored several steps at a time: on a CPU each call takes 0.3 ms, a fiftieth of a step.
 
     Args:
         window: pairs of a slot; position j overwrites j - window.
@@ -446,23 +448,6 @@ class FeatureBuffer:
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
         self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
-        self._later: list[PlainPairs] = []
-
-    def put_later(self, pairs: PlainPairs) -> None:
-        """Store the pairs before any others are stored or read. A slot gets one pair in each step."""
-        self._later.append(pairs)
-        if len(self._later) >= min(MAX_PLAIN_STEPS, self.window):
-            self.flush()
-
-    def flush(self) -> None:
-        """Store the pairs of the last plain steps."""
-        if not self._later:
-            return
-        later, self._later = self._later, []
-        indices = torch.cat([self._indices(pairs.slots, pairs.lengths + 1) for pairs in later])
-        self.tokens.index_copy_(0, indices, torch.cat([pairs.tokens for pairs in later]))
-        for pairs, index in zip(later, indices.split([len(pairs.slots) for pairs in later]), strict=True):
-            self.features.index_copy_(0, index, pairs.features)
 
     def put(
         self,
@@ -473,7 +458,6 @@ class FeatureBuffer:
         valid: Bool[Tensor, " R"],
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
-        self.flush()
         indices = torch.where(valid, self._indices(slots, positions), self._nowhere)
         self.tokens.index_copy_(0, indices, tokens)
         self.features.index_copy_(0, indices, features)
@@ -482,7 +466,6 @@ class FeatureBuffer:
         self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
-        self.flush()
         indices = self._indices(slots, positions)
         return self.tokens[indices], self.features[indices]
 

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.sampling_batch import SamplingBatch, as_int64
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.availability import use_triton
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
@@ -32,7 +33,8 @@ def sample(
     """
     if use_triton(logits.device):
         return _sample_fused(logits, sampling, seq, positions)
-    greedy = logits.argmax(-1)
+    is_fast = logits.dtype is torch.float32 and cpu_ops.available(logits.device, logits.dtype)
+    greedy = cpu_ops.argmax(logits) if is_fast else logits.argmax(-1)  # torch's takes 0.1 ms a row of 49,152 logits
     if not sampling.any_sampled:
         return greedy
     token_ids = torch.arange(logits.shape[-1], device=logits.device)

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.kernels import tree_ops
+
 NODES_PER_WORD = 64  # of a mask of ancestors: node j is bit j % 64 of word j // 64
 
 
@@ -66,6 +68,12 @@ class DraftTree:
         """
         if self.num_nodes == 1:
             return self
+        if tree_ops.available(keep.device):
+            return DraftTree(*tree_ops.select_nodes(self.tensors, keep, min(num_nodes, self.num_nodes)))
+        return self.rerank_portably(keep, num_nodes)
+
+    def rerank_portably(self, keep: Bool[Tensor, "B N"], num_nodes: int) -> DraftTree:
+        """Do what `rerank` does by torch, on any device."""
         index = torch.arange(self.num_nodes, device=keep.device)
         return self.select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
 
@@ -137,6 +145,8 @@ class DraftTree:
         """Return a mask [b, i, j]: node j is node i or an ancestor of it. max_depth: a bound on the depths."""
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
+        if tree_ops.available(self.parents.device):
+            return tree_ops.ancestors(self.parents)
         return unpack_ancestors(self.ancestor_words(max_depth), self.num_nodes)
 
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
@@ -243,6 +253,14 @@ def accept_path(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max
         picks: the token that the target sampled after each row.
         max_depth: a bound on the depths, D1 - 1.
     """
+    if tree_ops.available(picks.device):
+        parts = tree.tokens, tree.parents, tree.depths, tree.valid, rows.row_of, picks, max_depth + 1
+        return VerifyResult(*tree_ops.walk_paths(*parts))
+    return accept_path_portably(tree, rows, picks, max_depth)
+
+
+def accept_path_portably(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max_depth: int) -> VerifyResult:
+    """Do what `accept_path` does by torch, on any device."""
     picks_at = picks[rows.row_of]
     if max_depth == 0:
         return VerifyResult(torch.zeros_like(picks_at), torch.zeros_like(picks_at[:, 0]), picks_at)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +35,19 @@ class Frontier:
     tokens: Int[Tensor, "B F"]
     parent_rows: Int[Tensor, "B F"]
     log_values: Float[Tensor, "B F"]
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """Trees between two levels. depth: levels so far; levels: their log values."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def levels(self) -> list[Float[Tensor, "B _ K"]]: ...
+
+    def frontier(self) -> Frontier: ...
 
 
 class TreeBuilder:
@@ -151,7 +165,7 @@ class DraftPlan:
     max_depth: int
     width: int
     members: tuple[int, ...] | None = None
-    should_stop: Callable[[TreeBuilder], bool] | None = None
+    should_stop: Callable[[Growing], bool] | None = None
     static_tree: StaticTree | None = None
     probe: bool = False
     num_children: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -47,8 +46,9 @@ from tests.support.toy_models import head3, llama
 
 TREE = dict(max_nodes=24, max_depth=3, top_k=16)  # of 97 tokens: some drafts are right
 MANY, MAX_TOKENS = EngineArgs(32, 128, kv_tokens=None), 14
-# Seven blocks and small trees: the sequences that were admitted outgrow them.
-FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 64, kv_tokens=112), dict(max_nodes=8, max_depth=3, top_k=4), 50
+# Four blocks and small trees: the sequences that were admitted outgrow them.
+FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 96, kv_tokens=128), dict(max_nodes=8, max_depth=3, top_k=4), 70
+MIN_ACCEPTED = 20  # drafts of all examples: the answers would be equal, too, if no draft was ever right
 PROMPTS = ["name:12,name:12,na", "b7k{x=3}"]
 HEADER = "12;name=4,na:me" * 4  # of several blocks
 MIXED = [None, "temperature", "repetition_penalty", "json_schema", "top_logprobs", "bad_words"]
@@ -322,14 +322,14 @@ def test_each_cell_is_plain_decodings(made, plain, datastore, monkeypatch, colum
 
     cases = made.of_examples()
     run(engine, cases)
-    accepted = Counter({case.feature: num_accepted(case) for case in cases})
+    accepted = [num_accepted(case) for case in cases]
     for condition in ("prefix reuse", "chunked prompts", "aborts", "empty drafts"):
         cases += in_condition(made, engine, condition)
     cases += in_condition(made, engine_of(made, column, FEW, **SMALL_TREE, **own), PRE_EMPTION)
     shape = shape_of(column)
     assert faults_of(made, cases, plain(**shape), shape) == []
     assert engine.graphs is None or engine.graphs.num_replayed > 0
-    print(column, is_replayed, engine.counters.num_steps, accepted.total(), [n for n, c in accepted.items() if not c])
+    assert sum(accepted) > MIN_ACCEPTED
 
 
 def num_accepted(case: Case) -> int:

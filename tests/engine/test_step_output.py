@@ -3,12 +3,15 @@
 import random
 
 import numpy as np
+import torch
 
 from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step as step_module
-from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats
+from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats, node_counts, step_record
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_tree import DraftTree, accept_path
+from tests.support.toy_models import random_tree
 
 SLOTS, DEPTH = 6, 3
 
@@ -69,3 +72,15 @@ def test_the_tokens_of_a_step_are_those_up_to_the_bonus_token():
     assert output.token_lists() == [[7, 8], [8], [5, 6, 7]]
     assert output.has_any({7, 9}) == [True, False, True]
     assert output.has_any(()) == [False] * 3
+
+
+def test_the_counts_of_a_record_are_those_of_torch():
+    trees = [random_tree(torch.Generator().manual_seed(s), 9, vocab=6) for s in range(40)]
+    tree = DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__))
+    depth = int(tree.depths.max())
+    picks = torch.randint(0, 6, (len(trees) * 9,), generator=torch.Generator().manual_seed(3))
+    result = accept_path(tree, tree.pack(torch.zeros(len(trees), dtype=torch.int64), len(picks)), picks, depth)
+    wanted = torch.cat(node_counts(tree, result, depth), 1)
+    found = step_record(tree, result, depth, None)[:, depth + 2 :]
+    assert (found - wanted).abs().max() <= 1  # of a sum of probabilities in units of 2**-20
+    assert torch.equal(found[:, :depth], wanted[:, :depth]) and int(found.sum()) > 0

@@ -168,3 +168,16 @@ def test_a_row_that_sees_nothing_is_zero():
 def test_it_is_for_the_cpu_and_its_dtypes_alone():
     assert not cpu_ops.available(torch.device("cpu"), torch.float16)
     assert not cpu_ops.available(torch.device("meta"), torch.float32)
+
+
+def test_the_likeliest_tokens_are_those_of_torch():
+    logits = torch.randn(5, 1003, generator=torch.Generator().manual_seed(0)) * 4
+    logits[1, 700] = logits[1, 3] = 30.0  # a tie goes to the lower index
+    logits[2, 5] = torch.nan
+    index, log_probs = cpu_ops.top_k(logits, 7)
+    values, wanted = logits.log_softmax(-1).topk(7)
+    real = torch.tensor([0, 3, 4])
+    assert torch.equal(index[real], wanted[real]) and index[1, :2].tolist() == [3, 700]
+    torch.testing.assert_close(log_probs[real], values[real])
+    assert log_probs[2].isnan().all()
+    assert cpu_ops.argmax(logits[real]).tolist() == logits[real].argmax(-1).tolist()

@@ -102,12 +102,13 @@ def test_a_shorter_sequence_has_none_of_its_own_blocks_read_for_nothing():
     assert all(torch.equal(x[1, :, :16], y[1, :, :16]) for x, y in zip(read, (keys, values), strict=True))
 
 
-def test_commit_moves_the_path_and_nothing_else():
+@pytest.mark.parametrize("commit", [KVCache.commit, KVCache.commit_portably])
+def test_commit_moves_the_path_and_nothing_else(commit):
     cache = scattered(3, 40)
     keys, _ = filled(cache, [2, 0], 20)
     paths = torch.tensor([[0, 3, 7, -1], [0, 2, -1, -1]])
     batch = DecodeSlots.of([2, 0], [10, 6])
-    cache.commit(batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
+    commit(cache, batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
     read, _ = cache.read(1, cache.block_index(batch, 10), 20)
     for b, (length, path) in enumerate([(10, [0, 3, 7]), (6, [0, 2])]):
         end = length + len(path)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.tree.draft_tree import DraftTree, accept_path
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, accept_path, accept_path_portably
 from tests.support.toy_models import random_tree
 
 
@@ -35,6 +35,8 @@ def test_accept_path_is_the_walk(seed, num_nodes, agreement):
     assert int(result.num_accepted) == len(nodes) - 1
     assert result.accepted_nodes[0].tolist() == nodes + [-1] * (max_depth + 1 - len(nodes))
     assert result.tokens[0, : len(nodes)].tolist() == tokens
+    by_torch = accept_path_portably(tree, rows, picks, max_depth)
+    assert all(torch.equal(getattr(result, name), getattr(by_torch, name)) for name in VerifyResult.__slots__)
 
 
 def test_each_tree_of_a_batch_is_walked_alone():

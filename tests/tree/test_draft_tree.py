@@ -25,7 +25,9 @@ def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, dept
     tree = grown(seed, batch, depth, width, ties)
     num_nodes = data.draw(st.integers(1, tree.num_nodes))
     budgets = data.draw(st.lists(st.integers(1, tree.num_nodes), min_size=batch, max_size=batch))
-    kept = tree.rerank(ranks(tree.log_values) < torch.tensor(budgets).clamp(max=num_nodes)[:, None], num_nodes)
+    keep = ranks(tree.log_values) < torch.tensor(budgets).clamp(max=num_nodes)[:, None]
+    kept, by_torch = tree.rerank(keep, num_nodes), tree.rerank_portably(keep, num_nodes)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept.tensors, by_torch.tensors, strict=True))
     check_laws(kept)
     for b, budget in enumerate(budgets):
         best = sorted(range(tree.num_nodes), key=lambda i: (-tree.log_values[b, i].item(), i))  # ties: the earlier
@@ -43,6 +45,7 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
         grown(seed, batch, depth, width, ties), data.draw(st.lists(st.integers(1, 30), min_size=batch, max_size=batch))
     )
     reach = tree.ancestors(depth)
+    assert torch.equal(reach, unpack_ancestors(tree.ancestor_words(depth), tree.num_nodes))
     for b in range(batch):
         for i in range(tree.num_nodes):
             walk, node = {i}, i

@@ -148,8 +148,8 @@ class EnsembleCalibration:
         cpu_ops.function_for("merge_blended")(candidates, blend, out, torch.get_num_threads())
 
         real = slice(largest.value)
-        tensors = (x[:, real] for x in (ints[0], parents, ints[1], floats[0], floats[1], valid))
-        return BlendedTree(DraftTree(*tensors), log_probs[:, real], floats[2:, :, real])
+        tree = DraftTree(*(x[:, real] for x in (ints[0], parents, ints[1], floats[0], floats[1], valid)))
+        return BlendedTree(tree, log_probs[:, real], floats[2:, :, real])
 
     def update(
         self,

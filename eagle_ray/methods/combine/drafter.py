@@ -230,20 +230,21 @@ class EnsembleDrafter(Drafter):
     ) -> list[Draft | None]:
         """Return each part's draft; None for a model that the plan leaves out."""
         deepest = replace(plan, should_stop=None)
-        of_model, drafts = plan, []
+        of_model = plan
+        drafts: list[Draft | None] = []
         for part in self.parts:
             if part.has_model and plan.lookups_only:
                 drafts.append(None)
                 continue
             draft = part.draft(batch, roots, of_model if part.has_model else deepest, sampling, texts)
-            if part.has_model:
+            if part.has_model and len(self._models) > 1:
                 of_model = replace(deepest, max_depth=max(len(draft.levels), 1))
             drafts.append(draft)
         return drafts
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         for part, own in self._with_features(verified.features):
-            part.extend(batch, replace(verified, features=own))
+            part.extend(batch, verified if own is verified.features else replace(verified, features=own))
         if self._ahead is not None:
             self._ahead.extend(batch, verified.result)
 

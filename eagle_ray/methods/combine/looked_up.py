@@ -70,7 +70,7 @@ class AheadLookups:
         """Return what is found for the plan's members, or None if nothing is found for any."""
         members = list(range(len(texts)) if plan.members is None else plan.members)
         depth = self._max_depth + 1 + plan.max_depth
-        ends = torch.tensor([sorted(sampling.end_ids)]).expand(len(members), -1) if sampling.end_ids else None
+        ends = torch.tensor([sorted(sampling.end_ids)]).repeat(len(members), 1) if sampling.end_ids else None
         seats = [batch.host_slots[i] for i in members], [texts[i] for i in members]
         trees = [part.look_up(*seats, depth, LOOKUP_NODES, ends) for part in self._parts]
         if not any(bool(tree.valid[:, 1:].any()) for tree in trees):

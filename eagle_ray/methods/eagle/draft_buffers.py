@@ -148,7 +148,7 @@ class PaddedDraft:
     def next_frontier(self) -> Frontier:
         """Return the nodes that get children next, of the deepest level at most."""
         self.level.clamp_(max=self.shape.depth - 1)  # recording runs a level more often than there are levels
-        return self._frontier(self.level)
+        return self.frontier(self.level)
 
     @property
     def words(self) -> Int[Tensor, "B W words"]:
@@ -159,7 +159,7 @@ class PaddedDraft:
         """Return the features of the frontier's parents."""
         of = self._all
         before = of.features.index_select(0, (self.level - 1).clamp(min=0))[0, : self.batch, : self.width]
-        rows = self._frontier(self.level).parent_rows[:, :, None].expand(-1, -1, before.shape[2])
+        rows = self.frontier(self.level).parent_rows[:, :, None].expand(-1, -1, before.shape[2])
         return before.gather(1, rows)
 
     def append(
@@ -262,14 +262,15 @@ class PaddedDraft:
         of, levels = self._all, []
         for i in range(depth):
             width = self.width if i else 1
-            frontier = self._frontier(i, num) if i else None
+            frontier = self.frontier(i, num) if i else None
             levels.append(OfferedLevel(frontier, of.offered[i, :num, :width], of.scores[i, :num, :width]))
         return Offered(kinds, levels)
 
     def features(self, num: int, depth: int) -> list[Float[Tensor, "B _ H"]]:
         return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]
 
-    def _frontier(self, level: int | Tensor, num: int | None = None) -> Frontier:
+    def frontier(self, level: int | Tensor, num: int | None = None) -> Frontier:
+        """Return the frontier that gets children at this level; its values are those of the newest one."""
         of, rows, width = self._all, slice(num or self.batch), self.width
         if isinstance(level, int):
             tokens, parent_rows = of.frontier_tokens[level], of.parent_rows[level]

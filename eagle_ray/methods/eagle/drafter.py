@@ -31,6 +31,7 @@ from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
+from eagle_ray.methods.eagle.quantized_draft import QuantizedDraft
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
@@ -55,12 +56,29 @@ class EagleDrafter(PairDrafter):
         super().__init__(head, target, window, calibration, coupling, token_ids)
         self.draft_buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
         self._padded: dict[tuple, PaddedDraft] = {}
+        self._quantized: QuantizedDraft | None = None
         self._forward = head_forward(self.head)
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         super().use_graphs(runner, max_depth)
         self.draft_buffers.clear()
         self._padded.clear()
+        self._quantized = QuantizedDraft.of(self.head, self.embed_tokens, self.cache, self.queue, max_depth)
+
+    def _grown_eagerly(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
+    ) -> Grown:
+        """Do what `_grown` does, by a few calls of C++ if they compute the head and the plan grows level by level."""
+        draft = self._quantized
+        if draft is None or not self._grows_by_level(plan):
+            return super()._grown_eagerly(at, roots, ends, plan)
+        started = self.ranking.feedback
+        draft.start(at, self._spans(at), roots, started.sampling, plan, self.ranking.calibration)
+        draft.grow(self.ranking)
+        while draft.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(draft)):
+            draft.grow(self.ranking)
+        self.ranking.pending = draft.feedback(started)
+        return Grown(draft.tree, draft.levels, self.ranking.pending)
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
