@@ -54,7 +54,7 @@ NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batc
 MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
 HYSTERESIS = 0.03  # of plain decoding's rate
 POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
-PATIENCE = MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
+PATIENCE = 2 * MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
 OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
 
 

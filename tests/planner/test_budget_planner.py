@@ -130,7 +130,7 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
     assert sum(tried[:taken_up]) > NUM_PROBES
     after = priced.outcomes[taken_up:]
-    assert len(after) > 40 and sum(not o.depth for o in after) < 0.25 * len(after)
+    assert len(after) > 40 and sum(not o.depth for o in after) < 0.5 * len(after)  # given up once, and retried
 
 
 def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):

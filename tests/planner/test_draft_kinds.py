@@ -9,6 +9,7 @@ import torch
 
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_model import CostCurve
 from eagle_ray.planner.planner import DraftKind, StepOutcome
@@ -176,5 +177,5 @@ def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     for costs in (ours.costs, planner.costs):
         costs.draft_overhead = CostCurve([4], [costs.draft_overhead(4) + more_s])
     assert share(world.run(planner, 20), DraftKind.MODEL) > 0.8
-    world.run(planner, 60)
+    world.run(planner, 2 * MEMORY)
     assert ours.mode is not Mode.ON
