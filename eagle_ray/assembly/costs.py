@@ -31,7 +31,9 @@ def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
     graphs = engine.graphs
     can_sync = engine.target.device.type == "cpu" and graphs is None
     sizes = graphs.pass_sizes(engine.bounds) if graphs else None
-    return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(engine.drafter))
+    drafter = engine.drafter
+    foreseen = (lambda batch: drafter.foreseen(batch.at, batch.sequences)) if drafter.has_lookups else None
+    return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(drafter), foreseen)
 
 
 def kinds_of(drafter: Drafter) -> list[DraftKind]:

@@ -25,7 +25,7 @@ by turns. A kind whose drafts are hardly accepted is probed ever more rarely unt
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
@@ -75,6 +75,7 @@ class BudgetPlanner:
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
         kinds: of drafts that the drafter can make.
+        foreseen: reads on in a batch's texts and returns what `Drafter.foreseen` does; None if nothing is looked up.
 
     Attributes:
         kind: of the drafts that are on, or were last.
@@ -93,7 +94,9 @@ class BudgetPlanner:
         can_sync: bool = True,
         sizes: PassSizes | None = None,
         kinds: Collection[DraftKind] = (DraftKind.MODEL,),
+        foreseen: Callable[[DecodeBatch], tuple[int, int] | None] | None = None,
     ):
+        self._foreseen = foreseen
         self._bounds = bounds
         self._has_model = DraftKind.MODEL in kinds
         self._lookups = LookupGains(bounds) if DraftKind.LOOKUPS in kinds else None
@@ -160,12 +163,20 @@ class BudgetPlanner:
             return self._lookups_plan(batch)
         if self._lookups is None:
             return PLAIN
-        if not self._lookups.is_trying and self._lookups.schedule.is_due(self._num_steps):
+        if not self._lookups.is_trying and self._is_trial_due(self._lookups, batch):
             self._lookups.begin_trial(self._num_steps)
         if not self._lookups.is_trying:
             return PLAIN
         self._texts.remember(batch)
         return self._as_probe(self._lookups_plan(batch))
+
+    def _is_trial_due(self, lookups: LookupGains, batch: DecodeBatch) -> bool:
+        """Return whether lookups are to be tried: their turn has come, or the texts repeat what was read."""
+        if lookups.schedule.is_due(self._num_steps):
+            return True
+        if self._foreseen is None or self._num_steps % OFF_REVIEW_EVERY:
+            return False
+        return lookups.promise(self._foreseen(batch))
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Return the number of rows with the best rate, filled with the most valuable nodes of the batch."""

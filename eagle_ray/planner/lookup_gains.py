@@ -2,6 +2,7 @@
 
     gains.update(outcome, more_s)               # accepted drafts, and the seconds beyond those of a plain step
     gains.rate(batch_size, plain_s)             # tokens per second of a step with lookups
+    gains.promise(counts)                       # a trial out of turn: texts repeat what was read
 
 Lookups propose nothing in most steps and long drafts in a few. On an average over steps of what each number of rows
 yields, a few rows pay in every step or in none. So what is averaged is what the steps brought in, each with as many
@@ -28,6 +29,8 @@ LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
 FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
 TRIAL_COST = 0.5  # plain steps that the lookups of a trial may take
+LEAST_FORESEEN = 0.3  # of the tokens, for a trial out of turn
+MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,24 @@ class LookupGains:
         self._last = _Sums()
         self._trial_steps = FIRST_TRIAL_STEPS  # that are left
         self._trial_s = 0.0
+        self._counts = 0, 0  # tokens read, and foreseen ones, when they were last looked at
+        self._share = self._share_unpaid = 0.0
 
     @property
     def is_trying(self) -> bool:
         """Return whether a trial goes on."""
         return self._trial_steps > 0
+
+    def promise(self, counts: tuple[int, int] | None) -> bool:
+        """Return whether the tokens read since the last call make a trial worth while, whenever the next one is due.
+
+        counts: all tokens read so far, and those that lookups would have found; None if they are not counted.
+        """
+        if counts is None or counts[0] <= self._counts[0]:
+            return False
+        self._share = (counts[1] - self._counts[1]) / (counts[0] - self._counts[0])
+        self._counts = counts
+        return self._share >= max(LEAST_FORESEEN, MORE_FORESEEN * self._share_unpaid)
 
     def begin_trial(self, step: int) -> None:
         self.schedule.begin(step)
@@ -75,6 +91,7 @@ class LookupGains:
 
     def fade(self) -> None:
         """Let the next steps outweigh all earlier ones, which were of other texts."""
+        self._share_unpaid = 0.0
         self._by_octave.clear()
         known = self._last
         self._last = _Sums(FADED * known.accepted, FADED * known.seconds, FADED * known.count)
@@ -83,8 +100,10 @@ class LookupGains:
         """Set when the next trial may begin: ever later, as long as lookups bring in less than they take."""
         if self.rate(size, plain_s) > size / plain_s:
             self.schedule.resume()
+            self._share_unpaid = 0.0
         else:
             self.schedule.back_off()
+            self._share_unpaid = self._share
 
     def update(self, outcome: StepOutcome, more_s: float) -> None:
         """Observe a step that drafted by lookups alone.

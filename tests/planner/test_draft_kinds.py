@@ -10,7 +10,7 @@ import torch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.acceptance_model import MEMORY
-from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
+from eagle_ray.planner.budget_planner import NUM_PROBES, OFF_REVIEW_EVERY, BudgetPlanner, Mode
 from eagle_ray.planner.cost_model import CostCurve
 from eagle_ray.planner.planner import DraftKind, StepOutcome
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
@@ -179,3 +179,35 @@ def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     assert share(world.run(planner, 20), DraftKind.MODEL) > 0.8
     world.run(planner, 2 * MEMORY)
     assert ours.mode is not Mode.ON
+
+
+class Reads:
+    """The tokens that an index has read, of which a share had followed the same run before."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._counts = [0, 0]
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        self._counts[0] += 1000
+        self._counts[1] += round(1000 * self.share)
+        return self._counts[0], self._counts[1]
+
+
+def test_lookups_are_tried_as_soon_as_texts_repeat():
+    reads, world = Reads(), World(model=0.02, lookups=0.0)
+    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
+    world.run(planner, 6000)
+    assert planner.planner.mode is Mode.OFF
+    reads.share, world.lookups = 0.9, 0.9
+    plans = world.run(planner, 3 * OFF_REVIEW_EVERY)
+    assert planner.planner.kind is DraftKind.LOOKUPS and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
+
+
+def test_texts_that_repeat_to_no_profit_are_not_tried_again_and_again():
+    reads, world = Reads(), World(model=0.02, lookups=0.0)
+    reads.share = 0.5
+    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
+    world.run(planner, 1000)
+    plans = world.run(planner, 4000)
+    assert share(plans, DraftKind.LOOKUPS) < 0.01
