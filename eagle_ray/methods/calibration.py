@@ -238,6 +238,8 @@ def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
 
 MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
+MOST_INFORMATION = 1e7  # of MEMORY picks of some children each, with features up to LARGEST_LOGIT
+SMALL_INFORMATION = 1.0  # by which rounding may make a sum of information negative
 
 
 class OnlineFit:
@@ -278,11 +280,14 @@ class OnlineFit:
         return {name: own.cpu().clone() for name, own in self._parts()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state. Raises ValueError if it is of another shape or not finite."""
+        """Go on from a state. Raises ValueError if it is of another shape, not finite, or no sum of information."""
         parts = dict(self._parts())
         for name, own in parts.items():
             if name not in state or state[name].shape != own.shape or not state[name].isfinite().all():
                 raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
+        information = state["information"].double()
+        if information.abs().max() > MOST_INFORMATION or torch.linalg.eigvalsh(information).min() < -SMALL_INFORMATION:
+            raise ValueError("information is no sum of Fisher information of samples")
         for name, own in parts.items():
             own.copy_(state[name])
         self.parameters.clamp_(self._low, self._high)
@@ -309,6 +314,6 @@ class OnlineFit:
         known = self._information[level]
         known *= (1 - picks / MEMORY).clamp(min=0)[..., None, None]
         known += fisher
-        step = torch.linalg.solve_ex(known + self._prior, gradient[..., None]).result[..., 0]
+        step = torch.linalg.solve_ex(known + self._prior, gradient[..., None]).result[..., 0].nan_to_num(0.0)
         moved = self.parameters[level] + step.clamp(-LARGEST_STEP, LARGEST_STEP)
         self.parameters[level] = torch.minimum(torch.maximum(moved, self._low), self._high)

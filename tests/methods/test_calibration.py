@@ -121,3 +121,20 @@ def test_a_drafters_own_estimate_is_used_as_far_as_it_tells_something():
     assert calibration.fit.parameters[0, 0, 3] == pytest.approx(0.5, abs=0.15)
     mapped = calibration.apply(0, kinds, said[:, None], torch.tensor([[-3.0], [3.0]]).repeat(16, 1))
     assert (mapped[1::2].exp() > 2 * mapped[::2].exp()).all()
+
+
+@pytest.mark.parametrize("wrong", ["huge", "negative", "not finite", "of another shape"])
+def test_a_state_that_no_samples_make_is_refused(wrong):
+    fit = Calibration(3).fit
+    state = fit.state()
+    information = torch.eye(3).expand(3, 2, 3, 3).clone()
+    fit.load_state(state | {"information": information})
+    bad = {
+        "huge": torch.full_like(information, 1e9),
+        "negative": -10 * information,
+        "not finite": information * torch.inf,
+        "of another shape": information[:2],
+    }[wrong]
+    with pytest.raises(ValueError, match="information"):
+        fit.load_state(state | {"information": bad})
+    assert torch.equal(fit.state()["information"], information)

@@ -78,6 +78,7 @@ from eagle_ray.methods.head_files import (
 )
 
 SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+MAX_LAYERS = 256  # of a head; published ones have 3 to 8
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 MIN_BLOCK = 2  # rows: the root and one token
 MAX_BLOCK = 64  # rows of a block: as many as a row of a tree's mask names
@@ -133,6 +134,8 @@ def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pr
     kind_of(raw)
     layers, own = _sections(raw)
     check_counts(layers, SIZES, {**layers, **own}, OPTIONAL_SIZES)
+    if layers["num_hidden_layers"] > MAX_LAYERS:
+        raise ValueError(f"its num_hidden_layers is {layers['num_hidden_layers']}; a head has {MAX_LAYERS} at most")
     _check_target(layers, own, target)
     block = block_of(raw, target)
     has_lm_head = "lm_head.weight" in shapes

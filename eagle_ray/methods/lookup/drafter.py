@@ -100,11 +100,17 @@ def checked_texts(state: Mapping[str, Tensor], vocab_size: int | None) -> list[l
     lengths, tokens = state.get("lengths"), state.get("tokens")
     if lengths is None or tokens is None or lengths.dtype != torch.int64 or tokens.dtype != torch.int32:
         raise ValueError("it holds no texts")
-    if lengths.dim() != 1 or tokens.dim() != 1 or bool((lengths < 1).any()) or int(lengths.sum()) != len(tokens):
+    if lengths.dim() != 1 or tokens.dim() != 1 or _num_tokens(lengths) != len(tokens):
         raise ValueError("the lengths of its texts do not fit their tokens")
     if len(tokens) and (int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size)):
         raise ValueError(f"it holds token ids outside of the vocabulary of {vocab_size}")
     return [text.tolist() for text in tokens.split(lengths.tolist())]
+
+
+def _num_tokens(lengths: Int[Tensor, " T"]) -> int:
+    """Return the sum of the lengths, or -1 if one of them is not positive."""
+    counts = lengths.tolist()
+    return sum(counts) if min(counts, default=1) > 0 else -1
 
 
 class CursorIndex:
