@@ -238,7 +238,7 @@ def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
 
 MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
-MOST_INFORMATION = 1e7  # of MEMORY picks of some children each, with features up to LARGEST_LOGIT
+MAX_INFORMATION = 1e7  # of MEMORY picks of some children each, with features up to LARGEST_LOGIT
 SMALL_INFORMATION = 1.0  # by which rounding may make a sum of information negative
 
 
@@ -286,7 +286,7 @@ class OnlineFit:
             if name not in state or state[name].shape != own.shape or not state[name].isfinite().all():
                 raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
         information = state["information"].double()
-        if information.abs().max() > MOST_INFORMATION or torch.linalg.eigvalsh(information).min() < -SMALL_INFORMATION:
+        if information.abs().max() > MAX_INFORMATION or torch.linalg.eigvalsh(information).min() < -SMALL_INFORMATION:
             raise ValueError("information is no sum of Fisher information of samples")
         for name, own in parts.items():
             own.copy_(state[name])

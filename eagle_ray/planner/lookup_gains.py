@@ -29,7 +29,7 @@ LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
 FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
 TRIAL_COST = 0.5  # plain steps that the lookups of a trial may take
-LEAST_FORESEEN = 0.3  # of the tokens, for a trial out of turn
+MIN_FORESEEN = 0.3  # of the tokens, for a trial out of turn
 MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
 
@@ -76,7 +76,7 @@ class LookupGains:
             return False
         self._share = (counts[1] - self._counts[1]) / (counts[0] - self._counts[0])
         self._counts = counts
-        return self._share >= max(LEAST_FORESEEN, MORE_FORESEEN * self._share_unpaid)
+        return self._share >= max(MIN_FORESEEN, MORE_FORESEEN * self._share_unpaid)
 
     def begin_trial(self, step: int) -> None:
         self.schedule.begin(step)

@@ -46,7 +46,6 @@ def test_a_section_runs_on_a_cpu(name, tmp_path):
     assert found
     if name == "sources":
         assert all(r["ahead"] > 0 for r in found)
-        assert len({r["graphs"] for r in found if r["method"] in ("eagle2", "auto") and r["slots"] > 1}) == 1
     assert not [r for r in found if "failed" in r or r.get("planner_error")]
     if name == "real":
         assert all(r["explained"] and r["tau"] > 1.5 for r in found)
