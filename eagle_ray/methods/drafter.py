@@ -212,7 +212,7 @@ class Drafter(Protocol):
         return 0
 
     def foreseen(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
-        """Read on in these texts. Return all tokens read so far, and those that lookups would have found; None: unknown.
+        """Read on in these texts. Return all tokens read so far, and those lookups would have found; None: unknown.
 
         It takes a millionth of a second per token, so it tells cheaply when lookups may pay.
         """
