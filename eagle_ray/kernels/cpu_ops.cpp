@@ -504,6 +504,17 @@ void highest(const float *row, int64_t size, int64_t k, int64_t *index) {
     }
 }
 
+// The index of the first NaN, or -1.
+int64_t first_nan(const float *row, int64_t size) {
+    int has_nan = 0;
+    for (int64_t i = 0; i < size; i++)
+        has_nan |= row[i] != row[i];
+    for (int64_t i = 0; has_nan && i < size; i++)
+        if (row[i] != row[i])
+            return i;
+    return -1;
+}
+
 float log_sum_exp(const float *row, int64_t size, float most) {
     Floats total = {};
     for (int64_t i = 0; i < size; i += LANES) {
@@ -521,8 +532,12 @@ extern "C" void likeliest_float32(int64_t *index, float *log_probs, const float 
     for (int64_t r = 0; r < rows; r++) {
         const float *row = logits + r * size;
         highest(row, size, k, index + r * k);
-        if (!log_probs)
+        if (!log_probs) {
+            int64_t nan = first_nan(row, size);
+            if (nan >= 0)
+                index[r * k] = nan;
             continue;
+        }
         float whole = log_sum_exp(row, size, row[index[r * k]]);
         for (int64_t i = 0; i < k; i++)
             log_probs[r * k + i] = row[index[r * k + i]] - whole;

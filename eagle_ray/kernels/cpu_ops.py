@@ -334,7 +334,7 @@ def top_k(
 
 
 def argmax(logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
-    """Return the index of each row's highest fp32 logit; ties go to the lower index."""
+    """Return the index of each row's highest fp32 logit; ties go to the lower index, and a NaN is the highest."""
     index = torch.empty(*logits.shape[:-1], 1, dtype=torch.int64)
     _likeliest(index, None, logits)
     return index[..., 0]

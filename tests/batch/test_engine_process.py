@@ -158,7 +158,7 @@ def test_a_model_that_is_not_there_is_said_as_here(make_job, monkeypatch):
 
 
 def test_a_pair_that_does_not_fit_is_said_as_here(make_job):
-    config = make_job(token_rows(1), **{"model.draft": str(PAIR / "target")})
+    config = make_job(token_rows(1), **{"model.draft": str(PAIR / "target"), "speculative.method": "eagle2"})
     with pytest.raises((ConfigError, EngineError)) as here:
         Worker(*arguments_of(config))
     with pytest.raises((ConfigError, EngineError)) as there, process_of(config):

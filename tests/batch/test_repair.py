@@ -21,7 +21,7 @@ from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.support.jobs import token_rows
+from tests.support.jobs import PAIR, token_rows
 
 SCHEMA = output_schema([])
 BEGAN = datetime(2026, 11, 1, tzinfo=timezone.utc)
@@ -40,7 +40,7 @@ def write_rows(config: JobConfig, ids: list[str], attempt: int, **columns: str) 
         "config_hash": config_hash(config),
         "target_model": config.model.target,
         "draft_model": config.model.draft,
-        "method": config.speculative.method,
+        "method": config.method_name,
         "started_at": BEGAN + timedelta(hours=attempt),
         "finished_at": BEGAN + timedelta(hours=attempt, minutes=len(ids)),
     }
@@ -138,7 +138,9 @@ def test_rows_of_this_run_are_never_deleted_as_those_of_an_overwritten_one(job):
 def test_a_configuration_that_did_not_make_the_rows_is_refused_with_what_they_say(job, make_job):
     record(job).unlink()
     other = make_job(**{"sampling.max_tokens": 7})
-    with pytest.raises(OutputMismatch, match=r"were made with configuration \w{16}, and .* method eagle2\. Give"):
+    with pytest.raises(
+        OutputMismatch, match=r"were made with configuration \w{16}, and .* method head\+suffix\+ngram\. Give"
+    ):
         repair_output(other)
     assert not record(job).exists()
     assert "adopted run" in repair_output(other, trust_config=True)
@@ -146,8 +148,8 @@ def test_a_configuration_that_did_not_make_the_rows_is_refused_with_what_they_sa
 
 def test_even_a_trusted_configuration_has_the_models_of_the_rows(job, make_job):
     record(job).unlink()
-    with pytest.raises(OutputMismatch, match="the given configuration has another method than its rows"):
-        repair_output(make_job(**{"speculative.method": "ngram"}), trust_config=True)
+    with pytest.raises(OutputMismatch, match="the given configuration has another draft_model than its rows"):
+        repair_output(make_job(**{"model.draft": str(PAIR / "target")}), trust_config=True)
 
 
 def test_rows_of_two_runs_are_not_mixed(job):

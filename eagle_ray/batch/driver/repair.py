@@ -133,8 +133,8 @@ def _check_config(output: StoragePath, origins: pa.Table, config: JobConfig, tru
             f"say: {stated}. Give the configuration they were made with (-c, --set). If it is that one and only the "
             "release has changed, add --trust-config."
         )
-    wanted = (config.model.target, config.model.draft_name, config.method_name)
-    if wrong := [name for name, value in zip(STATED, wanted, strict=True) if set(_values(origins, name)) - {value}]:
+    models = {"target_model": config.model.target, "draft_model": config.model.draft_name}
+    if wrong := [name for name, value in models.items() if set(_values(origins, name)) - {value}]:
         raise OutputMismatch(
             f"{output}: the given configuration has another {', '.join(wrong)} than its rows: {stated}"
         )
