@@ -43,7 +43,7 @@ from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.controlled_sequences import GrammarChains
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, paired, record_outputs
+from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, contain_any, paired, record_outputs
 from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -401,7 +401,7 @@ class Engine:
         self._unflushed.add([sequences[i] for i in running], output, running, pending.draft_passes[running])
 
         num_accepted, new_tokens = int(output.num_accepted.sum()), output.token_lists()
-        has_end = output.has_any(pending.batch.sampling.end_ids)
+        has_end = contain_any(new_tokens, pending.batch.sampling.end_ids)
         for i in running:
             sequence, tokens = sequences[i], new_tokens[i]
             is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens

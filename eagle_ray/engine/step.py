@@ -82,10 +82,11 @@ class StepOutput:
         num_tokens = (self.num_accepted + 1).tolist()
         return [row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)]
 
-    def has_any(self, token_ids: Collection[int]) -> list[bool]:
-        """Return which sequences got any of these tokens."""
-        wanted = frozenset(token_ids)
-        return [not wanted.isdisjoint(tokens) for tokens in self.token_lists()]
+
+def contain_any(token_lists: list[list[int]], token_ids: Collection[int]) -> list[bool]:
+    """Return which of the lists have any of these tokens."""
+    wanted = frozenset(token_ids)
+    return [not wanted.isdisjoint(tokens) for tokens in token_lists]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step as step_module
-from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats, node_counts, step_record
+from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats, contain_any, node_counts, step_record
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, accept_path
 from tests.support.toy_models import random_tree
@@ -70,8 +70,8 @@ def test_the_tokens_of_a_step_are_those_up_to_the_bonus_token():
     tokens, nothing = np.array([[7, 8, 9], [8, 7, 7], [5, 6, 7]]), np.zeros((3, 0), dtype=int)
     output = StepOutput(np.array([1, 0, 2]), tokens, nothing, nothing, nothing)
     assert output.token_lists() == [[7, 8], [8], [5, 6, 7]]
-    assert output.has_any({7, 9}) == [True, False, True]
-    assert output.has_any(()) == [False] * 3
+    assert contain_any(output.token_lists(), {7, 9}) == [True, False, True]
+    assert contain_any(output.token_lists(), ()) == [False] * 3
 
 
 def test_the_counts_of_a_record_are_those_of_torch():
