@@ -395,7 +395,7 @@ def function_for(name: str, suffix: str = "") -> ctypes._CFuncPtr:
 @cache
 def best_library() -> ctypes.CDLL | None:
     """Load the best library that was built for this processor; log once if there is none."""
-    if os.environ.get(SWITCH) == "off":
+    if is_switched_off():
         return None
     for level in levels():
         if (library := library_of(level)) is not None:
@@ -404,6 +404,11 @@ def best_library() -> ctypes.CDLL | None:
         "cpu_ops: no compiled library for this processor. Install eagle_ray with a C++ compiler for faster CPU steps."
     )
     return None
+
+
+def is_switched_off() -> bool:
+    """Return whether SWITCH turns compiled libraries off."""
+    return os.environ.get(SWITCH) == "off"
 
 
 def levels() -> list[str]:

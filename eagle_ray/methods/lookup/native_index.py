@@ -11,7 +11,6 @@ It grows the trees that SuffixIndex and NgramIndex grow in Python, which run whe
 from __future__ import annotations
 
 import ctypes
-import os
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
@@ -169,7 +168,7 @@ def native_index(kind: str, capacity: int = CAPACITY) -> NativeIndex | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get(cpu_ops.SWITCH) == "off":
+    if cpu_ops.is_switched_off():
         return None
     library = cpu_ops.load_library("_lookup")
     if library is not None:
