@@ -239,6 +239,11 @@ class CalibratedAcceptance:
         return deepcopy(self)
 
 
+def octave(size: int) -> int:
+    """Return the number of the octave of a batch size: 1, 2, 3 to 4, 5 to 8, ... sequences."""
+    return (size - 1).bit_length()
+
+
 class AcceptanceByBatchSize:
     """One CalibratedAcceptance for 1, 2, 3 to 4, 5 to 8, ... sequences.
 
@@ -255,8 +260,8 @@ class AcceptanceByBatchSize:
 
     def of(self, size: int) -> CalibratedAcceptance:
         """Return the one for a batch size, the same object every time."""
-        octave = (size - 1).bit_length()
-        if octave not in self._by_octave:
-            self._by_octave[octave] = self.last.copy()
-        self.last = self._by_octave[octave]
+        key = octave(size)
+        if key not in self._by_octave:
+            self._by_octave[key] = self.last.copy()
+        self.last = self._by_octave[key]
         return self.last

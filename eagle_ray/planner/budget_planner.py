@@ -40,7 +40,13 @@ from eagle_ray.core.device import StepTimes, to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel, CalibratedAcceptance
+from eagle_ray.planner.acceptance_model import (
+    MEMORY,
+    AcceptanceByBatchSize,
+    AcceptanceModel,
+    CalibratedAcceptance,
+    octave,
+)
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
@@ -222,8 +228,8 @@ class BudgetPlanner:
         if outcome.plan.probe:
             self.probes.charge(self._probe_cost(outcome))
             self._judges_probe = outcome.plan.is_drafting and not self._runs(DraftKind.MODEL)
-        if outcome.plan.is_drafting:
-            self.next_review = min(self.next_review, self._num_steps) if self.mode is Mode.OFF else self.next_review
+        if outcome.plan.is_drafting and self.mode is Mode.OFF:
+            self.next_review = min(self.next_review, self._num_steps)
         self.acceptance_by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected_drafts)
 
     # modes
@@ -264,7 +270,7 @@ class BudgetPlanner:
     def _is_reviewed(self, size: int) -> bool:
         """Return whether the last review was for batches of this size."""
         if self.mode is Mode.OFF:
-            return (size - 1).bit_length() == (self._review_size - 1).bit_length()
+            return octave(size) == octave(self._review_size)
         return size == self._review_size
 
     def _choose(self, batch: DecodeBatch) -> None:
@@ -410,9 +416,7 @@ class BudgetPlanner:
     def _is_trial_promising(self, batch: DecodeBatch) -> bool:
         """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
         plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
-        rate = max(
-            [len(batch) / plain_s, *([] if self._lookups is None else [self._lookups.rate(len(batch), plain_s)])]
-        )
+        rate = max(len(batch) / plain_s, self._rates(len(batch), plain_s).get(DraftKind.LOOKUPS, 0.0))
         return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - 2 / REVIEW_EVERY) * rate
 
     def _as_probe(self, plan: DraftPlan) -> DraftPlan:

@@ -21,6 +21,7 @@ from eagle_ray.planner.acceptance_model import (
     PRIOR_COUNT,
     AcceptanceByBatchSize,
     AcceptanceModel,
+    octave,
 )
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.probe_schedule import ProbeSchedule
@@ -114,7 +115,7 @@ class LookupGains:
         size = outcome.batch_size
         num_members = outcome.plan.num_members(size)
         known, decay = self._of(size), (1 - EMA_RATE) ** num_members
-        self._last = self._by_octave[_octave(size)] = _Sums(
+        self._last = self._by_octave[octave(size)] = _Sums(
             decay * known.accepted + outcome.num_accepted,
             decay * known.seconds + more_s,
             decay * known.count + num_members,
@@ -127,8 +128,4 @@ class LookupGains:
         return (size + each * known.accepted) / max(plain_s + each * known.seconds, plain_s / 2)
 
     def _of(self, size: int) -> _Sums:
-        return self._by_octave.get(_octave(size), self._last)
-
-
-def _octave(size: int) -> int:
-    return (size - 1).bit_length()
+        return self._by_octave.get(octave(size), self._last)
