@@ -381,7 +381,7 @@ class CalibrationRun:
         if min(setting.depth, outcome.depth) > 1:
             self._level[outcome.level_rows].append(outcome)
         else:  # one level was asked for, though a block of several was drafted in one pass, or no more was offered
-            self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
+            self._read[bisect_left(BUCKETS, outcome.pair_rows)].append(outcome)
 
     def costs(self) -> StepCosts:
         """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
@@ -397,7 +397,7 @@ class CalibrationRun:
         """Return the seconds of a further level: a draft's time after its first pass. One-level drafts have none."""
         level = {}
         for rows, outcomes in self._level.items():
-            level[rows] = [(o.seconds.draft - read(o.num_catch_up)) / (o.depth - 1) for o in outcomes]
+            level[rows] = [(o.seconds.draft - read(o.pair_rows)) / (o.depth - 1) for o in outcomes]
         return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
@@ -408,10 +408,10 @@ class CalibrationRun:
         return _curve(seconds)
 
     def _read_curve(self) -> CostCurve:
-        """Return the seconds of catching up by number of pairs, bucket by bucket at their mean number."""
+        """Return the seconds of catching up by rows, bucket by bucket at their mean number."""
         seconds = {}
         for outcomes in self._read.values():
-            rows = round(mean(o.num_catch_up for o in outcomes))
+            rows = round(mean(o.pair_rows for o in outcomes))
             seconds[rows] = [o.seconds.draft for o in outcomes]
         return _curve(seconds)
 

@@ -114,6 +114,9 @@ class EnsembleDrafter(Drafter):
             self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self._blend.fit.parameters.device)
             self._num_candidates = runner.num_nodes(self._bounds.num_candidates)
 
+    def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
+        return chain.from_iterable(part.pair_recordings(max_length) for part in self.parts)
+
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         return chain.from_iterable(part.recordings(top_k, max_length, params) for part in self.parts)
 
