@@ -159,8 +159,12 @@ class CudaGraphRunner:
 
     def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
         """Return the width of the levels that are replayed for a plan of this width."""
-        widths = WIDTHS if self.draft_size(num_sequences) >= NARROW_FROM else ()
-        return next((each for each in widths if width <= each < num_children), num_children)
+        return next((each for each in self.level_widths(num_children, num_sequences) if width <= each), num_children)
+
+    def level_widths(self, num_children: int, num_sequences: int) -> list[int]:
+        """Return the widths of the levels that are captured for drafts of this many sequences, the widest last."""
+        narrow = WIDTHS if self.draft_size(num_sequences) >= NARROW_FROM else ()
+        return [*(width for width in narrow if width < num_children), num_children]
 
     def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
         """Return the rows of the pass that drafts a further level of this plan."""
@@ -169,14 +173,17 @@ class CudaGraphRunner:
 
     def level_passes(self, num_children: int) -> list[tuple[int, int]]:
         """Return sequences and width of every pass that drafts a further level, the largest first."""
-        every = range(1, self._num_slots + 1)
-        widths = {n: {self.draft_width(w, num_children, n) for w in range(1, num_children + 1)} for n in every}
-        passes = {(self.draft_size(n, width), width) for n in every for width in widths[n]}
+        passes = {
+            (self.draft_size(n, width), width)
+            for n in range(1, self._num_slots + 1)
+            for width in self.level_widths(num_children, n)
+        }
         return sorted(passes, key=lambda each: (each[0] * each[1], each), reverse=True)
 
     def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
-        """Return the rows of the pass that reads up to this many pairs, of up to max_pairs of each slot."""
-        return self._padded(num_pairs, PAIRS, self._num_slots * max_pairs)
+        """Return the rows of the pass that reads up to this many pairs, at most max_pairs of each slot."""
+        largest = self._num_slots * max_pairs
+        return self._padded(min(num_pairs, largest), PAIRS, largest)
 
     def _padded(self, size: int, rule: SizeRule, largest: int) -> int:
         """Return the size of the pass that is replayed for this one."""

@@ -360,14 +360,15 @@ def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
 def slot_bytes(
     drafts: Sequence[LoadedDraft], num_features: int, hidden_size: int, bounds: TreeBounds, itemsize: int
 ) -> int:
-    """Return about the bytes that the drafters keep for a sequence: queued features, and one draft each.
+    """Return about the bytes that the drafters keep for a sequence: queued features, a draft and its root's, each.
 
     Args:
         num_features: numbers of a token's feature.
         itemsize: bytes of a number.
     """
     draft = DraftShape(1, bounds.top_k, bounds.top_k, bounds.max_depth)
-    return len(drafts) * (QUEUE_WINDOW * num_features * itemsize + draft.num_bytes(hidden_size, itemsize))
+    features = (QUEUE_WINDOW * num_features + hidden_size) * itemsize
+    return len(drafts) * (features + draft.num_bytes(hidden_size, itemsize))
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:
