@@ -143,12 +143,20 @@ class SimulatedPlanner:
     def observe(self, outcome: StepOutcome) -> None:
         if self._sizes is not None and outcome.plan.is_drafting:
             rows = self._sizes.level_rows(outcome.batch_size, outcome.plan.width)
-            outcome = replace(outcome, num_level_rows=rows)
+            outcome = replace(outcome, num_level_rows=rows, num_pair_rows=self._pair_rows(outcome, self._sizes))
         seconds = self.costs.predict(outcome)
         self.seconds += seconds.total - self.costs.prefill_seconds(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
         self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
+
+    def _pair_rows(self, outcome: StepOutcome, sizes: PassSizes) -> int | None:
+        """The rows of the pass that reads pairs, launched when the host knows only how many the last step can leave."""
+        if sizes.pairs is None:
+            return None
+        size, before = outcome.batch_size, self.outcomes[-1:]
+        bounds = [min(last.num_rows, size * (1 + last.depth)) for last in before if last.batch_size == size]
+        return sizes.pairs(max([outcome.num_catch_up, *bounds]))
 
     def _heard(self, seconds: StepTimes) -> StepTimes:
         if not self._noise:
