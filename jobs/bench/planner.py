@@ -68,7 +68,7 @@ def main() -> None:
     for setting in args.set:
         set_constant(*setting.split("="))
     drain_slots = args.drain_slots if args.drain else []
-    made = built(max([*args.batches, *drain_slots, 1]), args.depth)
+    made = built(max([*args.batches, *drain_slots, 1]), args.depth, args.no_sync)
     prompts = shuffled_prompts(made.tokenizer, PER_CATEGORY, args.seed)
     print(f"{COLUMNS}\n{'|---' * 11}|", flush=True)
     rows = []
@@ -98,11 +98,16 @@ def cells(args: argparse.Namespace) -> list[list[float]]:
     return [args.temperatures] if args.mixed else [[t] for t in args.temperatures]
 
 
-def built(slots: int, depth: int = BOUNDS["ours"].depth) -> EngineBundle:
-    """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published."""
+def built(slots: int, depth: int = BOUNDS["ours"].depth, replays: bool = False) -> EngineBundle:
+    """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published.
+
+    replays: it learns from every step, as passes do that are replayed.
+    """
     ranking = SpeculativeConfig().ranking
     speculative = SpeculativeConfig(method="eagle2", budget="uniform", ranking=ranking, max_depth=depth)
-    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(slots))
+    made = build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(slots))
+    made.engine.drafter.ranking.offers.interval = 1 if replays else None
+    return made
 
 
 def set_constant(name: str, value: str) -> None:

@@ -33,6 +33,8 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
     shape = dict(weights=head3(), **E3) if generation == 3 else {}
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
     made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    if tree[0]:
+        made.drafter.ranking.offers.interval = 1  # replayed passes learn from every step
     return made
 
 
