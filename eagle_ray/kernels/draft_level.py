@@ -1,7 +1,7 @@
 """Append a level to drafts in one launch: calibrate the children, add them as nodes, choose the next frontier.
 
     append_level(buffers, width, tokens, scores, own, parameters)      # what PaddedDraft.append does by torch
-    learn_path(buffers, fit, picks, num_accepted, depth)               # what DraftBuffers.learn does by torch
+    update_fit(buffers, fit, picks, num_accepted, depth)               # DraftBuffers.update_calibration
 
 One program per sequence appends. It does in registers what torch does in 68 operations: a level has at most a few
 hundred nodes, so the launches would take longer than the work. The level stays a number on the device.
@@ -24,7 +24,7 @@ from eagle_ray.kernels.jit_functions import ranked, score_of, token_of
 
 WORD_BITS: tl.constexpr = tl.constexpr(64)
 LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in methods/calibration.py
-LEARNED_ROWS = 16  # sequences that a program reads at once
+SUMMED_ROWS = 16  # sequences that a program reads at once
 NUM_SUMS = 9  # of samples of a level and kind: 3 of a gradient, 5 of Fisher information, their number
 PARAMETERS: tl.constexpr = tl.constexpr(3)
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
@@ -88,7 +88,7 @@ def append_level(
     )  # fmt: skip
 
 
-class LearnedFit(Protocol):
+class KernelFit(Protocol):
     """The tensors of methods/calibration.py's OnlineFit, with two sets of three parameters a level.
 
     Attributes:
@@ -104,9 +104,9 @@ class LearnedFit(Protocol):
     largest_step: float
 
 
-def learn_path(
+def update_fit(
     buffers: LevelBuffers,
-    fit: LearnedFit,
+    fit: KernelFit,
     picks: Int[Tensor, "B D"],
     num_accepted: Int[Tensor, " B"],
     depth: int,
@@ -124,7 +124,7 @@ def learn_path(
     launch(_sum_samples, (levels, 2))(
         sums, fit.parameters, at.num_offered, at.frontier_tokens, at.parent_rows, at.offered, at.scores,
         at.temperature, picks.contiguous(), num_accepted, batch, picks.shape[1], depth, max_batch, width, children,
-        ROWS=LEARNED_ROWS, NODES=triton.next_power_of_2(width), CHILDREN=triton.next_power_of_2(children),
+        ROWS=SUMMED_ROWS, NODES=triton.next_power_of_2(width), CHILDREN=triton.next_power_of_2(children),
         SUMS=NUM_SUMS, num_warps=1,
     )  # fmt: skip
     launch(_take_steps, (2,))(
@@ -240,16 +240,16 @@ def _sum_samples(
             reached = real & is_kind & (tl.load(num_accepted + row, mask=real, other=-1) >= level)
             node = tl.zeros((ROWS,), tl.int64)
             for above in range(0, level):
-                pick = tl.load(picks + row * length + above, mask=reached, other=-1)
+                sampled = tl.load(picks + row * length + above, mask=reached, other=-1)
                 place = ((above + 1) * max_batch + row[:, None]) * max_width + lane
                 seen = reached[:, None] & (lane < tl.load(num_offered + above + 1))
                 token = tl.load(frontier_tokens + place, mask=seen, other=-2)
                 parent = tl.load(parent_rows + place, mask=seen, other=-1)
-                match = seen & (token == pick[:, None]) & (parent == node[:, None])
-                found = tl.min(tl.where(match, lane, NODES), axis=1)
-                reached = reached & (found < NODES)
-                node = tl.where(found < NODES, found, 0).to(tl.int64)
-            pick = tl.load(picks + row * length + level, mask=reached, other=-1)
+                match = seen & (token == sampled[:, None]) & (parent == node[:, None])
+                matched = tl.min(tl.where(match, lane, NODES), axis=1)
+                reached = reached & (matched < NODES)
+                node = tl.where(matched < NODES, matched, 0).to(tl.int64)
+            sampled = tl.load(picks + row * length + level, mask=reached, other=-1)
             place = ((level * max_batch + row) * max_width + node)[:, None] * num_children + child
             given = reached[:, None] & (child < num_children)
             token = tl.load(offered + place, mask=given, other=-2)
@@ -258,7 +258,7 @@ def _sum_samples(
             x = _logit(score)
             is_first = tl.where(child == 0, 1.0, 0.0)
             predicted = 1 / (1 + tl.exp(-(slope * x + offset + first * is_first)))
-            missed = tl.where(given, tl.where(token == pick[:, None], 1.0, 0.0) - predicted, 0.0)
+            missed = tl.where(given, tl.where(token == sampled[:, None], 1.0, 0.0) - predicted, 0.0)
             of_slope += tl.sum(missed * x, axis=1)
             of_offset += tl.sum(missed, axis=1)
             of_first += tl.sum(missed * is_first, axis=1)

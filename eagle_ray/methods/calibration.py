@@ -89,7 +89,7 @@ class Calibration:
         fisher = torch.einsum("lbk,lbkp,lbkq->lbpq", real * predicted * (1 - predicted), x, x)
         self.fit.update(of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
 
-    def learn(self, offered: Offered, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+    def update_on_path(self, offered: Offered, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Observe the target's samples on its path through what one step offered. picks: its tokens."""
         row = torch.arange(len(picks), device=picks.device)
         on_path = list(zip(offered.levels, path.nodes, strict=False))
@@ -219,7 +219,7 @@ class Offers:
             return None
         path = target_path(levels, picks, num_accepted)
         if self.calibration is not None and not is_learned:
-            self.calibration.learn(self.offered, path, picks)
+            self.calibration.update_on_path(self.offered, path, picks)
         return path
 
 

@@ -134,9 +134,9 @@ def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
         for step in range(10):
             grown(width if step % 2 else CHILDREN, calibration, BATCH, buffers)
             path = path_of(buffers, BATCH, step)
-            buffers.learn(calibration, path)
+            buffers.update_calibration(calibration, path)
             assert not buffers.num_offered.any()
-            buffers.learn(calibration, path)  # teaches nothing: nothing is offered
+            buffers.update_calibration(calibration, path)  # teaches nothing: nothing is offered
         fits.append(calibration.fit)
     wanted, found = fits
     torch.testing.assert_close(found.information, wanted.information, atol=1e-3, rtol=1e-4)
@@ -149,7 +149,7 @@ def test_padding_alone_teaches_nothing_and_keeps_what_was_offered(fused):
     calibration = Calibration(DEPTH, DEVICE)
     buffers, _ = grown(CHILDREN, calibration, BATCH)
     path = path_of(buffers, BATCH, 0)
-    buffers.learn(calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1)))
+    buffers.update_calibration(calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1)))
     assert torch.equal(calibration.fit.parameters, Calibration(DEPTH, DEVICE).fit.parameters)
     assert buffers.num_offered.tolist() == [1, *[CHILDREN] * (DEPTH - 1)]
 
@@ -158,5 +158,5 @@ def test_learning_is_two_launches(fused):
     calibration = Calibration(DEPTH, DEVICE)
     buffers, _ = grown(CHILDREN, calibration, BATCH)
     path = path_of(buffers, BATCH, 0)
-    counts = device_operations(lambda: buffers.learn(calibration, path))
+    counts = device_operations(lambda: buffers.update_calibration(calibration, path))
     assert counts["_sum_samples"] == counts["_take_steps"] == 1 and counts.total() == 2, counts

@@ -99,7 +99,7 @@ class DraftBuffers:
         """Begin a draft without levels."""
         self._progress.zero_()
 
-    def learn(self, calibration: Calibration, result: VerifyResult) -> None:
+    def update_calibration(self, calibration: Calibration, result: VerifyResult) -> None:
         """Update a calibration from the target's tokens on the draft in these buffers, once.
 
         Without a draft, and on padding alone, nothing is changed. It can be recorded.
@@ -107,13 +107,13 @@ class DraftBuffers:
         batch, length = result.tokens.shape
         depth = min(self.shape.depth, length)
         if use_triton(self.level.device):
-            from eagle_ray.kernels.draft_level import learn_path
+            from eagle_ray.kernels.draft_level import update_fit
 
-            return learn_path(self, calibration.fit, result.tokens, result.num_accepted, depth)
+            return update_fit(self, calibration.fit, result.tokens, result.num_accepted, depth)
         kinds = (self.temperature[:batch] > 0).long()
         offered = Offered(kinds, [self.offered_level(i, batch, self.shape.width if i else 1) for i in range(depth)])
         path = target_path(offered.levels, result.tokens, result.num_accepted, self.num_offered)
-        calibration.learn(offered, path, result.tokens)
+        calibration.update_on_path(offered, path, result.tokens)
         self.num_offered.masked_fill_((result.num_accepted >= 0).any(), 0)
 
     def offered_level(self, level: int, num: int, width: int) -> OfferedLevel:

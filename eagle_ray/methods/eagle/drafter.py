@@ -24,7 +24,6 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
-from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
@@ -110,12 +109,12 @@ class EagleDrafter(PairDrafter):
         calibration = self.ranking.calibration
         if calibration is not None and self._learns_in_pass and verified.tree.num_nodes > 1:
             for buffers in self.draft_buffers.values():
-                buffers.learn(calibration, verified.result)
+                buffers.update_calibration(calibration, verified.result)
 
     @property
     def _learns_in_pass(self) -> bool:
         """Return whether `extend` updates the calibration: a GPU needs the kernel, as solving may not be recorded."""
-        return self.queue.device.type == "cpu" or use_triton(self.queue.device)
+        return self.queue.device.type == "cpu" or uses_triton(self.cache)
 
     @property
     def extend_key(self) -> tuple[Hashable, ...]:
