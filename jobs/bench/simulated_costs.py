@@ -124,12 +124,13 @@ def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
     return StepCosts(**curves, **numbers)
 
 
-def padded(outcome: StepOutcome, sizes: PassSizes) -> StepOutcome:
-    """The step as it runs in replayed passes."""
+def padded(outcome: StepOutcome, sizes: PassSizes, num_pair_rows: int | None = None) -> StepOutcome:
+    """The step as it runs in replayed passes. num_pair_rows: see StepOutcome."""
     if not outcome.depth and not outcome.plan.is_drafting:
         return replace(outcome, num_rows=sizes.batch(outcome.num_rows))
     rows = sizes.level_rows(outcome.batch_size, outcome.plan.width)
-    return replace(outcome, num_rows=sizes.rows(outcome.num_rows), num_level_rows=rows)
+    num_rows = sizes.rows(outcome.num_rows)
+    return replace(outcome, num_rows=num_rows, num_level_rows=rows, num_pair_rows=num_pair_rows)
 
 
 class SimulatedPlanner:
@@ -171,12 +172,20 @@ class SimulatedPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         if self._sizes is not None:
-            outcome = padded(outcome, self._sizes)
+            outcome = padded(outcome, self._sizes, self._pair_rows(outcome, self._sizes))
         seconds = self.costs.predict(outcome)
         self.seconds += seconds.total - self.costs.prefill_seconds(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
         self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
+
+    def _pair_rows(self, outcome: StepOutcome, sizes: PassSizes) -> int | None:
+        """The rows of the pass that reads pairs, launched when the host knows only how many the last step can leave."""
+        if sizes.pairs is None:
+            return None
+        size, before = outcome.batch_size, self.outcomes[-1:]
+        bounds = [min(last.num_rows, size * (1 + last.depth)) for last in before if last.batch_size == size]
+        return sizes.pairs(max([outcome.num_catch_up, *bounds]))
 
     def _heard(self, seconds: StepTimes) -> StepTimes:
         if not self._noise:

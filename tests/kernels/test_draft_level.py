@@ -52,8 +52,8 @@ def grown(
     draft = PaddedDraft(buffers, batch, width, sampling.kind)
     padded = [x.tensor for x in sampling.padded(batch)]
     numbers = torch.Generator().manual_seed(width)
-    whole = torch.arange(batch, device=DEVICE)
-    draft.start(whole, whole, whole + 30, whole, *padded)
+    whole = torch.arange(BATCH, device=DEVICE)
+    draft.start(whole, whole, whole, whole[:batch] + 30, *padded)
     for level in range(DEPTH):
         shape = batch, width if level else 1, CHILDREN
         scores = torch.randint(-40, 0, shape, generator=numbers).float().div(8)

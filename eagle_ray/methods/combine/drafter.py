@@ -114,6 +114,9 @@ class EnsembleDrafter(Drafter):
             self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self._blend.fit.parameters.device)
             self._num_candidates = runner.num_nodes(self._bounds.num_candidates)
 
+    def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
+        return chain.from_iterable(part.pair_recordings(max_length) for part in self.parts)
+
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         return chain.from_iterable(part.recordings(top_k, max_length, params) for part in self.parts)
 
@@ -361,14 +364,15 @@ def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
 def slot_bytes(
     drafts: Sequence[LoadedDraft], num_features: int, hidden_size: int, bounds: TreeBounds, itemsize: int
 ) -> int:
-    """Return about the bytes that the drafters keep for a sequence: queued features, and one draft each.
+    """Return about the bytes that the drafters keep for a sequence: queued features, a draft and its root's, each.
 
     Args:
         num_features: numbers of a token's feature.
         itemsize: bytes of a number.
     """
     draft = DraftShape(1, bounds.top_k, bounds.top_k, bounds.max_depth)
-    return len(drafts) * (QUEUE_WINDOW * num_features * itemsize + draft.num_bytes(hidden_size, itemsize))
+    features = (QUEUE_WINDOW * num_features + hidden_size) * itemsize
+    return len(drafts) * (features + draft.num_bytes(hidden_size, itemsize))
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:

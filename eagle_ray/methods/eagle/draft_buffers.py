@@ -157,12 +157,19 @@ class PaddedDraft:
         of.slots.fill_(null_slot)
         of.level.fill_(1)
 
-    def start(self, slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> None:
-        """Begin a draft. chosen: as SamplingBatch.bound takes them."""
+    def start(self, slots: Tensor, lengths: Tensor, first: Tensor, roots: Tensor, *chosen: Tensor) -> None:
+        """Begin a draft.
+
+        Args:
+            slots, lengths, first: of the largest batch, with padding: levels may be padded to more sequences than this.
+            roots: of this draft.
+            chosen: of this draft, as SamplingBatch.bound takes them.
+        """
         of, rows = self._all, slice(self.batch)
-        fields = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
-        values = (slots, lengths, first, roots, *chosen)
-        for own, new in zip((of.slots, of.lengths, of.first, of.tokens[:, 0], *fields), values, strict=True):
+        for own, new in zip((of.slots, of.lengths, of.first), (slots, lengths, first), strict=True):
+            own.copy_(new)
+        fields = (of.tokens[:, 0], of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
+        for own, new in zip(fields, (roots, *chosen), strict=True):
             own[rows].copy_(new)
         of.restart()
         of.parents[rows, 0] = -1
