@@ -282,13 +282,11 @@ def _sum_samples(
 
 
 @triton.jit
-def _moved(fitted, index, step, low, high, largest_step):
-    """Move a parameter by a bounded step; return by how much."""
-    before = tl.load(fitted + index)
+def _move(fitted, index, step, low, high, largest_step):
+    """Move a parameter by a bounded step."""
     step = tl.where(step == step, tl.minimum(tl.maximum(step, -largest_step), largest_step), 0.0)
-    after = tl.minimum(tl.maximum(before + step, tl.load(low + index)), tl.load(high + index))
-    tl.store(fitted + index, after)
-    return after - before
+    after = tl.load(fitted + index) + step
+    tl.store(fitted + index, tl.minimum(tl.maximum(after, tl.load(low + index)), tl.load(high + index)))
 
 
 @triton.jit
@@ -299,7 +297,7 @@ def _take_steps(
 ):  # fmt: skip
     """Take a Newton step of each level, which also follows the level above it, for one kind of row."""
     kind = tl.program_id(0)
-    a, b, c = 0.0, 0.0, 0.0  # how far the level above moved
+    a, b, c = 0.0, 0.0, 0.0  # the step of the level above
     for level in range(0, num_fitted):
         given = sums + (level * 2 + kind) * SUMS
         known = information + (level * 2 + kind) * (PARAMETERS * PARAMETERS)
@@ -329,14 +327,14 @@ def _take_steps(
         y_a = (tl.load(given) + precision * a) / l_aa
         y_b = (tl.load(given + 1) + precision * b - l_ba * y_a) / l_bb
         y_c = (tl.load(given + 2) + precision * c - l_ca * y_a - l_cb * y_b) / l_cc
-        step_c = y_c / l_cc
-        step_b = (y_b - l_cb * step_c) / l_bb
-        step_a = (y_a - l_ba * step_b - l_ca * step_c) / l_aa
+        c = y_c / l_cc
+        b = (y_b - l_cb * c) / l_bb
+        a = (y_a - l_ba * b - l_ca * c) / l_aa
 
         fitted = parameters + (level * 2 + kind) * PARAMETERS
-        a = _moved(fitted, 0, step_a, low, high, largest_step)
-        b = _moved(fitted, 1, step_b, low, high, largest_step)
-        c = _moved(fitted, 2, step_c, low, high, largest_step)
+        _move(fitted, 0, a, low, high, largest_step)
+        _move(fitted, 1, b, low, high, largest_step)
+        _move(fitted, 2, c, low, high, largest_step)
 
     row, each = tl.arange(0, ROWS), tl.arange(0, LEVELS)
     newest = tl.max(tl.load(num_accepted + row, mask=row < batch, other=-1))

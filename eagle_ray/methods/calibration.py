@@ -301,7 +301,7 @@ class OnlineFit:
         self._start = torch.tensor(start, device=device)
         self.low, self.high = torch.tensor(low, device=device), torch.tensor(high, device=device)
         self.precision, self.memory, self.largest_step = precision, float(MEMORY), LARGEST_STEP
-        self._prior = precision * torch.eye(len(start), device=device)
+        self._prior = _prior(levels, sets, precision * torch.eye(len(start), device=device))
         self.parameters = self._start.repeat(levels, sets, 1)
         self.information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
@@ -344,14 +344,18 @@ class OnlineFit:
         known = self.information[: len(picks)]
         known *= (1 - picks / self.memory).clamp(min=0)[..., None, None]
         known += fisher
-        missing = len(self.parameters) - len(gradient)
-        gradient = pad(gradient, (0, 0, 0, 0, 0, missing))[..., None]
-        wanted = torch.cat([gradient, self._prior.expand_as(self.information)], -1)
-        solved = torch.linalg.solve_ex(self.information + self._prior, wanted).result.nan_to_num(0.0)
-        own, share = solved[..., 0], solved[..., 1:]
-        moved = torch.zeros_like(own[0])
-        for level, parameters in enumerate(self.parameters):
-            step = (own[level] + (share[level] @ moved[..., None])[..., 0]).clamp(-self.largest_step, self.largest_step)
-            fresh = torch.minimum(torch.maximum(parameters + step, self.low), self.high)
-            moved = fresh - parameters
-            parameters.copy_(fresh)
+        system = self._prior.clone()
+        system.diagonal(dim1=1, dim2=3).add_(self.information.permute(1, 2, 3, 0))
+        num_levels, num_sets, num_parameters = self.parameters.shape
+        size = num_levels * num_parameters
+        given = pad(gradient, (0, 0, 0, 0, 0, num_levels - len(gradient))).transpose(0, 1)
+        step = torch.linalg.solve_ex(system.view(num_sets, size, size), given.reshape(num_sets, size)).result
+        step = step.nan_to_num(0.0).clamp(-self.largest_step, self.largest_step)
+        moved = self.parameters + step.view_as(given).transpose(0, 1)
+        self.parameters.copy_(torch.minimum(torch.maximum(moved, self.low), self.high))
+
+
+def _prior(levels: int, sets: int, precision: Float[Tensor, "P P"]) -> Float[Tensor, "S L P L P"]:
+    """Return the equations of steps that keep every level where the one above is: a level's less the one above's."""
+    following = torch.eye(levels) - torch.diag(torch.ones(levels - 1), -1)
+    return torch.einsum("lm,pq->lpmq", following.to(precision.device), precision).repeat(sets, 1, 1, 1, 1)
