@@ -100,7 +100,10 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
-    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
+    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory.
+
+    Passes over trees also learn from drafts, so they come after what makes the drafts' buffers.
+    """
     replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
@@ -108,8 +111,8 @@ def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], No
         yield from drafter.pair_recordings(bound)
         for params in _params(graphs):
             yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
