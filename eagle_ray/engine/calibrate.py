@@ -174,7 +174,7 @@ def calibration_mode(
         yield bench
     finally:
         bench.clear()
-        engine.drafter.reset_learning()
+        engine.reset_learning()
         engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 

@@ -34,6 +34,7 @@ from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
+from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
@@ -64,8 +65,9 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
 def capture(engine: Engine) -> None:
     """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds."""
+    engine.lockstep.tell("capture")
     graphs = _graphs(engine)
-    _run(graphs, list(_passes(engine, graphs)))
+    _run(graphs, list(_passes(engine, graphs)), engine.lockstep)
 
 
 def capture_fixed(engine: Engine) -> None:
@@ -77,7 +79,9 @@ def capture_fixed(engine: Engine) -> None:
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
         steps = list(_steps(engine, graphs, bench))
         pairs = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
+        engine.lockstep.tell("keep_graphs", True)
         _run(graphs, [*(partial(_take, bench, steps, i) for i in range(len(steps))), *pairs])
+        engine.lockstep.tell("keep_graphs", False)
 
 
 class ProxyPlanner(ScriptedPlanner):
@@ -100,7 +104,10 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
-    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
+    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory.
+
+    Passes over trees also learn from drafts, so they come after what makes the drafts' buffers.
+    """
     replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
@@ -108,8 +115,8 @@ def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], No
         yield from drafter.pair_recordings(bound)
         for params in _params(graphs):
             yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
@@ -118,12 +125,15 @@ def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
     return list(kinds.values())
 
 
-def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]]) -> None:
-    """Run the parts until CAPTURE_S are over, with a line of progress now and then."""
+def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]], lockstep: Lockstep = ALONE) -> None:
+    """Run the parts until CAPTURE_S are over, with a line of progress now and then.
+
+    lockstep: of the ranks that run the parts; where the leader alone calls this, it is ALONE.
+    """
     started = logged = time.monotonic()
     for i, part in enumerate(parts):
         now = time.monotonic()
-        if now - started > CAPTURE_S:
+        if lockstep.agree("capture time", partial(lambda since: since > CAPTURE_S, now - started)):
             log.info("recording ahead ends after %d of %d passes", i, len(parts))
             break
         if now - logged > LOG_EVERY_S:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -142,6 +143,11 @@ class DecodeStep:
         record, *tops = self.copy.arrays()
         self.timer.arrived()
         return StepOutput.of(record, self.shape.max_depth), tops
+
+    def checksum(self, output: StepOutput) -> int:
+        """Return a checksum of what was planned and of the tokens that came of it, without arbitrary ones."""
+        sizes = [self.plan.max_depth, self.shape.num_nodes, self.shape.num_rows, self.draft.num_catch_up]
+        return crc32(repr((sizes, self.batch.at.host_slots, output.token_lists())).encode())
 
     def sync_lengths(self, drafter: Drafter) -> None:
         """Note the lengths of a step that was launched before they were known, and tell the drafter's model."""

@@ -11,7 +11,7 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -239,6 +239,11 @@ class Drafter(Protocol):
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Add the accepted path of each tree to the slots' state. Runs no model."""
         return None
+
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        """Return what `extend` does besides what its arguments say, for the key of a recorded pass."""
+        return ()
 
     def on_verified(self, result: VerifyResult) -> None:
         """Learn from a verify pass, after the copy of its results to the host has started."""

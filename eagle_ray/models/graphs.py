@@ -129,6 +129,7 @@ class CudaGraphRunner:
         num_captured, num_replayed: numbers of captures and replays.
         seconds, bytes: time and device memory that captures took.
         failures: why captures failed, by key; these passes run eagerly.
+        agrees: returns whether a capture has succeeded on all ranks of the engine; is given whether it has here.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
@@ -143,6 +144,7 @@ class CudaGraphRunner:
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
         self.failures: dict[tuple[Hashable, ...], str] = {}
+        self.agrees: Callable[[bool], bool] = bool
         self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass
 
     @classmethod
@@ -314,7 +316,8 @@ class CudaGraphRunner:
         """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self.used_bytes()
         graph = self.try_capture(key, function, inputs)
-        if graph is None:
+        if self.on_cuda and not self.agrees(graph is not None):
+            self.failures.setdefault(key, "another rank could not")
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph

@@ -31,6 +31,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.gpu_linears import GpuLinear, dense_linear
 from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized, quantize_linears
+from eagle_ray.parallel.shard import GatheredHead, ReducedLinear
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
@@ -38,9 +39,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead up to these numbers of rows and of weights
 MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
+OURS = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")  # how transformers' classes begin
 MERGED: dict[str, list[tuple[str, ...]]] = {
-    **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
-    **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in OURS},
+    **{f"{name}MLP": [("gate_proj", "up_proj")] for name in OURS},
 }  # projections that read the same input, by the class of their module
 
 
@@ -147,6 +149,8 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 def is_projection(module: nn.Module) -> bool:
     """Return whether our own forward runs this layer: a plain one, packed or not, or one of our quantised ones."""
+    if isinstance(module, ReducedLinear):
+        return is_projection(module.part)
     ours = PackedLinear | QuantizedLinear | GpuLinear | OutputSlice
     return isinstance(module, ours) or _plain_weight(module) is not None
 
@@ -301,6 +305,8 @@ def slice_rows(linear: nn.Module | Projection, rows: Int[Tensor, " D"]) -> nn.Mo
 
     Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
     """
+    if isinstance(linear, GatheredHead):
+        return linear.rows(rows, slice_rows)
     if isinstance(linear, QuantizedLinear | GpuLinear):
         return linear.rows(rows)
     if isinstance(linear, PackedLinear):

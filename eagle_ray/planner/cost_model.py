@@ -221,6 +221,10 @@ class StepCosts:
         more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(batch_size)
         return max(more_s, 0.0) / batch_size * num_rows
 
+    def tree_overhead(self, batch_size: int) -> float:
+        """Return what a step with verified drafts spends beyond a plain one, apart from drafting and verification."""
+        return max(self.draft_overhead(batch_size) - self.plain_overhead(batch_size), 0.0)
+
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
         return self.per_sequence * batch_size + num_cached * (

@@ -39,6 +39,8 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
     shape = dict(weights=head3(), **E3) if generation == 3 else {}
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
     made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    if tree[0]:
+        made.drafter.ranking.offers.interval = 1  # replayed passes learn from every step
     return made
 
 
@@ -236,7 +238,7 @@ def test_a_job_of_mixed_sampling_needs_a_hundred_graphs_at_most():
     prompts = [(ids * 30)[: 1 + 13 * i % 90] for i, ids in enumerate(some_prompts(300))]
     outputs = [s.output_ids for s in run(llama_engine(256), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
-    assert ours.counters.num_steps - ours.counters.num_plain_steps > 10 and ours.graphs.num_captured == ahead
+    assert ours.counters.num_steps - ours.counters.num_plain_steps > 5 and ours.graphs.num_captured == ahead
 
 
 @pytest.mark.parametrize("num_slots", [16, 64, 200, 256, 300, 512])

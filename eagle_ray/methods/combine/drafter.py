@@ -21,7 +21,7 @@ Any method, merged or not, is checked, loaded and made from here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -250,6 +250,10 @@ class EnsembleDrafter(Drafter):
             part.extend(batch, verified if own is verified.features else replace(verified, features=own))
         if self._ahead is not None:
             self._ahead.extend(batch, verified.result)
+
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        return tuple(part.extend_key for part in self.parts)
 
     def on_verified(self, result: VerifyResult) -> None:
         for part in self.parts:

@@ -10,7 +10,7 @@ feature from which level 1 is drafted; each further level is a pass over the nod
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import idle_batch
+from eagle_ray.methods.drafter import VerifyOutput, idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
@@ -106,8 +106,32 @@ class EagleDrafter(PairDrafter):
         feedback = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
         )
+        feedback.is_learned = self._learns_in_pass
         self.ranking.pending = feedback
         return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback, num_rows)
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Queue the pairs of the accepted path. Learn from it if the tree is a replayed draft's."""
+        super().extend(batch, verified)
+        calibration = self.ranking.calibration
+        if calibration is not None and self._learns_in_pass and verified.tree.num_nodes > 1:
+            for buffers in self.draft_buffers.values():
+                buffers.update_calibration(calibration, verified.result)
+
+    @property
+    def _learns_in_pass(self) -> bool:
+        """Return whether `extend` updates the calibration: a GPU needs the kernel, as solving may not be recorded."""
+        return self.queue.device.type == "cpu" or uses_triton(self.cache)
+
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        return tuple(sorted(self.draft_buffers))
+
+    def reset_learning(self) -> None:
+        super().reset_learning()
+        with torch.inference_mode():  # in which the buffers were made
+            for buffers in self.draft_buffers.values():
+                buffers.restart()
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of levels with top_k children per node, the largest of a kind first."""
