@@ -3,7 +3,7 @@
     ranks = RankGroup(rank=0, size=2, meeting="/tmp/x/ranks", device="cpu")
     hidden = ranks.reduce(output_part)          # the sum of all ranks' parts
     logits = ranks.gather(logits_part)          # all ranks' parts side by side
-    [slots] = ranks.least([256])                # the smallest of all ranks' numbers, for the host
+    [slots] = ranks.minimum([256])                # the smallest of all ranks' numbers, for the host
 
 Every rank calls the same functions in the same order. They connect with the first call, over loopback, and find each
 other by a file: no port is open for that. A sum is added in the order of the ranks, number by number, so that a row's
@@ -81,7 +81,7 @@ class RankGroup:
         self.num_gathers += 1
         return torch.cat(self._together(lambda: self._connected.gather(part)), -1)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
         """Return the smallest of all ranks' numbers, one by one. Raises RankError if a rank is lost."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
@@ -109,14 +109,14 @@ class RankGroup:
     def _connect(self) -> Any:
         """Return gloo's group of all ranks, which is there on a GPU's host, too."""
         if self._host is None:
-            self._meet()
+            self._rendezvous()
             options = torch.distributed.ProcessGroupGloo._Options()
             options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             options._timeout = timedelta(seconds=TIMEOUT_S)
             self._host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
         return self._host
 
-    def _meet(self) -> None:
+    def _rendezvous(self) -> None:
         """Wait until all ranks are here. Raises RankError if one is lost, or does not come."""
         store, names = self.store("here"), [f"rank {rank}" for rank in range(self.size)]
         store.set(names[self.rank], "")
