@@ -21,7 +21,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence as TokenSequence
@@ -35,6 +35,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@runtime_checkable
 class Lockstep(Protocol):
     """How one engine is kept in step with the others of its target."""
 

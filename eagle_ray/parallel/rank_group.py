@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed
@@ -42,6 +42,7 @@ ONE_SHOT_BYTES = 512 << 10  # up to which every rank reads all parts whole
 LOOPBACK = "127.0.0.1"
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """What ranks compute together on one kind of device."""
 
