@@ -141,7 +141,8 @@ def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
 
 def quantize_target(causal_lm: CausalLM, device: str) -> None:
     """Round the weights of the target's layers to FP8, one layer at a time, and move the model to the device."""
-    if quantization_of(causal_lm.config) is not None or not is_llama_shaped(causal_lm):
+    is_dense = type(causal_lm).__name__ in CAUSAL_LMS and is_llama_shaped(causal_lm)
+    if quantization_of(causal_lm.config) is not None or not is_dense:
         raise ConfigError(
             f"model.quantization: fp8 is for plain weights of {', '.join(CAUSAL_LMS)}, and the target is "
             f"{type(causal_lm).__name__} as its checkpoint quantises it or of another family. Set it to none."
@@ -221,7 +222,7 @@ def _gigabytes(path: Path) -> str:
 
 def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
     """Run about as much as a pass over num_rows tokens does in an engine."""
-    if is_llama_shaped(causal_lm):
+    if type(causal_lm).__name__ in CAUSAL_LMS and is_llama_shaped(causal_lm):
         run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
     else:
         causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)

@@ -186,9 +186,15 @@ def profile_pass(
 
 
 def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
-    """Estimate what profile_pass measures: residuals, the MLP's tensors, and rows of logits."""
+    """Estimate what profile_pass measures: residuals, the MLP's tensors, and rows of logits.
+
+    Of a mixture of experts a row has an inner row and an output for each of its experts.
+    """
     inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
     of_row = 4 * shape.hidden_size + 3 * inner
+    if experts := getattr(shape, "num_experts_per_tok", None):
+        inner = getattr(shape, "moe_intermediate_size", None) or inner
+        of_row = max(of_row, 4 * shape.hidden_size + 2 * experts * (shape.hidden_size + inner))
     return itemsize * (num_tokens * of_row + LOGIT_ROWS * shape.vocab_size)
 
 

@@ -353,7 +353,8 @@ class Engine:
         """
         if not self.overlap or self.graphs is None:
             return None
-        batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens)
+        num_rows = pending.allocation.num_rows
+        batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens, num_rows)
         if batch is not None and prefill is not None:
             batch = self.scheduler.join(batch, prefill.ended, prefill.roots)
         if batch is None:

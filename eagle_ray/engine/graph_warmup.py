@@ -7,8 +7,8 @@
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
 over trees of every number of trees and rows, and the parts of drafts of every size and width. With Triton's kernels
 that is one graph each; without, one for each context bound and for greedy and for sampled sequences. `capture_fixed`
-takes steps with the planner itself. What is not reached within CAPTURE_S, and passes that return log-probabilities, are
-captured at their first use.
+takes steps with the planner itself and records the passes that read pending pairs, however many. What is not reached
+within CAPTURE_S, and passes that return log-probabilities, are captured at their first use.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def capture_fixed(engine: Engine) -> None:
     graphs = _graphs(engine)
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
         steps = list(_steps(engine, graphs, bench))
+        pairs = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
         engine.lockstep.tell("keep_graphs", True)
-        _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
+        _run(graphs, [*(partial(_take, bench, steps, i) for i in range(len(steps))), *pairs])
         engine.lockstep.tell("keep_graphs", False)
 
 
@@ -103,15 +104,19 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
-    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
+    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory.
+
+    Passes over trees also learn from drafts, so they come after what makes the drafts' buffers.
+    """
     replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
     for bound in graphs.contexts:
+        yield from drafter.pair_recordings(bound)
         for params in _params(graphs):
             yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
@@ -165,7 +170,17 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
 def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, max_sequences: int) -> list[int]:
     """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
     passes = {
-        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n
+        (
+            graphs.batch_size(n),
+            *(graphs.draft_size(n, width) for width in (1, num_nodes)),
+            *_tree_pass(graphs, n, num_nodes),
+        ): n
         for n in range(1, max_sequences + 1)
     }
     return sorted(passes.values(), reverse=True)
+
+
+def _tree_pass(graphs: CudaGraphRunner, num_sequences: int, num_nodes: int) -> tuple[int, int]:
+    """Return trees and rows of the pass over full trees of this many sequences."""
+    num_rows = graphs.num_rows(num_sequences * num_nodes)
+    return graphs.num_trees(num_sequences, num_rows), num_rows

@@ -176,6 +176,7 @@ class DecodeStep:
             num_expected_drafts=self.allocation.expected,
             num_prefill_rows=self.batch.num_prefill_rows,
             num_level_rows=self.num_level_rows,
+            num_pair_rows=self.draft.num_pair_rows,
             caught_up_before=self.draft.caught_up_before,
         )
 

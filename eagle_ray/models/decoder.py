@@ -1,4 +1,5 @@
-"""Run Llama-shaped decoder layers over packed rows: our own forward for llama, mistral, qwen2 and qwen3.
+"""Run Llama-shaped decoder layers over packed rows: our own forward for llama, mistral, qwen2 and qwen3, and
+for mixtral, qwen2_moe and qwen3_moe, whose MLP is in experts.py.
 
     decoder = Decoder.of(model, feature_layers)             # None for a model that transformers has to run
     hidden, features = decoder(tokens, positions, layout)   # rows of many sequences, [R, H] throughout
@@ -39,12 +40,15 @@ from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rota
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
+from eagle_ray.models.experts import Experts, is_moe_block
 from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.models.quantized_decoder import QuantizedLayer, QuantizedLayers
 from eagle_ray.models.quantized_linear import QuantizedLinear
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOE_CAUSAL_LMS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+CONFIG_WINDOWS = ("MistralAttention", "MixtralAttention")  # whose window is in the config alone
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Rows = Tensor | ScaledRows  # what a projection reads
@@ -74,7 +78,7 @@ class Attention:
         """Build from a LlamaAttention, or from one that differs only in window, biases, or query and key norms."""
         attention = cast(LlamaAttention, module)
         window = getattr(module, "sliding_window", None)
-        if type(module).__name__ == "MistralAttention":
+        if type(module).__name__ in CONFIG_WINDOWS:
             window = getattr(attention.config, "sliding_window", None)
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
         heads = attention.config.num_attention_heads
@@ -110,8 +114,21 @@ class Mlp:
         activation = layer_ops.silu_mul_fp8 if reads_fp8(mlp.down_proj) else ops.silu_mul
         return cls(merge_linears([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, activation)
 
+    @property
+    def reader(self) -> Projection:
+        """Return the projection that reads the norm."""
+        return self.gate_up
+
     def __call__(self, normed: Rows) -> Float[Tensor, "R H"]:
         return self.down(self.activation(self.gate_up(normed)))
+
+
+def mlp_of(module: nn.Module, ops: ModuleType) -> Mlp | Experts:
+    """Build from the MLP of a decoder layer, dense or a mixture of experts."""
+    if not is_moe_block(module):
+        return Mlp.of(module, ops)
+    shared = getattr(module, "shared_expert", None)
+    return Experts.of(module, ops, None if shared is None else Mlp.of(shared, ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,7 @@ class Layer:
     """One decoder layer. input_norm is None in EAGLE-1's heads, which do not normalize their input."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     input_norm: Norm | None
     post_norm: Norm
     ops: ModuleType
@@ -131,7 +148,7 @@ class Layer:
         input_norm = layer.input_layernorm
         return cls(
             attention=Attention.of(layer.self_attn),
-            mlp=Mlp.of(layer.mlp, ops),
+            mlp=mlp_of(layer.mlp, ops),
             input_norm=None if isinstance(input_norm, nn.Identity) else input_norm,
             post_norm=layer.post_attention_layernorm,
             ops=ops,
@@ -148,7 +165,7 @@ class Layer:
     ) -> Float[Tensor, "R H"]:
         """Add the attention to hidden in place, and return the MLP's output."""
         out = self.attention(normed, rotary, layout)
-        return self.mlp(self._normed_sum(hidden, out, self.post_norm, self.mlp.gate_up))
+        return self.mlp(self._normed_sum(hidden, out, self.post_norm, self.mlp.reader))
 
     def _normed_sum(
         self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm, reader: Projection
@@ -221,6 +238,8 @@ def layers_in_one_call(layers: Sequence[Layer]) -> QuantizedLayers | None:
 
 def _quantized_layer(layer: Layer) -> QuantizedLayer | None:
     """Return the layer's parts if one call computes them."""
+    if not isinstance(layer.mlp, Mlp):
+        return None
     projections = [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
     quantized = [projection for projection in projections if isinstance(projection, QuantizedLinear)]
     if len(quantized) < len(projections) or layer.input_norm is None or layer.ops is not cpu_ops:
@@ -276,7 +295,7 @@ def ops_for(weight: Tensor) -> ModuleType:
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:
     """Return whether Decoder computes what the model does: its family, projections of one dtype and device."""
-    if type(model).__name__ not in CAUSAL_LMS:
+    if type(model).__name__ not in CAUSAL_LMS + MOE_CAUSAL_LMS:
         return False
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
     return len(kinds) == 1 and all(is_llama_layer(layer) for layer in decoder_layers(model))
@@ -286,7 +305,8 @@ def is_llama_layer(module: nn.Module) -> bool:
     """Return whether Layer computes what this layer of a Llama-shaped model or head does."""
     layer = cast(LlamaDecoderLayer, module)
     projections = [getattr(layer.self_attn, name) for name in ATTENTION_PROJECTIONS]
-    projections += [getattr(layer.mlp, name) for name in MLP_PROJECTIONS]
+    mlp = getattr(layer.mlp, "shared_expert", None) if is_moe_block(layer.mlp) else layer.mlp
+    projections += [] if mlp is None else [getattr(mlp, name) for name in MLP_PROJECTIONS]
     has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)
-    is_silu = layer.mlp.config.hidden_act in ("silu", "swish")
+    is_silu = layer.self_attn.config.hidden_act in ("silu", "swish")
     return is_silu and not has_hooks and all(is_projection(projection) for projection in projections)

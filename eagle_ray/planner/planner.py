@@ -88,6 +88,7 @@ class StepOutcome:
         num_expected_drafts: as allocated.
         num_prefill_rows: prompt rows in the same pass of the target.
         num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are replayed.
+        num_pair_rows: as in Draft.
         caught_up_before: as in Draft.
     """
 
@@ -104,12 +105,18 @@ class StepOutcome:
     num_expected_drafts: float = 0.0
     num_prefill_rows: int = 0
     num_level_rows: int | None = None
+    num_pair_rows: int | None = None
     caught_up_before: bool = False
 
     @property
     def level_rows(self) -> int:
         """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
         return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
+
+    @property
+    def pair_rows(self) -> int:
+        """Return the rows of the pass that caught up: one for each pair, and padding."""
+        return self.num_pair_rows or self.num_catch_up
 
     @property
     def usual_catch_up(self) -> int:

@@ -13,7 +13,7 @@ import json, sys
 from dataclasses import asdict
 
 import torch
-from eagle_ray.kernels import fused_layer
+from eagle_ray.kernels import fused_layer, grouped_experts
 from eagle_ray.kernels.fp8 import FP8
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.topk_topp import cut_floor
@@ -32,6 +32,18 @@ rows, qkv, angles = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 48 * 128, 
 wide = torch.zeros(4, 2 * 28672, dtype=dtype)
 cells, head = cache[0].flatten(0, 1), torch.zeros(128, dtype=dtype)
 buffers = DraftBuffers(DraftShape(4, 10, 10, 7), 64, 3, dtype, "cpu")
+gate_up, down = torch.empty(128, 1536, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)  # a Qwen3-30B's
+
+
+def mixture(num_rows):
+    hidden, router = torch.empty(num_rows, 2048, dtype=dtype), torch.empty(num_rows, 129, dtype=dtype)
+    choices = grouped_experts.route(router, 128, 8, True, dtype)
+    groups = grouped_experts.group_pairs(choices.experts, 128)
+    outputs = grouped_experts.products(grouped_experts.gated_products(hidden, gate_up, groups, 8), down, groups)
+    grouped_experts.weighted_sum(outputs, choices.weights)
+    grouped_experts.weighted_sum(outputs, choices.weights, hidden, router[:, -1])
+
+
 level = torch.zeros(4, 10, 10, dtype=torch.int64), torch.zeros(4, 10, 10), torch.zeros(4, 10, 10)
 found = {}
 for call in (
@@ -48,6 +60,8 @@ for call in (
     lambda: fused_layer.dequantize_int4(torch.zeros(512, 32, 32, 4, dtype=torch.int32), rows[:, :8192].view(32, -1, 2)),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
+    lambda: mixture(4),
+    lambda: mixture(2048),
     lambda: sample_rows(logits, real, *cuts, whole, whole, whole),
     lambda: sample_rows(logits, real, None, None, None, whole, whole, whole),
     lambda: log_probs_of(logits, whole),
@@ -77,6 +91,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
         *("_cut_floor", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+        *("_route", "_group_pairs", "_grouped_product", "_weighted_sum"),
         *("_silu_mul_fp8", "_scaled_rows", "_dequantize_int4"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}

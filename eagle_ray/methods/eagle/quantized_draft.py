@@ -32,7 +32,7 @@ from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.heads import Eagle3Head
 from eagle_ray.methods.pair_drafter import FeatureBuffer
-from eagle_ray.models.decoder import Angles, Layer, is_llama_layer, ops_for
+from eagle_ray.models.decoder import Angles, Layer, Mlp, is_llama_layer, ops_for
 from eagle_ray.models.quantized_linear import QuantizedLinear
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import DraftPlan, Frontier
@@ -111,7 +111,7 @@ class QuantizedDraft:
             return None
         ops = ops_for(head.midlayer.hidden_norm.weight)
         layer = Layer.of(head.midlayer, ops)
-        mlp, attention = layer.mlp, layer.attention
+        mlp, attention = cast(Mlp, layer.mlp), layer.attention
         modules = head.fc, attention.qkv, attention.output, mlp.gate_up, mlp.down, head.lm_head
         parts = {
             name: module

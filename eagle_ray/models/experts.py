@@ -1,0 +1,172 @@
+"""Experts: the mixture-of-experts MLP of a decoder layer, as Mixtral, Qwen2-MoE and Qwen3-MoE have it.
+
+    if is_moe_block(layer.mlp):
+        experts = Experts.of(layer.mlp, ops, shared=None)
+        delta = experts(normed)                     # [R, H] both
+
+Each row goes through the top_k experts that its router scores highest:
+
+    weights, chosen = top_k(softmax(normed @ W_router))          divided by their sum if the model says so
+    delta = sum over j of weights[j] * expert[chosen[j]](normed)    in this order, whatever the other rows are
+    delta += sigmoid(normed @ w_gate) * shared(normed)           Qwen2-MoE's expert that every row goes through
+
+The pairs (row, choice) are sorted by expert once, and each expert multiplies its pairs together. Where Triton runs,
+that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or, where that would copy to the host and so
+could not be captured in a CUDA graph, each expert multiplies every row. Which of the three is known from device, dtype
+and sizes, before a capture starts. Weights are those of the transformers modules, in their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.fp8 import ScaledRows
+from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
+
+BLOCKS = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+ROUNDED = ("Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")  # to the model's dtype are the weights of their experts
+FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device
+ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
+MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row
+grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", torch._grouped_mm)  # torch 2.9 has the second only
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of one layer and their router, between its norm and the residual.
+
+    Attributes:
+        reader: the router: a logit for each expert and then, if there is a shared expert, the logit of its share.
+        gate_up, down: of all experts; gate_up[e] is gate, then up.
+        weights_dtype: to which the weights of the chosen experts are rounded.
+        is_normalized: whether the weights of a row's experts add up to 1.
+    """
+
+    reader: Projection
+    gate_up: Float[Tensor, "E 2I H"]
+    down: Float[Tensor, "E H I"]
+    shared: Callable[[Tensor], Tensor] | None
+    top_k: int
+    is_normalized: bool
+    weights_dtype: torch.dtype
+    ops: ModuleType
+
+    @classmethod
+    def of(cls, module: nn.Module, ops: ModuleType, shared: Callable[[Tensor], Tensor] | None) -> Experts:
+        """Build from a block of transformers for which is_moe_block is true.
+
+        shared: what runs the block's shared expert, if it has one.
+        """
+        block = cast(Any, module)
+        router = block.gate
+        is_rounded = type(module).__name__ in ROUNDED
+        return cls(
+            reader=_router_of(block),
+            gate_up=block.experts.gate_up_proj.detach(),
+            down=block.experts.down_proj.detach(),
+            shared=shared,
+            top_k=router.top_k,
+            is_normalized=getattr(router, "norm_topk_prob", True),
+            weights_dtype=router.weight.dtype if is_rounded else torch.float32,
+            ops=ops,
+        )
+
+    def __call__(self, normed: Tensor | ScaledRows) -> Float[Tensor, "R H"]:
+        assert isinstance(normed, Tensor), "a router reads no rows in FP8"
+        logits = self.reader(normed)
+        shared = None if self.shared is None else self.shared(normed)
+        if use_triton(normed.device):
+            return self._fused(normed, logits, shared)
+        weights, chosen = self._route(logits)
+        outputs = self._grouped if self._has_grouped_mm else self._every_expert
+        total = outputs(normed, weights, chosen)
+        return total if shared is None else total + logits[:, -1:].sigmoid() * shared
+
+    def _fused(
+        self, normed: Float[Tensor, "R H"], logits: Float[Tensor, "R L"], shared: Float[Tensor, "R H"] | None
+    ) -> Float[Tensor, "R H"]:
+        from eagle_ray.kernels import grouped_experts
+
+        choices = grouped_experts.route(logits, len(self.down), self.top_k, self.is_normalized, self.weights_dtype)
+        groups = grouped_experts.group_pairs(choices.experts, len(self.down))
+        inner = grouped_experts.gated_products(normed, self.gate_up, groups, self.top_k)
+        outputs = grouped_experts.products(inner, self.down, groups)
+        return grouped_experts.weighted_sum(outputs, choices.weights, shared, logits[:, -1])
+
+    def _route(self, logits: Float[Tensor, "R L"]) -> tuple[Float[Tensor, "R k"], Int[Tensor, "R k"]]:
+        """Return the weights of each row's experts and their numbers, the likeliest first."""
+        shares = torch.softmax(logits[:, : len(self.down)], -1, dtype=torch.float32)
+        weights, chosen = shares.topk(self.top_k, -1)
+        if self.is_normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(self.weights_dtype), chosen
+
+    @property
+    def _has_grouped_mm(self) -> bool:
+        """Return whether torch multiplies groups without reading their sizes on a GPU's host."""
+        device, dtype = self.down.device, self.down.dtype
+        if any(width * dtype.itemsize % ALIGNED for width in self.down.shape[1:]):
+            return False
+        if device.type != "cuda":
+            return True
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
+
+    def _grouped(
+        self, normed: Float[Tensor, "R H"], weights: Float[Tensor, "R k"], chosen: Int[Tensor, "R k"]
+    ) -> Float[Tensor, "R H"]:
+        """Let each expert multiply the rows that chose it."""
+        by_expert, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(len(self.down), device=normed.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+        gathered = normed[order // self.top_k]
+        inner = self.ops.silu_mul(grouped_mm(gathered, self.gate_up.transpose(1, 2), offs=ends))
+        sorted_outputs = grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
+        weighted = outputs.view(len(normed), self.top_k, -1) * weights[:, :, None]
+        return weighted.sum(1, dtype=torch.float32).to(normed.dtype)
+
+    def _every_expert(
+        self, normed: Float[Tensor, "R H"], weights: Float[Tensor, "R k"], chosen: Int[Tensor, "R k"]
+    ) -> Float[Tensor, "R H"]:
+        """Let every expert multiply every row, some experts at a time, and weigh those that were not chosen by 0."""
+        num_experts, hidden_size, _ = self.down.shape
+        shares = weights.new_zeros(len(normed), num_experts).scatter_(1, chosen, weights)
+        total = normed.new_zeros(len(normed), hidden_size, dtype=torch.float32)
+        together = max(MAX_NUMBERS // (len(normed) * self.gate_up.shape[1]), 1)
+        parts = (part.split(together) for part in (self.gate_up, self.down, shares.T))
+        for gate_up, down, share in zip(*parts, strict=True):
+            both = torch.matmul(normed, gate_up.transpose(1, 2))
+            inner = self.ops.silu_mul(both.flatten(0, 1)).view(*both.shape[:2], -1)
+            outputs = torch.bmm(inner, down.transpose(1, 2))
+            outputs = outputs.masked_fill_(share[:, :, None] == 0, 0.0)  # 0 times infinity is not 0
+            total += (outputs * share[:, :, None]).sum(0, dtype=torch.float32)
+        return total.to(normed.dtype)
+
+
+def is_moe_block(module: nn.Module) -> bool:
+    """Return whether Experts computes what this module of a decoder layer does."""
+    if type(module).__name__ not in BLOCKS:
+        return False
+    block = cast(Any, module)
+    names = {name for name, _ in block.experts.named_parameters()}
+    shared = getattr(block, "shared_expert_gate", None)
+    return names == {"gate_up_proj", "down_proj"} and (shared is None or is_projection(shared))
+
+
+def _router_of(block: Any) -> Projection:
+    """Return the router as a linear layer in its own memory, joined with the shared expert's gate if there is one."""
+    weight = block.gate.weight
+    with torch.device("meta"):
+        router = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    router.weight = weight
+    gate = getattr(block, "shared_expert_gate", None)
+    return router if gate is None else merge_linears([router, gate])
