@@ -37,7 +37,6 @@ from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import graphs_for
 from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
-from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
@@ -131,7 +130,7 @@ def build_rank(
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args)
     if ranks is not None:
-        memory = memory.smallest(ranks.least)
+        memory = memory.smallest(ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     if member is None or member.leads:
@@ -165,7 +164,8 @@ def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> Gramma
 
 def plain_engine(engine: Engine) -> Engine:
     """Return an engine of plain decoding over the target and the caches of another; only one of them may run."""
-    target, drafter = engine.target, NullDrafter()
+    target = engine.target
+    drafter = make_drafter(SpeculativeConfig(method="none"), target, None)
     graphs = None if engine.graphs is None else graphs_for(target, drafter)
     plain = Engine(target, drafter, UniformPlanner(NO_TREE), engine.max_model_len, NO_TREE, graphs=graphs)
     plain.grammars = engine.grammars

@@ -57,7 +57,7 @@ class Member:
         engine.lockstep = self.lockstep
         engine.drafts_grammars = False  # what grammars predict depends on when they were compiled
         if engine.graphs is not None:
-            engine.graphs.agrees = lambda is_captured: self.ranks.least([is_captured]) == [True]
+            engine.graphs.agrees = lambda is_captured: self.ranks.minimum([is_captured]) == [True]
 
 
 def num_ranks(model: ModelConfig, args: EngineArgs) -> int:

@@ -161,12 +161,12 @@ class MemoryPlan:
         """Return the plan with this many slots, each of which can hold a sequence of the guaranteed length."""
         return self.sized(slots, slots * self.lengths.of_guaranteed)
 
-    def smallest(self, least: Callable[[Sequence[int]], list[int]]) -> MemoryPlan:
+    def smallest(self, minimum: Callable[[Sequence[int]], list[int]]) -> MemoryPlan:
         """Return the plan with the fewest slots and KV tokens of all ranks, which have the same sequences.
 
-        least: returns the smallest of all ranks' numbers.
+        minimum: returns the smallest of all ranks' numbers.
         """
-        slots, kv_tokens = least([self.slots, self.kv_tokens or 0])
+        slots, kv_tokens = minimum([self.slots, self.kv_tokens or 0])
         return replace(self, slots=slots, kv_tokens=None if self.kv_tokens is None else kv_tokens)
 
     @property

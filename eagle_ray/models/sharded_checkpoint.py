@@ -20,7 +20,7 @@ from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import Checkpoint, build_model, empty_model, quantized_checkpoint
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import Part, Shard, joined, padded_rows, shard_config, take
+from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, padded_rows, shard_config
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -87,7 +87,7 @@ class ShardedCheckpoint:
             return weight
         if isinstance(weight, QuantizedWeight):
             return _quantized_part(name, weight, part)
-        return _fp8_part(weight, part) if isinstance(weight, Fp8Weight) else take(weight, part)
+        return _fp8_part(weight, part) if isinstance(weight, Fp8Weight) else cut_out(weight, part)
 
     def tensor(self, name: str) -> Tensor:
         is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
@@ -98,7 +98,7 @@ class ShardedCheckpoint:
             tensor = _read(stored, part)
         else:
             tensor = self.whole.tensor(source)
-            tensor = take(tensor, self.shard.part_of(name, tensor.shape))
+            tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
         return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
 
 

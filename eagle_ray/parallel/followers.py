@@ -35,7 +35,8 @@ from eagle_ray.core.child_process import describe_exit, end_with_parent, start_c
 log = logging.getLogger("eagle_ray")
 BEAT_S = 1.0
 SILENCE_S = 15.0  # without a beat; long enough for a rank whose interpreter waits for one long call
-REASON_S = 3.0  # that the leader waits to learn why a collective failed
+FIRST_BEAT_S = 120.0  # from the start of a process to its first beat: it imports torch before
+EXIT_S = 2.0  # from the end of a pipe to that of its process
 GRACE_S = 10.0  # from the loss of a rank to the end of a process that does not notice it
 BEAT = b""
 
@@ -60,10 +61,13 @@ class FollowerStart:
 
 
 class _Silence:
-    """Seconds without a beat. Time in which this process itself was stopped does not count."""
+    """Seconds without a beat. Time in which this process itself was stopped does not count.
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    first_s: more of them before the first beat.
+    """
+
+    def __init__(self, first_s: float = 0.0) -> None:
+        self._seconds = -first_s
         self._last = self._beat_at = time.monotonic()
 
     @property
@@ -126,9 +130,9 @@ class Followers:
         """Return the process ids, by rank."""
         return [process.pid for process in self._processes]
 
-    def why_lost(self) -> str | None:
-        """Return why a follower has ended, waiting a little for that to be known; None if none has."""
-        self._is_lost.wait(REASON_S)
+    def why_lost(self, seconds: float = 0.0) -> str | None:
+        """Return why a follower has ended, waiting for that to be known; None if none has."""
+        self._is_lost.wait(seconds)
         return self._reason
 
     def close(self) -> None:
@@ -173,7 +177,7 @@ class Followers:
         process = self._processes[number - 1]
         if reason is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(REASON_S / 2)
+                process.wait(EXIT_S)
             reason = describe_exit(process.poll())
         for each in self._processes:
             each.kill()
@@ -193,7 +197,7 @@ def _watch(reference: weakref.ref[Followers], command: str, starts: list[Followe
     followers = reference()
     assert followers is not None, "the constructor waits for the start"
     followers.start_all(command, starts)
-    silences = [_Silence() for _ in starts]
+    silences = [_Silence(FIRST_BEAT_S) for _ in starts]
     is_well = True
     while is_well and followers is not None:
         is_well = followers.watch(silences)

@@ -21,10 +21,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence as TokenSequence
+from eagle_ray.parallel.rank_group import REASON_S
 
 Answer = TypeVar("Answer")
 STOP_CHECK = "stop check"
@@ -34,6 +35,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@runtime_checkable
 class Lockstep(Protocol):
     """How one engine is kept in step with the others of its target."""
 
@@ -120,11 +122,11 @@ class Leader(Alone):
 
     Args:
         pipes: to the followers, in order.
-        why_lost: returns why a follower has ended, once one has.
+        why_lost: returns why a follower has ended, if that is known within some seconds.
         end: ends the followers.
     """
 
-    def __init__(self, pipes: Sequence[Connection], why_lost: Callable[[], str | None], end: Callable[[], None]):
+    def __init__(self, pipes: Sequence[Connection], why_lost: Callable[[float], str | None], end: Callable[[], None]):
         self._pipes, self._why_lost, self._end = pipes, why_lost, end
         self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
         self._num_added = 0
@@ -173,7 +175,7 @@ class Leader(Alone):
             for pipe in self._pipes:
                 pipe.send_bytes(data)
         except OSError as error:
-            raise RankError(self._why_lost() or "a rank is lost") from error
+            raise RankError(self._why_lost(REASON_S) or "a rank is lost") from error
 
 
 class Follower(Alone):

@@ -3,7 +3,7 @@
     ranks = RankGroup(rank=0, size=2, meeting="/tmp/x/ranks", device="cpu")
     hidden = ranks.reduce(output_part)          # the sum of all ranks' parts
     logits = ranks.gather(logits_part)          # all ranks' parts side by side
-    [slots] = ranks.least([256])                # the smallest of all ranks' numbers, for the host
+    [slots] = ranks.minimum([256])                # the smallest of all ranks' numbers, for the host
 
 Every rank calls the same functions in the same order. They connect with the first call, over loopback, and find each
 other by a file: no port is open for that. A sum is added in the order of the ranks, number by number, so that a row's
@@ -22,9 +22,10 @@ On a GPU all of them are launched on the current stream and can be captured in a
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed
@@ -35,10 +36,13 @@ from eagle_ray.core.errors import RankError
 
 TIMEOUT_S = 120.0  # of one collective, should a rank wait for another that does not come; a silent one ends long before
 START_TIMEOUT_S = 1800.0  # of the first: ranks load their weights at different speeds
+POLL_S = 0.02  # between two looks for the others before the first
+REASON_S = 3.0  # that a rank waits to learn why a collective failed
 ONE_SHOT_BYTES = 512 << 10  # up to which every rank reads all parts whole
 LOOPBACK = "127.0.0.1"
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """What ranks compute together on one kind of device."""
 
@@ -57,7 +61,7 @@ class RankGroup:
 
     Attributes:
         num_reduces, num_gathers: calls so far.
-        why_lost: returns why a rank has ended, if that is known.
+        why_lost: returns why a rank has ended, if that is known within some seconds.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
@@ -66,7 +70,7 @@ class RankGroup:
         self._host: Any = None
         self._collectives: Collectives | None = None
         self.num_reduces = self.num_gathers = 0
-        self.why_lost: Callable[[], str | None] = lambda: None
+        self.why_lost: Callable[[float], str | None] = lambda seconds: None
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         """Return the sum of all ranks' parts. Raises RankError if a rank is lost."""
@@ -78,7 +82,7 @@ class RankGroup:
         self.num_gathers += 1
         return torch.cat(self._together(lambda: self._connected.gather(part)), -1)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
         """Return the smallest of all ranks' numbers, one by one. Raises RankError if a rank is lost."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
@@ -92,7 +96,7 @@ class RankGroup:
         try:
             return work()
         except RuntimeError as error:  # whatever gloo and NCCL raise
-            reason = self.why_lost() or f"another rank is lost ({str(error).strip().splitlines()[0]})"
+            reason = self.why_lost(REASON_S) or f"another rank is lost ({str(error).strip().splitlines()[0]})"
             raise RankError(f"rank {self.rank} of {self.size}: {reason}") from error
 
     @property
@@ -106,13 +110,25 @@ class RankGroup:
     def _connect(self) -> Any:
         """Return gloo's group of all ranks, which is there on a GPU's host, too."""
         if self._host is None:
+            self._rendezvous()
             options = torch.distributed.ProcessGroupGloo._Options()
             options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            options._timeout = timedelta(seconds=START_TIMEOUT_S)
-            host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
-            GlooCollectives(host, self.size, START_TIMEOUT_S).gather(torch.zeros(1))
-            self._host = host
+            options._timeout = timedelta(seconds=TIMEOUT_S)
+            self._host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
         return self._host
+
+    def _rendezvous(self) -> None:
+        """Wait until all ranks are here. Raises RankError if one is lost, or does not come."""
+        store, names = self.store("here"), [f"rank {rank}" for rank in range(self.size)]
+        store.set(names[self.rank], "")
+        ends_at = time.monotonic() + START_TIMEOUT_S
+        while not store.check(names):
+            reason = self.why_lost(0.0)
+            if reason is None and time.monotonic() > ends_at:
+                reason = f"not all ranks have loaded their weights within {START_TIMEOUT_S:.0f} s"
+            if reason is not None:
+                raise RankError(f"rank {self.rank} of {self.size}: {reason}")
+            time.sleep(POLL_S)
 
     def store(self, name: str) -> Any:
         """Return a store by which the ranks meet. name: of the group that they make."""
@@ -123,8 +139,8 @@ class RankGroup:
 class GlooCollectives:
     """Collectives on a CPU."""
 
-    def __init__(self, group: Any, size: int, timeout_s: float = TIMEOUT_S):
-        self._group, self._size, self._timeout = group, size, timedelta(seconds=timeout_s)
+    def __init__(self, group: Any, size: int):
+        self._group, self._size = group, size
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         parts = self.gather(part)
@@ -135,7 +151,7 @@ class GlooCollectives:
 
     def gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        self._group.allgather([parts], [part.contiguous()]).wait(self._timeout)
+        self._group.allgather([parts], [part.contiguous()]).wait()
         return parts
 
 

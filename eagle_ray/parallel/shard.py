@@ -143,7 +143,7 @@ class Shard:
         return Part(dim, self.rank * each, (self.rank + 1) * each)
 
 
-def take(tensor: Tensor, part: Part | None) -> Tensor:
+def cut_out(tensor: Tensor, part: Part | None) -> Tensor:
     """Return the part's numbers of a whole tensor, in memory of their own."""
     if part is None:
         return tensor

@@ -159,7 +159,7 @@ def test_schemas_and_logprobs(tmp_path):
 
 def test_a_rank_that_computes_something_else_or_is_elsewhere_ends():
     here, there = Pipe()
-    leader, follower = Leader([here], lambda: None, lambda: None), Follower(1, there)
+    leader, follower = Leader([here], lambda seconds: None, lambda: None), Follower(1, there)
     leader.check(lambda: 7)
     follower.check(lambda: 7)
     leader.check(lambda: 7)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import num_ranks
+from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.loader import load_causal_lm
@@ -16,6 +17,7 @@ from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import fitting_sizes
+from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
 from tests.support.ranks import on_ranks
 
 SHAPE = dict(
@@ -57,9 +59,9 @@ def checkpoint(tmp_path):
     return write
 
 
-def passed(path, ranks: RankGroup | None = None, packs: bool = False):
+def passed(path, ranks: RankGroup | None = None, packs: bool = False, dequantize: bool = False):
     """Return the logits of a pass over the prompts, those of some tokens alone, and the collectives that it took."""
-    model = load_causal_lm(path, torch.float32, "cpu", ranks=ranks)
+    model = load_causal_lm(path, torch.float32, "cpu", dequantize, ranks=ranks)
     if packs:
         pack_linears(model, 1)
     with torch.inference_mode():
@@ -89,6 +91,18 @@ def test_ranks_compute_what_one_process_computes(checkpoint, tmp_path, name, siz
         assert logits.shape == whole.shape and error(logits, whole) < 1e-5
         assert error(some_logits, some) < 1e-5
         assert torch.equal(logits, parts[0][0]), "all ranks have the same bits"
+
+
+@pytest.mark.parametrize("dequantize, most", [(True, 1e-5), (False, 1e-2)])
+def test_quantised_projections_are_shared(tmp_path, dequantize, most):
+    """With their own kernels inputs are rounded to 8 bits, so that a last bit of a sum may become a step of those."""
+    metadata = toy_metadata(**{"llama.embedding_length": 128, "llama.feed_forward_length": 192})
+    write_gguf(tmp_path / "model.gguf", metadata, toy_tensors(metadata))
+    path = gguf_directory(tmp_path / "model.gguf")
+    whole, some, _ = passed(path, dequantize=dequantize)
+    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
+        assert counts == [4, 1]
+        assert error(logits, whole) < most and error(some_logits, some) < most
 
 
 def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):

@@ -47,7 +47,7 @@ def with_ranks(
     def run(ranks: RankGroup) -> tuple[Result | None, Engine]:
         if ranks.rank == 0:
             try:
-                lockstep = Leader([here for here, _ in pipes], lambda: None, lambda: None)
+                lockstep = Leader([here for here, _ in pipes], lambda seconds: None, lambda: None)
                 engine = build_rank(model, speculative, args, Member(ranks, lockstep)).engine
                 return work(engine), engine
             finally:
