@@ -222,7 +222,7 @@ class BudgetPlanner:
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
         else:
-            self.costs.update(outcome, predicted, self._most_overhead(outcome.plan))
+            self.costs.update(outcome, predicted, self._max_overhead(outcome.plan))
         if outcome.plan.lookups_only:
             self._observe_lookups(outcome, predicted, plain_s)
             return
@@ -569,7 +569,7 @@ class BudgetPlanner:
             lookups.end_trial(size, plain_s)
             self.next_review = min(self.next_review, self._num_steps)
 
-    def _most_overhead(self, plan: DraftPlan) -> float:
+    def _max_overhead(self, plan: DraftPlan) -> float:
         """Return how many times the measured overhead is believed to be typical of steps with this plan.
 
         The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.

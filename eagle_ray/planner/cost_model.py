@@ -266,12 +266,12 @@ class StepCosts:
         """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
-    def update(self, outcome: StepOutcome, predicted: StepTimes, most_overhead: float = math.inf) -> None:
+    def update(self, outcome: StepOutcome, predicted: StepTimes, max_overhead: float = math.inf) -> None:
         """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
 
         Args:
             predicted: its predicted seconds.
-            most_overhead: how many times the measured overhead may be taken for typical; with 0 it only lowers the
+            max_overhead: how many times the measured overhead may be taken for typical; with 0 it only lowers the
                 curves.
         """
         seconds = outcome.seconds
@@ -290,9 +290,9 @@ class StepCosts:
         drafts, size = outcome.depth > 0, outcome.batch_size
         rest = self.draft_overhead if drafts else self.plain_overhead
         measured = self._measured_draft_overhead if drafts else self._measured_overhead
-        most_s = max(most_overhead * measured(size), predicted.overhead)
-        if seconds.overhead < predicted.overhead or most_s > predicted.overhead:
-            rest.update(size, min(seconds.overhead, most_s) / predicted.overhead)
+        max_s = max(max_overhead * measured(size), predicted.overhead)
+        if seconds.overhead < predicted.overhead or max_s > predicted.overhead:
+            rest.update(size, min(seconds.overhead, max_s) / predicted.overhead)
 
 
 def costs_text(costs: StepCosts) -> str:
