@@ -50,6 +50,22 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     assert heads[4] >= 2 * max(s.stats.num_steps for s in kernels)
 
 
+@pytest.mark.parametrize("tree", [(), pytest.param((4, 2, 2), marks=pytest.mark.slow)])
+def test_replays_over_contexts_that_grow_past_a_part(tree, monkeypatch):
+    """A pass is captured once and replayed over lists that differ: one long context among short ones, then alone."""
+    prompts = [[3 + i * 7 % 90 for i in range(253)], [5, 9], [6]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (6, 2, 3)]
+
+    def outputs(kernels: str) -> list[list[int]]:
+        monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
+        made = llama_engine(2, *tree, graphs=True, fused=True, device=DEVICE, max_position_embeddings=512)
+        done = run(made, prompts, params)
+        assert made.graphs.num_replayed > made.graphs.num_captured > 0
+        return [s.output_ids for s in done]
+
+    assert outputs("triton") == outputs("portable")
+
+
 @pytest.mark.parametrize("planner", ["plain", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch):
     """One of the questions is longer than a chain: its context is gathered, beside others that attend as chains."""
