@@ -130,7 +130,7 @@ def tile_shape(
     if rows_per_tree <= 16:
         return TileShape(16, 32 if large else 64, warps=4, stages=3, per_core=3, parts=64, fold=8)
     if rows_per_tree <= 32 or large:
-        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2, parts=32, fold=8)
+        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2, parts=32, fold=4)
     if not hopper:
         return TileShape(64, 64, warps=8, stages=3, per_core=2, parts=16, fold=4)
     if rows_per_tree <= 64:

@@ -48,7 +48,7 @@ VARYING = [
     "max_positions",
     "own",
     "room",
-    "places",
+    "at_once",
 ]  # compiled once, whatever their values and alignment
 
 
@@ -56,7 +56,7 @@ VARYING = [
 class Reading:
     """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
 
-    window: of the layer. places: programs that the GPU runs at a time.
+    window: of the layer. at_once: programs that the GPU runs at a time.
     """
 
     num_rows: int
@@ -65,7 +65,7 @@ class Reading:
     value_dim: int
     window: int | None
     tile: TileShape
-    places: int
+    at_once: int
 
     @property
     def group(self) -> int:
@@ -82,7 +82,7 @@ class WorkList:
     """Items, and what programs count while they work on them.
 
     Attributes:
-        items: tree, first of its places (nodes x heads), part (WHOLE for all of them), and where the sums of its parts
+        items: tree, first of its nodes x heads, part (WHOLE for all of them), and where the sums of its parts
             begin, in rows of `heads` sums.
         counts: number of items; works drawn, 0 between launches.
         arrivals: parts that are there, by key/value head and first place of a tile; 0 between launches.
@@ -100,11 +100,11 @@ class WorkList:
     def of(cls, trees: KernelTrees, reading: Reading) -> WorkList:
         """Make the list in one launch; lists are kept in `trees.work_lists`, since layers share them."""
         tile, num_rows, group = reading.tile, reading.num_rows, reading.group
-        num_parts, num_tiles = _most_parts(trees, reading), _most_tiles(trees, num_rows, group, tile.rows)
+        num_parts, num_tiles = _max_parts(trees, reading), _max_tiles(trees, num_rows, group, tile.rows)
         capacity = min(
             trees.num_trees * tile.parts + num_tiles * (2 + _tail_parts(trees, reading)), num_tiles * num_parts
         )
-        programs = min(reading.places, capacity * reading.kv_heads)
+        programs = min(reading.at_once, capacity * reading.kv_heads)
         own = -(-programs * tile.fold * tile.rows // reading.heads)
         row_bytes = reading.heads * (reading.value_dim + 2) * float32.itemsize
         room = own + min(num_rows * num_parts, MAX_SUMS_BYTES // row_bytes)
@@ -114,7 +114,7 @@ class WorkList:
         starts, rows = (None, None) if trees.rows is None else (trees.rows.starts, trees.rows.counts)
         launch(list_work, (trees.num_trees,))(
             items, counts, arrivals, trees.lengths, trees.first, starts, rows, reading.window, trees.num_trees,
-            trees.num_nodes, num_rows, trees.num_positions, trees.max_positions, own, room, reading.places,
+            trees.num_nodes, num_rows, trees.num_positions, trees.max_positions, own, room, reading.at_once,
             GROUP=group, KV_HEADS=reading.kv_heads, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
             PART_TILES=reading.part_tiles, PARTS=tile.parts, SHARES=SHARES, TREES=TREES,
         )  # fmt: skip
@@ -128,14 +128,14 @@ def work_list(trees: KernelTrees, reading: Reading) -> WorkList:
     return trees.work_lists[reading]
 
 
-def _most_tiles(trees: KernelTrees, num_rows: int, group: int, size: int) -> int:
+def _max_tiles(trees: KernelTrees, num_rows: int, group: int, size: int) -> int:
     """Return a bound on the programs that take `size` rows x heads of one tree each, for one key/value head."""
     if trees.rows is None:
         return trees.num_trees * -(-trees.num_nodes * group // size)
     return min(trees.num_trees + num_rows * group // size, -(-group // size) * num_rows)
 
 
-def _most_parts(trees: KernelTrees, reading: Reading) -> int:
+def _max_parts(trees: KernelTrees, reading: Reading) -> int:
     """Return a bound on the parts of any context."""
     size = reading.tile.keys * reading.part_tiles
     return min(reading.tile.parts + 1 + _tail_parts(trees, reading), trees.max_positions // size + 1)
@@ -149,7 +149,7 @@ def _tail_parts(trees: KernelTrees, reading: Reading) -> int:
 @triton.jit(do_not_specialize=VARYING)
 def list_work(
     items, totals, arrivals, lengths, first, starts, counts, window, num_trees, num_nodes, num_rows, num_positions,
-    max_positions, own, room, places, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    max_positions, own, room, at_once, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TREES: tl.constexpr,
 ):  # fmt: skip
     """Write the items of one tree where those of the trees before it end, and set its arrivals to zero."""
@@ -175,7 +175,7 @@ def list_work(
             trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
             GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
         )  # fmt: skip
-        is_long = (num_parts > 1) & (read.to(tl.int64) * (SHARES * places) > share)
+        is_long = (num_parts > 1) & (read.to(tl.int64) * (SHARES * at_once) > share)
         rows = tl.where(is_long, num_nodes_of * num_parts, 0)
         ends = sums_end + tl.cumsum(rows)
         cut = is_long & (ends <= room)
@@ -256,7 +256,7 @@ def span(
     if window is not None:
         low = tl.maximum(low, length - window + 1)
     begin = tl.minimum(low, length) // BLOCK_N
-    most = tl.maximum(PARTS // tl.maximum(tl.cdiv(count * GROUP, BLOCK_M), 1), 1)
-    part_tiles = tl.maximum(tl.cdiv(length // BLOCK_N - begin, most), PART_TILES)
+    max_parts = tl.maximum(PARTS // tl.maximum(tl.cdiv(count * GROUP, BLOCK_M), 1), 1)
+    part_tiles = tl.maximum(tl.cdiv(length // BLOCK_N - begin, max_parts), PART_TILES)
     end = tl.cdiv(tl.minimum(length + num_positions, max_positions), BLOCK_N)
     return length, low, part_tiles, begin, tl.maximum(end, begin + 1)

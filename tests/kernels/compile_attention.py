@@ -22,7 +22,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INDICES = "lengths first words depths position_depths slots table seq starts row_counts"
 COUNTS = "items counts arrivals"
 SIZES = """window num_nodes num_rows num_words num_positions max_positions table_width depth_pitch position_pitch
-    query_head query_row num_trees own room places"""
+    query_head query_row num_trees own room at_once"""
 ALIGNED = {"query", "keys", "values", "out", "parts", "tops", "totals", "query_head", "query_row"}
 HEADS, KV_HEADS = 32, 8
 STORED = {"": {}, "fp8": {"keys": "*fp8e4nv", "values": "*fp8e4nv"}}  # a cache's types if they are not the query's
