@@ -35,7 +35,7 @@ core.sequence
 core.decode_batch
 methods.method
 config tree
-kv
+kv parallel
 attention requests
 runs
 batch.reader models

@@ -71,6 +71,7 @@ class EngineSettings(TypedDict, total=False):
     slots: Literal["auto"] | int
     kv_tokens: Literal["auto"] | int | None
     kv_dtype: Literal["auto", "fp8"]
+    tensor_parallel: Literal["auto"] | int
     prefill_tokens: Literal["auto"] | int
     require_kernels: bool
 

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from eagle_ray.assembly.costs import planner_for
+from eagle_ray.assembly.costs import plan_drafts
 from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.follow import Member, lead, num_ranks
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
     check_device,
     check_kernels,
-    grammar_compiler,
     load_draft,
     load_target,
     prepare_cpu,
@@ -37,18 +35,16 @@ from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graph_warmup import capture, capture_fixed, graphs_for
+from eagle_ray.engine.graph_warmup import graphs_for
 from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
-from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
-
-RECORDING = "recording steps as CUDA graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +101,40 @@ def build_engine_from_config(
     args = args or EngineArgs()
     start = start or StartLog()
     check_device(model)
+    size = num_ranks(model, args)
+    if size == 1:
+        return build_rank(model, speculative, replace(args, tensor_parallel=1), None, start)
+    member = lead(model, speculative, args, size)
+    try:
+        return build_rank(model, speculative, args, member, start)
+    except BaseException:
+        member.lockstep.close()
+        raise
+
+
+def build_rank(
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    args: EngineArgs,
+    member: Member | None,
+    start: StartLog | None = None,
+) -> EngineBundle:
+    """Build one rank of an engine, or all of it if member is None. Raises as build_engine_from_config does."""
+    start = start or StartLog()
+    if member is not None:
+        args = replace(args, num_gpus=1)
+    ranks = None if member is None else member.ranks
     tokenizer = load_tokenizer(model)
-    causal_lm = load_target(model, args, start, tokenizer)
+    causal_lm = load_target(model, args, start, tokenizer, ranks)
     weights = load_draft(model, speculative, causal_lm, start)
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args)
-    engine = _engine_of(causal_lm, weights, speculative, args, memory, start)
+    if ranks is not None:
+        memory = memory.smallest(ranks.minimum)
+    engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
+    if member is None or member.leads:
+        plan_drafts(engine, speculative, start)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)
 
 
@@ -127,13 +150,22 @@ def build_engine(
     weights: what the method reads from model.draft, or None. start: times the parts. Raises ConfigError if
     args.kv_tokens are too few for one sequence's tree, UnfitDevice if a GPU's memory is too small for one sequence.
     """
+    start = start or StartLog()
     memory = plan_memory(causal_lm, weights, speculative, args)
-    return _engine_of(causal_lm, weights, speculative, args, memory, start or StartLog())
+    engine = _engine_of(causal_lm, weights, speculative, args, memory, start)
+    plan_drafts(engine, speculative, start)
+    return engine
+
+
+def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
+    """Return what compiles grammars for the target; it reads the tokenizer for the first one. None without any."""
+    return None if tokenizer is None else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
 
 
 def plain_engine(engine: Engine) -> Engine:
     """Return an engine of plain decoding over the target and the caches of another; only one of them may run."""
-    target, drafter = engine.target, NullDrafter()
+    target = engine.target
+    drafter = make_drafter(SpeculativeConfig(method="none"), target, None)
     graphs = None if engine.graphs is None else graphs_for(target, drafter)
     plain = Engine(target, drafter, UniformPlanner(NO_TREE), engine.max_model_len, NO_TREE, graphs=graphs)
     plain.grammars = engine.grammars
@@ -147,8 +179,9 @@ def _engine_of(
     args: EngineArgs,
     plan: MemoryPlan,
     start: StartLog,
+    member: Member | None = None,
 ) -> Engine:
-    """Return an engine with caches as planned."""
+    """Return an engine with caches as planned, which has no graphs yet and drafts uniform trees."""
     config = causal_lm.config.get_text_config(decoder=True)
     plain = speculative.merged_methods == "none"
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
@@ -161,35 +194,9 @@ def _engine_of(
         prepare_cpu([causal_lm, weights], plan.slots * bounds.num_nodes, start)
     drafter = make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
-    ahead = graphs is not None and target.device.type == "cuda"
-    fixed = make_planner(speculative, drafter)
-    planner = fixed or UniformPlanner(bounds)
+    planner = make_planner(speculative, drafter) or UniformPlanner(bounds)
     engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     engine.drafts_grammars = speculative.drafts_grammars
-    if plain:
-        if ahead:
-            with start.part("recorded", RECORDING):
-                capture_fixed(engine)
-        return engine
-    if speculative.budget == "global" and fixed is None:
-        if ahead:
-            with start.part("recorded", RECORDING):
-                capture(engine)
-    elif ahead:
-        with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
-            capture_fixed(engine)
-    with _plain_if_planner_fails(engine):
-        if fixed is None:
-            engine.planner = planner_for(engine, speculative, start)
+    if member is not None:
+        member.join(engine)
     return engine
-
-
-@contextmanager
-def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
-    """Let the engine decode plainly if its planner cannot be made. A failed step of the engine itself is raised."""
-    try:
-        yield
-    except Exception as error:
-        if not engine.is_intact:
-            raise
-        engine.drop_planner(error)

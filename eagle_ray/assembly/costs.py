@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 
 import torch
@@ -13,7 +15,9 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.method import plans_alone
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
@@ -21,6 +25,37 @@ from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import DraftKind, Planner, UniformPlanner
 
 log = logging.getLogger("eagle_ray")
+
+RECORDING = "recording steps as CUDA graphs"
+
+
+def plan_drafts(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> None:
+    """Capture the engine's graphs on a GPU, and let speculative.budget plan its drafts if the method does not."""
+    method = speculative.merged_methods
+    is_fixed = plans_alone(method)
+    if engine.graphs is not None and engine.target.device.type == "cuda":
+        with start.part("recorded", RECORDING):
+            if method == "none":
+                capture_fixed(engine)
+            elif speculative.budget == "global" and not is_fixed:
+                capture(engine)
+            else:
+                with _plain_if_planner_fails(engine):
+                    capture_fixed(engine)
+    if method != "none" and not is_fixed:
+        with _plain_if_planner_fails(engine):
+            engine.planner = planner_for(engine, speculative, start)
+
+
+@contextmanager
+def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
+    """Let the engine decode plainly if its planner cannot be made. A failed step of the engine itself is raised."""
+    try:
+        yield
+    except Exception as error:
+        if not engine.is_intact:
+            raise
+        engine.drop_planner(error)
 
 
 def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> Planner:
@@ -32,7 +67,7 @@ def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
     can_sync = engine.target.device.type == "cpu" and graphs is None
     sizes = graphs.pass_sizes(engine.bounds) if graphs else None
     drafter = engine.drafter
-    foreseen = (lambda batch: drafter.foreseen(batch.at, batch.sequences)) if drafter.has_lookups else None
+    foreseen = engine.foreseen if drafter.has_lookups else None
     return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(drafter), foreseen)
 
 

@@ -69,6 +69,8 @@ class EngineArgs:
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
         kv_dtype: of the target's KV cache; auto is that of the weights.
         num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
+        tensor_parallel: ranks that share every layer; auto is one for each of several GPUs, if the target can be split.
+        owns_process: this process is the engine's alone, so that it may end if a rank of the engine does.
     """
 
     slots: int | Auto = "auto"
@@ -78,12 +80,21 @@ class EngineArgs:
     prefill_tokens: int | Mapping[str, int] = field(default_factory=lambda: PREFILL_TOKENS)
     num_gpus: float = 1
     kv_dtype: str = "auto"
+    tensor_parallel: int | Auto = 1
+    owns_process: bool = False
 
     @classmethod
     def of_worker(cls, engines: EnginesConfig, num_gpus: float) -> EngineArgs:
         """Return the arguments of a worker's engine. num_gpus: the worker's; 0 on CPUs."""
         prefill_tokens = engines.AUTO_PREFILL_TOKENS if engines.prefill_tokens == "auto" else engines.prefill_tokens
-        return cls(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus or 1, engines.kv_dtype)
+        return cls(
+            slots=engines.slots,
+            kv_tokens=engines.kv_tokens,
+            prefill_tokens=prefill_tokens,
+            num_gpus=num_gpus or 1,
+            kv_dtype=engines.kv_dtype,
+            tensor_parallel=engines.tensor_parallel,
+        )
 
     @property
     def stored_kv(self) -> torch.dtype | None:

@@ -48,8 +48,7 @@ from eagle_ray.models.packed_linear import (
 )
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
-from eagle_ray.models.target import TargetModel
-from eagle_ray.sampling.grammar import GrammarCompiler
+from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -64,12 +63,14 @@ def load_target(
     args: EngineArgs | None = None,
     start: StartLog | None = None,
     tokenizer: Tokenizer | None = None,
+    ranks: RankGroup | None = None,
 ) -> CausalLM:
     """Load the target for engines of these arguments. Raises as build_engine_from_config does.
 
     On a CPU torch's threads may be reduced to as many as speed the target up.
 
     tokenizer: the target's, which names tokens that end an answer; None reads it.
+    ranks: of which this process is one, which loads its part; None loads all.
     """
     args = args or EngineArgs()
     start = start or StartLog()
@@ -83,7 +84,7 @@ def load_target(
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
         reads_to = "cpu" if is_spread or model.quantization == "fp8" else device
-        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device)
+        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device, ranks)
     if model.quantization == "fp8":
         with start.part("quantised", "rounding the target's weights to FP8"):
             quantize_target(causal_lm, "cpu" if is_spread else device)
@@ -96,7 +97,7 @@ def load_target(
         dispatch_layers(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
-    if device == "cpu":
+    if device == "cpu" and ranks is None:  # ranks have equal numbers, so that they compute the same bits
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
             num_rows = max(usual_slots(args.slots, on_gpu=False), MIN_TRIAL_ROWS)
             tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
@@ -179,11 +180,6 @@ def runs_on_gpu(config: JobConfig) -> bool:
     if config.model.device != "auto" or config.execution.gpus_per_actor == "auto":
         return config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     return config.execution.gpus_per_actor > 0
-
-
-def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
-    """Return what compiles grammars for the target; it reads the tokenizer for the first one. None without any."""
-    return None if tokenizer is None else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
 
 
 def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) -> None:

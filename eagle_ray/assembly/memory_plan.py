@@ -14,6 +14,7 @@ of CPU_SEQUENCE_TOKENS.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,12 +23,14 @@ from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
 from eagle_ray.assembly.worker_plan import MAX_SLOTS, Auto
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.graphs import MAX_AHEAD
 from eagle_ray.report.text import counted, gib
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
 GPU_SHARE = 0.9  # of a GPU's free memory that layers may take; the rest is for a pass's own tensors
 KV_MARGIN = 1.2  # of several GPUs: the head's own cache and the trees' columns come on top of the target's
-GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs and some more; 0 to 8 MiB each for an 8B on an H200
+GRAPH_BYTES = 40 * (10 << 20)  # of the executables of 40 graphs, those of 16 slots; 0 to 8 MiB each for an 8B
+SLOT_GRAPH_BYTES = (MAX_AHEAD * (10 << 20) - GRAPH_BYTES) // MAX_SLOTS  # of more graphs: those of 64 slots are 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class MemoryPlan:
         feature_per_token: what else a token of the cache takes.
         per_slot: queued features, drafts and logits of a slot.
         passes: tensors of the largest pass that do not depend on slots.
-        graphs: executables of CUDA graphs.
+        graphs, graphs_per_slot: executables of CUDA graphs, and how many more each slot needs.
         process: Python and its packages; 0 on a GPU's machine, or if it is not known.
         memory: where all this is put; None if it is not known.
         slots: sequences that run at once.
@@ -99,6 +102,7 @@ class MemoryPlan:
     slots: int = 1
     kv_tokens: int | None = None
     is_planned: bool = False
+    graphs_per_slot: int = 0
 
     @classmethod
     def of(
@@ -112,12 +116,13 @@ class MemoryPlan:
         process: int = 0,
     ) -> MemoryPlan:
         """Return the plan for one slot. of_pass: bytes of a pass's tensors on a GPU; None on a CPU."""
-        passes = graphs = 0
+        passes = graphs = graphs_per_slot = 0
         if of_pass is not None:
             passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
-            graphs = GRAPH_BYTES
+            graphs, graphs_per_slot = GRAPH_BYTES, SLOT_GRAPH_BYTES
         kv, feature = sizes.kv_per_token, sizes.feature_per_token
-        return cls(lengths, target, draft, kv, feature, sizes.per_slot, passes, graphs, process, memory)
+        parts = (kv, feature, sizes.per_slot, passes, graphs, process, memory)
+        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot)
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
         """Return the plan for these settings, which are kept where they are not auto.
@@ -141,12 +146,12 @@ class MemoryPlan:
             fitting = kv_tokens // self.lengths.usual
         else:
             length = self.lengths.full if kv_tokens is None else self.lengths.usual
-            fitting = self.for_slots // (length * self.per_token + self.per_slot)
+            fitting = self.for_slots // (length * self.per_token + self._bytes_of_slot)
         return max(min(fitting, MAX_SLOTS), 1)
 
     def tokens_left_by(self, slots: int) -> int:
         """Return the KV tokens, in whole blocks, for which this many slots leave room."""
-        return (self.for_slots - slots * self.per_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
+        return (self.for_slots - slots * self._bytes_of_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
 
     def tokens_that_fit(self, slots: int) -> int:
         """Return the most KV tokens with which this many slots fit if both are set; 0 if none do."""
@@ -155,6 +160,14 @@ class MemoryPlan:
     def with_slots(self, slots: int) -> MemoryPlan:
         """Return the plan with this many slots, each of which can hold a sequence of the guaranteed length."""
         return self.sized(slots, slots * self.lengths.of_guaranteed)
+
+    def smallest(self, minimum: Callable[[Sequence[int]], list[int]]) -> MemoryPlan:
+        """Return the plan with the fewest slots and KV tokens of all ranks, which have the same sequences.
+
+        minimum: returns the smallest of all ranks' numbers.
+        """
+        slots, kv_tokens = minimum([self.slots, self.kv_tokens or 0])
+        return replace(self, slots=slots, kv_tokens=None if self.kv_tokens is None else kv_tokens)
 
     @property
     def per_token(self) -> int:
@@ -171,6 +184,16 @@ class MemoryPlan:
         """Return the bytes that slots and their KV cache may take."""
         room = 0 if self.memory is None else self.memory.room
         return room - (self.target - self.elsewhere) - self.draft - self.passes - self.graphs - self.process
+
+    @property
+    def _bytes_of_slot(self) -> int:
+        """Return the bytes of a slot, its part of the KV cache left out."""
+        return self.per_slot + self.graphs_per_slot
+
+    @property
+    def all_graphs(self) -> int:
+        """Return the bytes of all executables of CUDA graphs."""
+        return self.graphs + self.slots * self.graphs_per_slot
 
     @property
     def pool_tokens(self) -> int:
@@ -191,7 +214,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Return all bytes of the worker."""
-        weights, fixed = self.target + self.draft, self.passes + self.graphs + self.process
+        weights, fixed = self.target + self.draft, self.passes + self.all_graphs + self.process
         return weights + self.pool + self.of_slots + fixed
 
     @property
@@ -223,7 +246,7 @@ class MemoryPlan:
             (self.pool, f"keys and values {gib(self.pool)} ({self.capacity}; {of_slot})"),
             (self.of_slots, f"features, drafts and logits {gib(self.of_slots)}"),
             (self.passes, f"passes {gib(self.passes)}"),
-            (self.graphs, f"CUDA graphs {gib(self.graphs)}"),
+            (self.all_graphs, f"CUDA graphs {gib(self.all_graphs)}"),
             (self.process, f"Python and its packages {gib(self.process)}"),
         ]
         text = f"a worker takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"

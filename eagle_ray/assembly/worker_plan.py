@@ -74,7 +74,7 @@ class WorkerPlan:
         """
         settings = _Settings(
             "execution.actors", "execution.gpus_per_actor", execution.actors, execution.gpus_per_actor,
-            execution.accelerator_type, MAX_CPU_WORKERS, MAX_GROWTH,
+            execution.accelerator_type, MAX_CPU_WORKERS, MAX_GROWTH, num_ranks=execution.tensor_parallel,
         )  # fmt: skip
         return _plan(settings, device, nodes, num_rows, max_threads)
 
@@ -87,8 +87,9 @@ class WorkerPlan:
         Replicas that have no GPU yet are no error: Serve starts them as nodes join.
         """
         settings = _Settings(
-            "serving.replicas", "serving.gpus_per_replica", serving.replicas, serving.gpus_per_replica, can_wait=True
-        )
+            "serving.replicas", "serving.gpus_per_replica", serving.replicas, serving.gpus_per_replica, can_wait=True,
+            num_ranks=serving.tensor_parallel,
+        )  # fmt: skip
         return _plan(settings, device, nodes, None, max_threads)
 
     @property
@@ -122,6 +123,7 @@ class _Settings:
         max_on_cpu: workers without GPUs if their number is auto, if there are two cores for each.
         growth: how many times the GPUs that are there may be used if the number is auto.
         can_wait: workers may wait for GPUs that are not there yet.
+        num_ranks: of each worker, which takes a GPU for each if their number is auto.
     """
 
     number_key: str
@@ -132,6 +134,7 @@ class _Settings:
     max_on_cpu: int = 1
     growth: int = 1
     can_wait: bool = False
+    num_ranks: Literal["auto"] | int = "auto"
 
 
 def _plan(
@@ -173,7 +176,7 @@ def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _gpus_per_worker(settings: _Settings, device: str, gpus: float) -> float:
-    """Return the GPUs per worker. auto: one, or an equal share if there are to be more workers than GPUs.
+    """Return the GPUs per worker. auto: one for each rank, or an equal share if there are to be more workers than GPUs.
 
     gpus: of the whole cluster.
     """
@@ -186,6 +189,8 @@ def _gpus_per_worker(settings: _Settings, device: str, gpus: float) -> float:
         return settings.num_gpus
     if not gpus or device == "cpu":
         return 0
+    if settings.num_ranks != "auto" and settings.num_ranks > 1:
+        return settings.num_ranks
     return 1 / math.ceil(max(1, settings.number / gpus)) if isinstance(settings.number, int) else 1
 
 

@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     from eagle_ray.batch.driver.auto_restart import keep_going, write_ending
     from eagle_ray.batch.driver.on_finish import tell
     from eagle_ray.batch.driver.run import run_to_end
-    from eagle_ray.batch.worker.engine_process import end_with_parent
+    from eagle_ray.core.child_process import end_with_parent
 
     if args.keep_going:
         configure_logging(config.logging.level)

@@ -376,6 +376,10 @@ class EnginesConfig(StrictModel):
     prefill_tokens: maximum number of prompt tokens that one step computes. Running sequences wait for them: fewer make
         streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
         endpoint.
+    tensor_parallel: number of processes, the ranks, that share every layer of the target, one on each GPU of the
+        engine, or on a CPU. It must divide the target's heads, key/value heads and the width of its MLP. auto is the
+        number of GPUs if there are several and the target can be split; other targets have their layers placed on the
+        GPUs in turn, which is slower. Outputs are those of one process, but for rounding.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 
@@ -392,6 +396,9 @@ class EnginesConfig(StrictModel):
     kv_dtype: Literal["auto", "fp8"] = Field(default="auto", description="auto or fp8")
     prefill_tokens: Literal["auto"] | Annotated[int, Field(ge=16, le=MAX_PREFILL_TOKENS)] = Field(
         default="auto", description=f"auto or a number of prompt tokens in a step, 16 to {MAX_PREFILL_TOKENS}"
+    )
+    tensor_parallel: Literal["auto"] | PositiveInt = Field(
+        default="auto", description="auto or a number of ranks, 1 or more"
     )
     require_kernels: bool = Field(default=False, description="true or false")
 

@@ -47,6 +47,7 @@ class DecodeSlots:
         bound: an upper bound of all lengths if the host lacks them, because the previous step is not read yet
             or
             because a captured pass is for any lengths. host_lengths then holds bounds, or nothing.
+        max_total: an upper bound of the sum of all lengths; None is the sum of host_lengths.
     """
 
     slots: Int[Tensor, " B"]
@@ -54,6 +55,7 @@ class DecodeSlots:
     host_slots: list[int]
     host_lengths: list[int]
     bound: int | None = None
+    max_total: int | None = None
 
     @classmethod
     def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> DecodeSlots:
@@ -77,6 +79,11 @@ class DecodeSlots:
     @property
     def max_length(self) -> int:
         return self.bound if self.bound is not None else max(self.host_lengths)
+
+    @property
+    def total_length(self) -> int:
+        """Return the sum of all lengths, or an upper bound of it."""
+        return sum(self.host_lengths) if self.max_total is None else min(sum(self.host_lengths), self.max_total)
 
     def shifted(self, num_tokens: int) -> DecodeSlots:
         """Return the same slots with `num_tokens` more tokens in each."""

@@ -30,6 +30,10 @@ class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
 
 
+class RankError(EngineError):
+    """One of an engine's processes has ended, hangs, or has computed something else than the others."""
+
+
 class ConfigError(Exception):
     """Invalid usage or configuration: the job did not start (exit code 2)."""
 

@@ -155,6 +155,7 @@ class StepLoop:
             self.error = error
         self._fail_all(error)
         self._last = self.counters(), replace(self.occupancy(), num_running=0, num_blocks_used=0)
+        self._alive.close()
         self.engine = None
         release_memory()
 

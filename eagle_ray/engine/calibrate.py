@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from statistics import mean
 
@@ -126,7 +127,8 @@ def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCos
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
     with calibration_mode(engine, scripted_planner(engine), has_distinct_prompts(engine)) as bench:
-        sizes = CalibrationSizes(bench.num_slots, engine.bounds, device)
+        widths = partial(engine.graphs.level_widths, engine.bounds.top_k) if engine.graphs else None
+        sizes = CalibrationSizes(bench.num_slots, engine.bounds, device, widths)
         bench.run(sizes.needed())
         batches = sizes.batches()
         bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
@@ -172,17 +174,23 @@ def calibration_mode(
         yield bench
     finally:
         bench.clear()
-        engine.drafter.reset_learning()
+        engine.reset_learning()
         engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSizes:
-    """The settings to measure for an engine with num_slots slots and trees within the given bounds."""
+    """The settings to measure for an engine with num_slots slots and trees within the given bounds.
+
+    Attributes:
+        widths: returns the widths of replayed levels for a number of sequences, the widest last; None where levels are
+            not replayed and cost what their rows do.
+    """
 
     num_slots: int
     bounds: TreeBounds
     device: str
+    widths: Callable[[int], list[int]] | None = None
 
     def needed(self) -> list[CalibrationSetting]:
         """Return the steps of one sequence that every curve needs."""
@@ -195,7 +203,8 @@ class CalibrationSizes:
     def batches(self) -> list[list[CalibrationSetting]]:
         """Return the steps of batch sizes BATCH_STEP times apart and of all slots; one empty list for one slot.
 
-        The widest drafts of one batch size show the cost of a level by rows; those of larger batches take long.
+        The widest drafts of one batch size show the cost of a level by rows; those of larger batches take long. A level
+        that is replayed is measured as wide as it is recorded.
         """
         sizes = []
         size = BATCH_STEP
@@ -206,12 +215,12 @@ class CalibrationSizes:
 
         batches: list[list[CalibrationSetting]] = []
         for size in sizes:
-            steps = self._steps_of(size) if not batches else self._steps_of(size)[:2]
+            steps = self._steps_of(size) if not batches else self._steps_of(size)[:-1]
             batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if self.bounds.num_nodes >= SMALL_TREE else [])])
         return batches or [[]]
 
     def all(self) -> Iterator[CalibrationSetting]:
-        """Yield for each batch size a plain step, one level, the widest draft, a small tree, and trees of more and more
+        """Yield for each batch size a plain step, one level, wider drafts, a small tree, and trees of more and more
         rows.
 
         A batch size is repeated before the next one begins, since new sequences have to compute their prompts.
@@ -234,12 +243,11 @@ class CalibrationSizes:
         return CalibrationSetting(self.num_slots, num_nodes, min(2, self.bounds.top_k), min(2, self.bounds.max_depth))
 
     def _steps_of(self, size: int) -> list[CalibrationSetting]:
-        """Return a plain step, one level, and the widest draft."""
-        return [
-            CalibrationSetting(size, 1, 0, 0),
-            CalibrationSetting(size, 2, 1, 1),
-            CalibrationSetting(size, 2, self.bounds.top_k, min(2, self.bounds.max_depth)),
-        ]
+        """Return a plain step, one level, drafts of every width that is replayed, and the widest one."""
+        narrow = [] if self.widths is None else self.widths(size)[:-1]
+        widths = [*narrow, self.bounds.top_k]
+        drafts = [CalibrationSetting(size, 2, width, min(2, self.bounds.max_depth)) for width in widths]
+        return [CalibrationSetting(size, 1, 0, 0), CalibrationSetting(size, 2, 1, 1), *drafts]
 
     def _nodes_of(self, size: int) -> list[int]:
         """Return the sizes of one sequence's tree for this batch size, root included."""
@@ -381,7 +389,7 @@ class CalibrationRun:
         if min(setting.depth, outcome.depth) > 1:
             self._level[outcome.level_rows].append(outcome)
         else:  # one level was asked for, though a block of several was drafted in one pass, or no more was offered
-            self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
+            self._read[bisect_left(BUCKETS, outcome.pair_rows)].append(outcome)
 
     def costs(self) -> StepCosts:
         """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
@@ -397,7 +405,7 @@ class CalibrationRun:
         """Return the seconds of a further level: a draft's time after its first pass. One-level drafts have none."""
         level = {}
         for rows, outcomes in self._level.items():
-            level[rows] = [(o.seconds.draft - read(o.num_catch_up)) / (o.depth - 1) for o in outcomes]
+            level[rows] = [(o.seconds.draft - read(o.pair_rows)) / (o.depth - 1) for o in outcomes]
         return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
@@ -408,10 +416,10 @@ class CalibrationRun:
         return _curve(seconds)
 
     def _read_curve(self) -> CostCurve:
-        """Return the seconds of catching up by number of pairs, bucket by bucket at their mean number."""
+        """Return the seconds of catching up by rows, bucket by bucket at their mean number."""
         seconds = {}
         for outcomes in self._read.values():
-            rows = round(mean(o.num_catch_up for o in outcomes))
+            rows = round(mean(o.pair_rows for o in outcomes))
             seconds[rows] = [o.seconds.draft for o in outcomes]
         return _curve(seconds)
 

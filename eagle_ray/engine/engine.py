@@ -25,13 +25,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from eagle_ray.attention.backend import num_gathered
 from eagle_ray.core.counters import AcceptanceStats, EngineCounters
@@ -48,9 +50,10 @@ from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel, TargetOutput
+from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
 
 log = logging.getLogger("eagle_ray")
 Answer = TypeVar("Answer")
@@ -71,6 +74,7 @@ class Engine:
         overlap: launch a step before the previous one is read, if there are graphs.
 
     Attributes:
+        lockstep: lets the engines of other ranks do what this one does, or this one what rank 0's does.
         drafts_grammars: tokens that grammars predict are drafted.
         mixed_prefill: prompt chunks and decoding rows share a pass; only without graphs.
         is_intact: no step has raised. False during a step.
@@ -96,6 +100,8 @@ class Engine:
         self.graphs = graphs
         self.overlap = overlap
         self.grammars = grammars
+        self.lockstep: Lockstep = ALONE
+        self._has_foreseen = False  # the planner let the drafter read on in the batch's texts
         self.drafts_grammars = True
         self.mixed_prefill = graphs is None
         self.is_intact = True
@@ -123,6 +129,11 @@ class Engine:
         return fallbacks(self.target, self.drafter, self.graphs)
 
     @property
+    def has_ranks(self) -> bool:
+        """Return whether several processes share the target, so that only this engine may run it."""
+        return self.lockstep is not ALONE
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -135,6 +146,7 @@ class Engine:
         The planner may raise: see drop_planner.
         """
         self.is_intact = False
+        self.lockstep.tell("step", self.overlap)
         started, num_before = time.monotonic(), self.counters.num_prefill_tokens
 
         pending, prefill = self._launch()
@@ -166,10 +178,16 @@ class Engine:
         start_controls(sequence, self.target.eos_ids, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         self.scheduler.add(sequence)
+        self.lockstep.add(sequence)
         sequence.arrived_at = time.monotonic()
+
+    def close(self) -> None:
+        """End what the engine has started: other ranks. It cannot be used again."""
+        self.lockstep.close()
 
     def order_for_throughput(self) -> None:
         """Admit sequences from now on in an order and in groups that serve throughput, not latency."""
+        self.lockstep.tell("order_for_throughput")
         self.scheduler.order_for_throughput()
         if not self.mixed_prefill:
             self.scheduler.group_admissions()
@@ -188,8 +206,31 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """Remove a sequence; its slot is free for the next step."""
+        self.lockstep.abort(sequence)
         self._unflushed.flush(sequence)
         self.scheduler.abort(sequence)
+
+    # What the drafter has learned.
+
+    def reset_learning(self) -> None:
+        """Let the drafter start as in a new engine."""
+        self.lockstep.tell("reset_learning")
+        self.drafter.reset_learning()
+
+    def learned_state(self) -> dict[str, Tensor]:
+        """Return what the drafter has learned; see Drafter.state."""
+        self.lockstep.tell("learned_state")
+        return self.drafter.state()
+
+    def load_learned(self, state: Mapping[str, Tensor]) -> None:
+        """Let the drafter go on from a state. Raises ValueError as Drafter.load_state does."""
+        self.lockstep.tell("load_learned", dict(state))
+        self.drafter.load_state(state)
+
+    def foreseen(self, batch: DecodeBatch) -> tuple[int, int] | None:
+        """Return what Drafter.foreseen does for a planner that is asked for a plan."""
+        self._has_foreseen = True
+        return self.drafter.foreseen(batch.at, batch.sequences)
 
     def drop_planner(self, error: Exception) -> None:
         """Decode plainly from now on because the planner failed. A planner changes no output, so no sequence fails."""
@@ -202,7 +243,7 @@ class Engine:
                 exc_info=error,
             )
 
-    # The planner's answers, or plain decoding's if it raises.
+    # The planner's answers, or plain decoding's if it raises. Ranks agree on them.
 
     def _ask(self, ask: Callable[[], Answer], otherwise: Callable[[], Answer]) -> Answer:
         try:
@@ -213,19 +254,36 @@ class Engine:
 
     @property
     def _will_draft(self) -> bool:
-        return self._ask(lambda: self.planner.will_draft, lambda: False)
+        return self.lockstep.agree("will_draft", lambda: self._ask(lambda: self.planner.will_draft, lambda: False))
 
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
+        plan, stops, has_foreseen = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
+        if has_foreseen and not self.lockstep.leads:
+            self.foreseen(batch)
+        if stops is None:
+            return plan
+        should_stop = stops
+        return replace(plan, should_stop=lambda builder: self.lockstep.agree("stop", lambda: should_stop(builder)))
+
+    def _own_plan(self, batch: DecodeBatch) -> tuple[DraftPlan, Callable[[Growing], bool] | None, bool]:
+        """Return the planner's plan, what stops its draft, and whether the drafter has read on for it."""
+        self._has_foreseen = False
         plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN)
         if (should_stop := plan.should_stop) is None:
-            return plan
-        return replace(plan, should_stop=lambda builder: self._ask(lambda: should_stop(builder), lambda: True))
+            return plan, None, self._has_foreseen
+        return plan, lambda builder: self._ask(lambda: should_stop(builder), lambda: True), self._has_foreseen
 
     def _allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
+        def ask() -> Allocation:
+            return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
+
+        return self.lockstep.agree(
+            "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
+        )
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
-        self._ask(lambda: planner.observe(outcome), lambda: None)
+        if self.lockstep.leads:
+            self._ask(lambda: planner.observe(outcome), lambda: None)
 
     # Launch: what the device is given to do.
 
@@ -295,7 +353,8 @@ class Engine:
         """
         if not self.overlap or self.graphs is None:
             return None
-        batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens)
+        num_rows = pending.allocation.num_rows
+        batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens, num_rows)
         if batch is not None and prefill is not None:
             batch = self.scheduler.join(batch, prefill.ended, prefill.roots)
         if batch is None:
@@ -380,7 +439,9 @@ class Engine:
         Args:
             followed: another step was launched after it.
         """
-        num_accepted = self._commit(pending, *pending.read())
+        output, tops = pending.read()
+        self.lockstep.check(lambda: pending.checksum(output))
+        num_accepted = self._commit(pending, output, tops)
         seconds = pending.timer.read(followed)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
@@ -422,7 +483,9 @@ class Engine:
         if prefill is None:
             return
         now = time.monotonic()
-        for sequence, token in prefill.read():
+        tokens = list(prefill.read())
+        self.lockstep.check(lambda: crc32(repr([token for _, token in tokens]).encode()))
+        for sequence, token in tokens:
             self._append(sequence, [token])
         self.counters.prefill_s += time.monotonic() - now
 
@@ -443,6 +506,7 @@ class Engine:
     def _retire(self) -> list[Sequence]:
         """Free the slots of sequences that finished and return the sequences."""
         finished = self.scheduler.retire()
+        self.lockstep.retire(finished)
         for sequence in finished:
             self._unflushed.flush(sequence)
             self.counters.num_output_tokens += len(sequence.output_ids)
@@ -454,3 +518,11 @@ class Engine:
         self.counters.num_plain_steps += not outcome.depth
         self.counters.num_probes += outcome.plan.probe
         self.counters.num_verify_rows += outcome.num_rows
+
+
+def _without_function(
+    answer: tuple[DraftPlan, Callable[[Growing], bool] | None, bool],
+) -> tuple[DraftPlan, bool | None, bool]:
+    """Return a plan as it is sent to other ranks: they learn from rank 0 where a draft stops."""
+    plan, stops, has_foreseen = answer
+    return replace(plan, should_stop=None), None if stops is None else True, has_foreseen

@@ -7,8 +7,8 @@
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
 over trees of every number of trees and rows, and the parts of drafts of every size and width. With Triton's kernels
 that is one graph each; without, one for each context bound and for greedy and for sampled sequences. `capture_fixed`
-takes steps with the planner itself. What is not reached within CAPTURE_S, and passes that return log-probabilities, are
-captured at their first use.
+takes steps with the planner itself and records the passes that read pending pairs, however many. What is not reached
+within CAPTURE_S, and passes that return log-probabilities, are captured at their first use.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
+from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
@@ -64,8 +65,9 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
 def capture(engine: Engine) -> None:
     """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds."""
+    engine.lockstep.tell("capture")
     graphs = _graphs(engine)
-    _run(graphs, list(_passes(engine, graphs)))
+    _run(graphs, list(_passes(engine, graphs)), engine.lockstep)
 
 
 def capture_fixed(engine: Engine) -> None:
@@ -76,7 +78,10 @@ def capture_fixed(engine: Engine) -> None:
     graphs = _graphs(engine)
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
         steps = list(_steps(engine, graphs, bench))
-        _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
+        pairs = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
+        engine.lockstep.tell("keep_graphs", True)
+        _run(graphs, [*(partial(_take, bench, steps, i) for i in range(len(steps))), *pairs])
+        engine.lockstep.tell("keep_graphs", False)
 
 
 class ProxyPlanner(ScriptedPlanner):
@@ -99,15 +104,19 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
-    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
+    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory.
+
+    Passes over trees also learn from drafts, so they come after what makes the drafts' buffers.
+    """
     replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
     for bound in graphs.contexts:
+        yield from drafter.pair_recordings(bound)
         for params in _params(graphs):
             yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
@@ -116,12 +125,15 @@ def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
     return list(kinds.values())
 
 
-def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]]) -> None:
-    """Run the parts until CAPTURE_S are over, with a line of progress now and then."""
+def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]], lockstep: Lockstep = ALONE) -> None:
+    """Run the parts until CAPTURE_S are over, with a line of progress now and then.
+
+    lockstep: of the ranks that run the parts; where the leader alone calls this, it is ALONE.
+    """
     started = logged = time.monotonic()
     for i, part in enumerate(parts):
         now = time.monotonic()
-        if now - started > CAPTURE_S:
+        if lockstep.agree("capture time", partial(lambda since: since > CAPTURE_S, now - started)):
             log.info("recording ahead ends after %d of %d passes", i, len(parts))
             break
         if now - logged > LOG_EVERY_S:
@@ -158,7 +170,17 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
 def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, max_sequences: int) -> list[int]:
     """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
     passes = {
-        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n
+        (
+            graphs.batch_size(n),
+            *(graphs.draft_size(n, width) for width in (1, num_nodes)),
+            *_tree_pass(graphs, n, num_nodes),
+        ): n
         for n in range(1, max_sequences + 1)
     }
     return sorted(passes.values(), reverse=True)
+
+
+def _tree_pass(graphs: CudaGraphRunner, num_sequences: int, num_nodes: int) -> tuple[int, int]:
+    """Return trees and rows of the pass over full trees of this many sequences."""
+    num_rows = graphs.num_rows(num_sequences * num_nodes)
+    return graphs.num_trees(num_sequences, num_rows), num_rows

@@ -169,7 +169,9 @@ class Scheduler:
             None if len(can_draft) == len(sequences) else can_draft,
         )
 
-    def next_batch(self, batch: DecodeBatch, result: VerifyResult, max_new_tokens: int) -> DecodeBatch | None:
+    def next_batch(
+        self, batch: DecodeBatch, result: VerifyResult, max_new_tokens: int, num_rows: int
+    ) -> DecodeBatch | None:
         """Return the batch after a step of `batch` whose result only the device knows.
 
         Sequences that had finished before that step, or certainly finish in it, are left out. One that happens to
@@ -177,6 +179,7 @@ class Scheduler:
 
         Args:
             max_new_tokens: the most tokens that one sequence can get from that step.
+            num_rows: of its pass over trees, at least one of each sequence. A sequence gets no more tokens than rows.
         """
         members = [
             i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1
@@ -190,12 +193,13 @@ class Scheduler:
         if not members or not self._blocks.reserve_each(slots, bounds + self._tree_positions):
             return None
         self._blocks.sync_table()
+        max_total = int(num_cached.sum()) + num_rows - (len(batch) - len(members))
         at, rows, last_at = copy_to_device(torch.from_numpy(np.stack([slots, members, lasts])), self._device)
         accepted = result.num_accepted[rows]
         lengths = torch.minimum(batch.at.lengths[rows] + accepted + 1, last_at)
         return DecodeBatch(
             sequences,
-            DecodeSlots(at, lengths, slots.tolist(), bounds.tolist(), int(bounds.max())),
+            DecodeSlots(at, lengths, slots.tolist(), bounds.tolist(), int(bounds.max()), max_total),
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
             (remaining - max_new_tokens).tolist(),
@@ -223,6 +227,7 @@ class Scheduler:
         self._blocks.sync_table()
         slots = [*batch.at.host_slots, *(s.slot for s in joining)]
         bounds = [*batch.at.host_lengths, *lengths]
+        max_total = batch.at.total_length + sum(lengths)
         sequences = [*batch.sequences, *joining]
         may_produce = [*batch.remaining_tokens, *(remaining[i] for i in members)]
 
@@ -236,7 +241,7 @@ class Scheduler:
         sequences = [sequences[i] for i in order]
         return DecodeBatch(
             sequences,
-            DecodeSlots(at, length_at, [slots[i] for i in order], [bounds[i] for i in order], max(bounds)),
+            DecodeSlots(at, length_at, [slots[i] for i in order], [bounds[i] for i in order], max(bounds), max_total),
             root_at,
             self._sampling_of(sequences),
             [may_produce[i] for i in order],

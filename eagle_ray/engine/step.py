@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -143,6 +144,11 @@ class DecodeStep:
         self.timer.arrived()
         return StepOutput.of(record, self.shape.max_depth), tops
 
+    def checksum(self, output: StepOutput) -> int:
+        """Return a checksum of what was planned and of the tokens that came of it, without arbitrary ones."""
+        sizes = [self.plan.max_depth, self.shape.num_nodes, self.shape.num_rows, self.draft.num_catch_up]
+        return crc32(repr((sizes, self.batch.at.host_slots, output.token_lists())).encode())
+
     def sync_lengths(self, drafter: Drafter) -> None:
         """Note the lengths of a step that was launched before they were known, and tell the drafter's model."""
         sequences = self.batch.sequences
@@ -170,6 +176,7 @@ class DecodeStep:
             num_expected_drafts=self.allocation.expected,
             num_prefill_rows=self.batch.num_prefill_rows,
             num_level_rows=self.num_level_rows,
+            num_pair_rows=self.draft.num_pair_rows,
             caught_up_before=self.draft.caught_up_before,
         )
 

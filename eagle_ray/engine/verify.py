@@ -306,8 +306,9 @@ class ReplayedSteps:
 
     def _whole(self, drafter: Drafter, step: VerifyStep) -> FixedPass:
         """Return the pass from the trees to the record."""
-        target = self._target
-        return self._forward(step).then("verify", lambda passed: accept_and_commit(target, drafter, passed, step.shape))
+        target, shape = self._target, step.shape
+        whole = self._forward(step).then("verify", lambda passed: accept_and_commit(target, drafter, passed, shape))
+        return whole._replace(key=(*whole.key, _extend_key(drafter, shape)))
 
     def _first_half(self, step: VerifyStep) -> FixedPass:
         """Return the pass up to the target's logits."""
@@ -328,14 +329,14 @@ class ReplayedSteps:
         def finish(adjusted: Tensor) -> VerifyStepOutput:
             return accept_and_commit(target, drafter, passed, shape, adjusted)
 
-        key = _second_key(half.key, shape, id(passed))
+        key = _second_key(half.key, shape, drafter, id(passed))
         return FixedPass(key, finish, [PaddedInput(adjusted, tuple(adjusted.shape), -1)])
 
     def _record_second_half(self, drafter: Drafter, half: FixedPass, shape: StepShape) -> None:
         """Record the pass that goes on from the results of this first half, on padding alone, if needed."""
         graphs = self._graphs
         last = self._half_results.get(half.key)
-        if last is not None and graphs.has(half.key) and graphs.has(_second_key(half.key, shape, last)):
+        if last is not None and graphs.has(half.key) and graphs.has(_second_key(half.key, shape, drafter, last)):
             return
         padding = half.padding
         if not graphs.record(*padding):
@@ -350,7 +351,7 @@ class ReplayedSteps:
     ) -> VerifyStepOutput:
         """Sample and commit, by a replay if one was recorded for these results of the first half."""
         adjusted = controlled.picks(passed.logits, passed.sampling, passed.rows)
-        if self._graphs.has(_second_key(half.key, shape, id(passed))):
+        if self._graphs.has(_second_key(half.key, shape, drafter, id(passed))):
             return self._graphs.run(*self._second_half(drafter, half, passed, shape, adjusted))
         return accept_and_commit(self._target, drafter, passed, shape, adjusted)
 
@@ -377,13 +378,18 @@ class ReplayedSteps:
         return FixedPass((size, num_candidates, bound, kind, shape), forward, inputs)
 
 
-def _second_key(half_key: tuple, shape: StepShape, results: int) -> tuple:
+def _extend_key(drafter: Drafter, shape: StepShape) -> tuple:
+    """Return what a drafter learns in a recorded pass, which depends on its drafts so far; a plain pass has none."""
+    return drafter.extend_key if shape.max_depth else ()
+
+
+def _second_key(half_key: tuple, shape: StepShape, drafter: Drafter, results: int) -> tuple:
     """Return the key of the second half for the results with this id: it is recorded on these tensors themselves.
 
     As long as it can be replayed it holds them, so that no others have this id. Only the second half depends on the
     log-probabilities that the shape asks for.
     """
-    return ("second half", *half_key[1:], shape.logprobs, shape.num_tops, results)
+    return ("second half", *half_key[1:], shape.logprobs, shape.num_tops, _extend_key(drafter, shape), results)
 
 
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:

@@ -1,9 +1,13 @@
 """Append a level to drafts in one launch: calibrate the children, add them as nodes, choose the next frontier.
 
     append_level(buffers, width, tokens, scores, own, parameters)      # what PaddedDraft.append does by torch
+    update_fit(buffers, fit, picks, num_accepted, depth)               # DraftBuffers.update_calibration
 
-One program per sequence. It does in registers what torch does in 68 operations: a level has at most a few hundred
-nodes, so the launches would take longer than the work. The level stays a number on the device.
+One program per sequence appends. It does in registers what torch does in 68 operations: a level has at most a few
+hundred nodes, so the launches would take longer than the work. The level stays a number on the device.
+
+To learn takes two launches in place of about 80: a program per level and kind of row sums over the sequences, and one
+program takes the Newton steps from level to level.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from eagle_ray.kernels.jit_functions import ranked, score_of, token_of
 
 WORD_BITS: tl.constexpr = tl.constexpr(64)
 LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in methods/calibration.py
+SUMMED_ROWS = 16  # sequences that a program reads at once
+NUM_SUMS = 9  # of samples of a level and kind: 3 of a gradient, 5 of Fisher information, their number
+PARAMETERS: tl.constexpr = tl.constexpr(3)
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 
@@ -33,6 +40,7 @@ class LevelBuffers(Protocol):
         words: [batch, width, words], which positions each frontier node sees.
         frontier_tokens, parent_rows: [depth + 1, batch, width].
         offered, scores: [depth, batch, width, children].
+        num_offered: [depth], nodes of each level that have children there.
     """
 
     level: Int[Tensor, " 1"]
@@ -49,6 +57,7 @@ class LevelBuffers(Protocol):
     parent_rows: Int[Tensor, "levels batch width"]
     offered: Int[Tensor, "depth batch width children"]
     scores: Float[Tensor, "depth batch width children"]
+    num_offered: Int[Tensor, " depth"]
 
 
 def append_level(
@@ -72,10 +81,57 @@ def append_level(
         at.level, tokens.contiguous(), scores.contiguous(), own.contiguous(), parameters,
         0 if parameters is None else len(parameters), at.temperature, at.ends,
         at.frontier_nodes, at.frontier_values, at.tokens, at.parents, at.log_values, at.draft_log_probs,
-        at.words, at.frontier_tokens, at.parent_rows, at.offered, at.scores,
+        at.words, at.frontier_tokens, at.parent_rows, at.offered, at.scores, at.num_offered,
         at.tokens.shape[1], at.offered.shape[1], at.offered.shape[2], at.words.shape[2],
         NUM=num, CHILDREN=children, WIDTH=width, WORDS=num_words, ENDS=at.ends.shape[1],
         NODES=triton.next_power_of_2(num * children), NEXT=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+
+
+class KernelFit(Protocol):
+    """The tensors of methods/calibration.py's OnlineFit, with two sets of three parameters a level.
+
+    Attributes:
+        memory: picks after which a pick counts 1 / e.
+    """
+
+    parameters: Float[Tensor, "L 2 3"]
+    information: Float[Tensor, "L 2 3 3"]
+    low: Float[Tensor, " 3"]
+    high: Float[Tensor, " 3"]
+    precision: float
+    memory: float
+    largest_step: float
+
+
+def update_fit(
+    buffers: LevelBuffers,
+    fit: KernelFit,
+    picks: Int[Tensor, "B D"],
+    num_accepted: Int[Tensor, " B"],
+    depth: int,
+) -> None:
+    """Update a fit from the target's tokens on the draft in the buffers.
+
+    Args:
+        picks: the target's tokens, of which the first num_accepted + 1 are known; -1 accepted is padding.
+        depth: levels to learn from, at most those of the fit.
+    """
+    at, batch, levels = buffers, len(picks), len(fit.parameters)
+    _, max_batch, width, children = at.offered.shape
+    depth = min(depth, levels)
+    sums = at.scores.new_empty(levels, 2, NUM_SUMS)
+    launch(_sum_samples, (levels, 2))(
+        sums, fit.parameters, at.num_offered, at.frontier_tokens, at.parent_rows, at.offered, at.scores,
+        at.temperature, picks.contiguous(), num_accepted, batch, picks.shape[1], depth, max_batch, width, children,
+        ROWS=SUMMED_ROWS, NODES=triton.next_power_of_2(width), CHILDREN=triton.next_power_of_2(children),
+        SUMS=NUM_SUMS, num_warps=1,
+    )  # fmt: skip
+    launch(_take_steps, (2,))(
+        sums, fit.parameters, fit.information, fit.low, fit.high, fit.precision, fit.memory, fit.largest_step,
+        at.num_offered, num_accepted, batch, len(at.num_offered), levels,
+        ROWS=triton.next_power_of_2(batch), LEVELS=triton.next_power_of_2(len(at.num_offered)), SUMS=NUM_SUMS,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -99,7 +155,7 @@ def _calibrated(scores, is_first, fitted):
 def _append_level(
     levels, tokens, scores, own, parameters, num_fitted, temperatures, ends,
     frontier_nodes, frontier_values, tree_tokens, tree_parents, tree_values, tree_own,
-    words, next_tokens, next_rows, offered, offered_scores,
+    words, next_tokens, next_rows, offered, offered_scores, num_offered,
     num_nodes, max_batch, max_width, max_words,
     NUM: tl.constexpr, CHILDREN: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, ENDS: tl.constexpr,
     NODES: tl.constexpr, NEXT: tl.constexpr,
@@ -130,6 +186,7 @@ def _append_level(
     place = (level * max_batch + row) * (max_width * CHILDREN) + node
     tl.store(offered + place, token, mask=real)
     tl.store(offered_scores + place, score, mask=real)
+    tl.store(num_offered + level, NUM)  # by all programs, which write one number
 
     for end in tl.static_range(ENDS):
         values = tl.where(token == tl.load(ends + row * ENDS + end), -float("inf"), values)
@@ -156,3 +213,129 @@ def _append_level(
     following = ((level + 1) * max_batch + row) * max_width + lane
     tl.store(next_tokens + following, chosen, mask=is_next)
     tl.store(next_rows + following, parent_row, mask=is_next)
+
+
+@triton.jit
+def _sum_samples(
+    sums, parameters, num_offered, frontier_tokens, parent_rows, offered, offered_scores,
+    temperatures, picks, num_accepted, batch, length, depth, max_batch, max_width, num_children,
+    ROWS: tl.constexpr, NODES: tl.constexpr, CHILDREN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Sum over the sequences whose path reaches a level: gradient, Fisher information and number of samples."""
+    level, kind = tl.program_id(0), tl.program_id(1)
+    fitted = parameters + (level * 2 + kind) * PARAMETERS
+    slope, offset, first = tl.load(fitted), tl.load(fitted + 1), tl.load(fitted + 2)
+    lane, child = tl.arange(0, NODES)[None, :], tl.arange(0, CHILDREN)[None, :]
+    none = tl.zeros((ROWS,), tl.float32)
+    of_slope, of_offset, of_first = none, none, none
+    xx, x1, xf, weight, weight_first, count = none, none, none, none, none, none
+    is_offered = level < depth
+    if is_offered:
+        is_offered = tl.load(num_offered + level) > 0
+    if is_offered:
+        for begin in range(0, batch, ROWS):
+            row = (begin + tl.arange(0, ROWS)).to(tl.int64)
+            real = row < batch
+            is_kind = (tl.load(temperatures + row, mask=real, other=0.0) > 0) == (kind == 1)
+            reached = real & is_kind & (tl.load(num_accepted + row, mask=real, other=-1) >= level)
+            node = tl.zeros((ROWS,), tl.int64)
+            for above in range(0, level):
+                sampled = tl.load(picks + row * length + above, mask=reached, other=-1)
+                place = ((above + 1) * max_batch + row[:, None]) * max_width + lane
+                seen = reached[:, None] & (lane < tl.load(num_offered + above + 1))
+                token = tl.load(frontier_tokens + place, mask=seen, other=-2)
+                parent = tl.load(parent_rows + place, mask=seen, other=-1)
+                match = seen & (token == sampled[:, None]) & (parent == node[:, None])
+                matched = tl.min(tl.where(match, lane, NODES), axis=1)
+                reached = reached & (matched < NODES)
+                node = tl.where(matched < NODES, matched, 0).to(tl.int64)
+            sampled = tl.load(picks + row * length + level, mask=reached, other=-1)
+            place = ((level * max_batch + row) * max_width + node)[:, None] * num_children + child
+            given = reached[:, None] & (child < num_children)
+            token = tl.load(offered + place, mask=given, other=-2)
+            score = tl.load(offered_scores + place, mask=given, other=-float("inf"))
+            given = given & (score > -float("inf"))
+            x = _logit(score)
+            is_first = tl.where(child == 0, 1.0, 0.0)
+            predicted = 1 / (1 + tl.exp(-(slope * x + offset + first * is_first)))
+            missed = tl.where(given, tl.where(token == sampled[:, None], 1.0, 0.0) - predicted, 0.0)
+            of_slope += tl.sum(missed * x, axis=1)
+            of_offset += tl.sum(missed, axis=1)
+            of_first += tl.sum(missed * is_first, axis=1)
+            share = tl.where(given, predicted * (1 - predicted), 0.0)
+            xx += tl.sum(share * x * x, axis=1)
+            x1 += tl.sum(share * x, axis=1)
+            xf += tl.sum(share * x * is_first, axis=1)
+            weight += tl.sum(share, axis=1)
+            weight_first += tl.sum(share * is_first, axis=1)
+            count += tl.where(reached, 1.0, 0.0)
+    out = sums + (level * 2 + kind) * SUMS
+    tl.store(out, tl.sum(of_slope))
+    tl.store(out + 1, tl.sum(of_offset))
+    tl.store(out + 2, tl.sum(of_first))
+    tl.store(out + 3, tl.sum(xx))
+    tl.store(out + 4, tl.sum(x1))
+    tl.store(out + 5, tl.sum(xf))
+    tl.store(out + 6, tl.sum(weight))
+    tl.store(out + 7, tl.sum(weight_first))
+    tl.store(out + 8, tl.sum(count))
+
+
+@triton.jit
+def _move(fitted, index, step, low, high, largest_step):
+    """Move a parameter by a bounded step."""
+    step = tl.where(step == step, tl.minimum(tl.maximum(step, -largest_step), largest_step), 0.0)
+    after = tl.load(fitted + index) + step
+    tl.store(fitted + index, tl.minimum(tl.maximum(after, tl.load(low + index)), tl.load(high + index)))
+
+
+@triton.jit
+def _take_steps(
+    sums, parameters, information, low, high, precision, memory, largest_step,
+    num_offered, num_accepted, batch, num_levels, num_fitted,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Take a Newton step of each level, which also follows the level above it, for one kind of row."""
+    kind = tl.program_id(0)
+    a, b, c = 0.0, 0.0, 0.0  # the step of the level above
+    for level in range(0, num_fitted):
+        given = sums + (level * 2 + kind) * SUMS
+        known = information + (level * 2 + kind) * (PARAMETERS * PARAMETERS)
+        decay = tl.maximum(1 - tl.load(given + 8) / memory, 0.0)
+        aa = tl.load(known) * decay + tl.load(given + 3)
+        ab = tl.load(known + 1) * decay + tl.load(given + 4)
+        ac = tl.load(known + 2) * decay + tl.load(given + 5)
+        bb = tl.load(known + 4) * decay + tl.load(given + 6)
+        bc = tl.load(known + 5) * decay + tl.load(given + 7)
+        cc = tl.load(known + 8) * decay + tl.load(given + 7)
+        tl.store(known, aa)
+        tl.store(known + 1, ab)
+        tl.store(known + 2, ac)
+        tl.store(known + 3, ab)
+        tl.store(known + 4, bb)
+        tl.store(known + 5, bc)
+        tl.store(known + 6, ac)
+        tl.store(known + 7, bc)
+        tl.store(known + 8, cc)
+
+        # Cholesky's factors of information and precision
+        l_aa = tl.sqrt(aa + precision)
+        l_ba, l_ca = ab / l_aa, ac / l_aa
+        l_bb = tl.sqrt(bb + precision - l_ba * l_ba)
+        l_cb = (bc - l_ca * l_ba) / l_bb
+        l_cc = tl.sqrt(cc + precision - l_ca * l_ca - l_cb * l_cb)
+        y_a = (tl.load(given) + precision * a) / l_aa
+        y_b = (tl.load(given + 1) + precision * b - l_ba * y_a) / l_bb
+        y_c = (tl.load(given + 2) + precision * c - l_ca * y_a - l_cb * y_b) / l_cc
+        c = y_c / l_cc
+        b = (y_b - l_cb * c) / l_bb
+        a = (y_a - l_ba * b - l_ca * c) / l_aa
+
+        fitted = parameters + (level * 2 + kind) * PARAMETERS
+        _move(fitted, 0, a, low, high, largest_step)
+        _move(fitted, 1, b, low, high, largest_step)
+        _move(fitted, 2, c, low, high, largest_step)
+
+    row, each = tl.arange(0, ROWS), tl.arange(0, LEVELS)
+    newest = tl.max(tl.load(num_accepted + row, mask=row < batch, other=-1))
+    tl.store(num_offered + each, 0, mask=(each < num_levels) & (newest >= 0))

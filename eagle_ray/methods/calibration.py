@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from eagle_ray.tree.expand import Frontier
 
@@ -87,7 +87,18 @@ class Calibration:
         real = (log_probs > -torch.inf).float()
         gradient = torch.einsum("lbk,lbkp->lbp", real * (picked.float() - predicted), x)
         fisher = torch.einsum("lbk,lbkp,lbkq->lbpq", real * predicted * (1 - predicted), x, x)
-        self.fit.update(levels, of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
+        self.fit.update(of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
+
+    def update_on_path(self, offered: Offered, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+        """Observe the target's samples on its path through what one step offered. picks: its tokens."""
+        row = torch.arange(len(picks), device=picks.device)
+        on_path = list(zip(offered.levels, path.nodes, strict=False))
+        scores = torch.stack([level.scores[row, node] for level, node in on_path])
+        tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
+        picked = tokens == picks.T[: len(on_path), :, None]
+        estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
+        signals = [torch.stack(estimates)] if estimates else []
+        self.update(offered.kinds, scores, picked, path.reached, *signals)
 
 
 def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -103,7 +114,7 @@ def bounded(log_odds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 WARMUP_STEPS = 30  # steps that all update the calibration
 UPDATE_INTERVAL = 4  # steps between later updates, or as many as levels: an update takes 1 to 5 ms
-GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take about a tenth of a step
+GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take about a tenth of a step, unless recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +166,14 @@ class Offers:
 
     Attributes:
         offered: what `update` learns from. A caller may keep it and set it again.
+        interval: steps between updates after the warm-up; None is the device's.
     """
 
     offered: Offered
 
     def __init__(self, calibration: Calibration | None):
         self.calibration = calibration
+        self.interval: int | None = None
         self._num_taught = 0
 
     def begin(self, kinds: Int[Tensor, " B"]) -> None:
@@ -191,39 +204,50 @@ class Offers:
         signals = [] if confidence is None else [confidence]
         return self.calibration.apply(level, self.offered.kinds, scores, *signals)
 
-    def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
+    def update(
+        self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"], is_learned: bool = False
+    ) -> TargetPath | None:
         """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
 
         Args:
             picks: the target's tokens, of which the first num_accepted + 1 are known.
+            is_learned: the calibration has been updated by this step's pass.
         """
         self._num_taught += 1
         levels = self.offered.levels[: picks.shape[1]]
-        if not is_due(self._num_taught, len(levels), update_interval(picks.device)):
+        if not is_due(self._num_taught, len(levels), self.interval or update_interval(picks.device)):
             return None
-        path = _path(levels, picks, num_accepted)
-        if self.calibration is not None:
-            row = torch.arange(len(picks), device=picks.device)
-            on_path = list(zip(levels, path.nodes, strict=True))
-            scores = torch.stack([level.scores[row, node] for level, node in on_path])
-            tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
-            picked = tokens == picks.T[: len(levels), :, None]
-            estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
-            signals = [torch.stack(estimates)] if estimates else []
-            self.calibration.update(self.offered.kinds, scores, picked, path.reached, *signals)
+        path = target_path(levels, picks, num_accepted)
+        if self.calibration is not None and not is_learned:
+            self.calibration.update_on_path(self.offered, path, picks)
         return path
 
 
-def _path(levels: list[OfferedLevel], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath:
+def target_path(
+    levels: list[OfferedLevel],
+    picks: Int[Tensor, "B D"],
+    num_accepted: Int[Tensor, " B"],
+    num_offered: Int[Tensor, " L"] | None = None,
+) -> TargetPath:
+    """Return the nodes whose children the target's tokens are chosen among.
+
+    Args:
+        num_offered: on the device, nodes of each level that were expanded, the first ones; None is all.
+    """
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
         assert frontier is not None, "only the first level's parents are the roots"
         matches = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
+        if num_offered is not None:
+            matches = matches & (torch.arange(matches.shape[1], device=picks.device) < num_offered[depth + 1])
         nodes.append(matches.long().argmax(1))
         on_path.append(on_path[-1] & matches.any(1))
     depths = torch.arange(len(levels), device=picks.device)
-    return TargetPath(torch.stack(nodes), torch.stack(on_path) & (num_accepted >= depths[:, None]))
+    reached = torch.stack(on_path) & (num_accepted >= depths[:, None])
+    if num_offered is not None:
+        reached = reached & (num_offered[: len(levels), None] > 0)
+    return TargetPath(torch.stack(nodes), reached)
 
 
 def update_interval(device: torch.device) -> int:
@@ -232,8 +256,10 @@ def update_interval(device: torch.device) -> int:
 
 
 def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
-    """Return whether the calibration is updated in this step."""
-    return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, interval) == 0)
+    """Return whether the calibration is updated in this step. interval: 1 is every step, else see UPDATE_INTERVAL."""
+    if step <= WARMUP_STEPS or interval == 1:
+        return num_levels > 0
+    return num_levels > 0 and step % max(num_levels, interval) == 0
 
 
 MEMORY = 2000  # picks after which a pick counts 1/e
@@ -246,12 +272,19 @@ class OnlineFit:
     """Fit S sets of P parameters for each of L levels to a stream of samples, by Newton steps on the device.
 
     Every update adds the gradient of the new samples' log-likelihood and its Fisher information to decaying sums, so
-    the fit follows the text, and a level without new samples keeps its parameters. The host reads nothing.
+    the fit follows the text. The host reads nothing.
+
+    A level is expected where the level above it is: that counts as `precision`. So a level without samples moves with
+    the one above, and the more samples it has, the less of that movement it follows.
 
     Args:
-        start: initial value of every set.
+        start: where the first level is expected.
         low, high: bounds of each parameter.
-        precision: Fisher information that the start counts as; it keeps the first steps small and solvable.
+        precision: Fisher information that the expectation counts as; it keeps the first steps small and solvable.
+
+    Attributes:
+        parameters, information: by level and set.
+        memory, largest_step: MEMORY and LARGEST_STEP, for kernels.
     """
 
     def __init__(
@@ -266,10 +299,11 @@ class OnlineFit:
         device: torch.device | str,
     ):
         self._start = torch.tensor(start, device=device)
-        self._low, self._high = torch.tensor(low, device=device), torch.tensor(high, device=device)
-        self._prior = precision * torch.eye(len(start), device=device)
+        self.low, self.high = torch.tensor(low, device=device), torch.tensor(high, device=device)
+        self.precision, self.memory, self.largest_step = precision, float(MEMORY), LARGEST_STEP
+        self._prior = _prior(levels, sets, precision * torch.eye(len(start), device=device))
         self.parameters = self._start.repeat(levels, sets, 1)
-        self._information = torch.zeros(levels, sets, len(start), len(start), device=device)
+        self.information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
     def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
         """Return a level's parameters. The level may be a number on the device."""
@@ -290,30 +324,38 @@ class OnlineFit:
             raise ValueError("information is no sum of Fisher information of samples")
         for name, own in parts.items():
             own.copy_(state[name])
-        self.parameters.clamp_(self._low, self._high)
+        self.parameters.clamp_(self.low, self.high)
 
     def _parts(self) -> list[tuple[str, Tensor]]:
-        return [("parameters", self.parameters), ("information", self._information)]
+        return [("parameters", self.parameters), ("information", self.information)]
 
     def reset(self) -> None:
         """Return to the start."""
         self.parameters[:] = self._start
-        self._information.zero_()
+        self.information.zero_()
 
     def update(
-        self,
-        level: int | slice,
-        gradient: Float[Tensor, "*L S P"],
-        fisher: Float[Tensor, "*L S P P"],
-        picks: Float[Tensor, "*L S"],
+        self, gradient: Float[Tensor, "l S P"], fisher: Float[Tensor, "l S P P"], picks: Float[Tensor, "l S"]
     ) -> None:
-        """Take one bounded Newton step of a level, or of each of several.
+        """Take one bounded Newton step of the first l levels, and of the deeper ones as far as they follow.
 
         gradient, fisher: sums over the new samples. picks: their number.
         """
-        known = self._information[level]
-        known *= (1 - picks / MEMORY).clamp(min=0)[..., None, None]
+        known = self.information[: len(picks)]
+        known *= (1 - picks / self.memory).clamp(min=0)[..., None, None]
         known += fisher
-        step = torch.linalg.solve_ex(known + self._prior, gradient[..., None]).result[..., 0].nan_to_num(0.0)
-        moved = self.parameters[level] + step.clamp(-LARGEST_STEP, LARGEST_STEP)
-        self.parameters[level] = torch.minimum(torch.maximum(moved, self._low), self._high)
+        system = self._prior.clone()
+        system.diagonal(dim1=1, dim2=3).add_(self.information.permute(1, 2, 3, 0))
+        num_levels, num_sets, num_parameters = self.parameters.shape
+        size = num_levels * num_parameters
+        given = pad(gradient, (0, 0, 0, 0, 0, num_levels - len(gradient))).transpose(0, 1)
+        step = torch.linalg.solve_ex(system.view(num_sets, size, size), given.reshape(num_sets, size)).result
+        step = step.nan_to_num(0.0).clamp(-self.largest_step, self.largest_step)
+        moved = self.parameters + step.view_as(given).transpose(0, 1)
+        self.parameters.copy_(torch.minimum(torch.maximum(moved, self.low), self.high))
+
+
+def _prior(levels: int, sets: int, precision: Float[Tensor, "P P"]) -> Float[Tensor, "S L P L P"]:
+    """Return the equations of steps that keep every level where the one above is: a level's less the one above's."""
+    following = torch.eye(levels) - torch.ones(levels, levels).tril(-1).triu(-1)
+    return torch.einsum("lm,pq->lpmq", following.to(precision.device), precision).repeat(sets, 1, 1, 1, 1)

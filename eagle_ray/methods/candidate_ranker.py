@@ -58,6 +58,7 @@ class RankingFeedback:
         members: indices of their sequences in the batch.
         sampling, lengths: of these sequences.
         features: of each level's frontier; one for all of its nodes if they share it.
+        is_learned: the pass that verifies these trees updates the calibration.
     """
 
     members: Int[Tensor, " M"] | slice
@@ -65,6 +66,7 @@ class RankingFeedback:
     lengths: Int[Tensor, " M"]
     features: list[Float[Tensor, "M _ H"]]
     offered: Offered
+    is_learned: bool = False
 
 
 class CandidateRanker:
@@ -169,13 +171,15 @@ class CandidateRanker:
     def update(self, result: VerifyResult) -> None:
         """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
         feedback = self.pending
-        if feedback is None or (self.calibration is None and self.coupling is None):
+        if feedback is None:
             return
-        self.offers.offered = feedback.offered
-        picks, num_accepted = result.tokens[feedback.members], result.num_accepted[feedback.members]
-        path = self.offers.update(picks, num_accepted)
-        if path is not None and self.coupling is not None and feedback.sampling.any_sampled:
-            self._couple(self.coupling, path, picks)
+        couples = self.coupling is not None and feedback.sampling.any_sampled
+        if couples or (self.calibration is not None and not feedback.is_learned):
+            self.offers.offered = feedback.offered
+            picks, num_accepted = result.tokens[feedback.members], result.num_accepted[feedback.members]
+            path = self.offers.update(picks, num_accepted, feedback.is_learned)
+            if path is not None and self.coupling is not None and couples:
+                self._couple(self.coupling, path, picks)
         self.pending = None
 
     def _best(

@@ -86,7 +86,7 @@ class Coupling:
         seen = reached.float()[:, None]
         at_token = x.take_along_dim(picks[:, :, None, None], 2)[:, :, 0]
         fisher = (x * (probs * reached[:, :, None])[..., None]).flatten(1, 2).transpose(1, 2) @ x.flatten(1, 2)
-        self.fit.update(levels, seen @ at_token, fisher[:, None], seen.sum(2))
+        self.fit.update(seen @ at_token, fisher[:, None], seen.sum(2))
 
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:

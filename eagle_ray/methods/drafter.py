@@ -11,7 +11,7 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,6 +40,7 @@ class Draft:
         is_exhausted: the drafter has nothing more to propose, however deep the plan.
         extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
         caught_up_before: a replayed draft reads a bounded number of pairs; a pass of its own read the others before it.
+        num_pair_rows: rows of the replayed pass that read the pairs, padding included; None if it was not replayed.
     """
 
     tree: DraftTree
@@ -49,6 +50,7 @@ class Draft:
     is_exhausted: bool = False
     extra_log_values: list[Float[Tensor, "M _"]] = field(default_factory=list)
     caught_up_before: bool = False
+    num_pair_rows: int | None = None
 
     @classmethod
     def empty(cls, roots: Int[Tensor, " B"]) -> Draft:
@@ -136,6 +138,10 @@ class Drafter(Protocol):
             max_depth: levels of the deepest draft.
         """
         return None
+
+    def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass that reads pending pairs, whatever is drafted then; see `recordings`."""
+        return iter(())
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
@@ -233,6 +239,11 @@ class Drafter(Protocol):
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Add the accepted path of each tree to the slots' state. Runs no model."""
         return None
+
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        """Return what `extend` does besides what its arguments say, for the key of a recorded pass."""
+        return ()
 
     def on_verified(self, result: VerifyResult) -> None:
         """Learn from a verify pass, after the copy of its results to the host has started."""

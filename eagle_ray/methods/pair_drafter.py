@@ -14,7 +14,7 @@ head continues with a shorter context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -34,9 +34,10 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput, idle_batch
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
@@ -71,14 +72,15 @@ class PendingPairs:
         first: first position that each sequence attends to.
         host_starts: starts on the host; empty if a captured pass is for any starts.
         longest: an upper bound of the pairs per sequence.
-        unpack: rows of the rectangle B x longest that are pairs; None is all.
+        num_rows: rows of the pass, at least the number of pairs, which follow one another in them; None is the
+            rectangle B x longest.
     """
 
     first: Int[Tensor, " B"]
     starts: Int[Tensor, " B"]
     host_starts: list[int]
     longest: int
-    unpack: Int[Tensor, " R"] | None = None
+    num_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class PendingRows:
         positions, slot_mapping: position of each row in its slot, and where the cache stores it.
         last: row of each sequence's root.
         row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
+        unpack: its inverse.
+        seq: the sequence of each row, -1 for padding; None if the rows are the rectangle.
     """
 
     tokens: Int[Tensor, " R"]
@@ -97,15 +101,21 @@ class PendingRows:
     slot_mapping: Int[Tensor, " R"]
     last: Int[Tensor, " B"]
     row_of: Int[Tensor, "B longest"] | None
+    unpack: Int[Tensor, " R"] | None
+    seq: Int[Tensor, " R"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A draft: the tree, the log values by level, and the feedback from which ranking learns."""
+    """A draft: the tree, the log values by level, and the feedback from which ranking learns.
+
+    num_pair_rows: see Draft.
+    """
 
     tree: DraftTree
     levels: list[Float[Tensor, "B _ K"]]
     feedback: RankingFeedback
+    num_pair_rows: int | None = None
 
 
 class PairDrafter(Drafter, ABC):
@@ -140,6 +150,7 @@ class PairDrafter(Drafter, ABC):
         self._target = target
         self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
+        self._root_features = self._buffer_of_roots(0)  # what the last replayed pass over pairs gave
         self.embed_tokens = head.embed_tokens or target.embed_tokens
         spec, num_slots = head.kv_spec, target.cache.num_slots
         shape = spec.num_layers, spec.num_kv_heads, spec.key_dim
@@ -151,6 +162,7 @@ class PairDrafter(Drafter, ABC):
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
+        self._root_features = self._buffer_of_roots(0 if runner is None else self._target.cache.num_slots)
 
     @property
     def _runner(self) -> CudaGraphRunner:
@@ -159,19 +171,38 @@ class PairDrafter(Drafter, ABC):
         return self._graphs
 
     @abstractmethod
+    def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
+        """Read the pending pairs and return what a draft needs of each root's."""
+
+    @abstractmethod
     def _grown(
         self,
         at: DecodeSlots,
         roots: Int[Tensor, " B"],
         ends: Int[Tensor, "B E"],
         plan: DraftPlan,
-        backlog: PendingPairs,
+        first: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
     ) -> Grown:
-        """Read the pending pairs, then grow trees until the plan is fulfilled."""
+        """Grow trees until the plan is fulfilled.
+
+        Args:
+            first: the first position that each sequence attends to.
+            features: what `_catch_up` returned.
+        """
 
     @abstractmethod
     def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read pairs into the cache, each slot's as a prompt of its own; no span is empty."""
+
+    @property
+    def _root_size(self) -> int:
+        """Return the numbers of a root that `_catch_up` returns."""
+        return 0
+
+    def _buffer_of_roots(self, num_slots: int) -> Float[Tensor, "slots H"]:
+        target = self._target
+        return torch.zeros(num_slots, self._root_size, dtype=target.dtype, device=target.device)
 
     def _num_passes(self, grown: Grown) -> int:
         """Return the passes of the head that a draft took: one per level."""
@@ -226,7 +257,10 @@ class PairDrafter(Drafter, ABC):
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
         self.mark_consumed(at.host_slots, at.host_lengths)
-        return Draft(grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before)
+        rows = grown.num_pair_rows
+        return Draft(
+            grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before, num_pair_rows=rows
+        )
 
     def draft_async(
         self,
@@ -240,7 +274,9 @@ class PairDrafter(Drafter, ABC):
         if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._max_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling)
-        return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
+        if grown is None:
+            return None
+        return Draft(grown.tree, grown.levels, self._num_passes(grown), 0, num_pair_rows=grown.num_pair_rows)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
         index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
@@ -292,44 +328,92 @@ class PairDrafter(Drafter, ABC):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
     ) -> Grown:
         """Read all pending pairs, however many, then grow trees until the plan is fulfilled."""
-        return self._grown(at, roots, ends, plan, self._backlog(at))
+        backlog = self._backlog(at)
+        return self._grown(at, roots, ends, plan, backlog.first, self._catch_up(at, backlog))
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
-        """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
-        draft = self._draft_pass(at, roots, plan, sampling)
+        """Return a draft for the whole batch, or None if recording fails.
+
+        One recorded pass reads the pending pairs, another is the whole draft of this plan.
+        """
+        if not self._runner.replays("draft"):
+            return None
+        num, (first, num_rows) = len(roots), self._read_pairs(at, self._max_pairs(plan))
+        draft = self._draft_pass(at, roots, first, plan, sampling)
         if not self._runner.record(*draft):
             return None
         grown = self._runner.run(*draft)
         self.ranking.pending = replace(grown.feedback, sampling=sampling)
-        num = len(roots)
-        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback, num_rows)
+
+    def _read_pairs(self, at: DecodeSlots, max_pairs: int) -> tuple[Int[Tensor, " B"], int]:
+        """Read the pending pairs by a recorded pass. Return each sequence's first visible position, and its rows."""
+        first, starts = self._first_positions(at)
+        num_rows = self._runner.pair_rows(self._max_pending(at), max_pairs)
+        self._runner.run(*self._pairs_pass(at, first, starts, num_rows, max_pairs))
+        return first, num_rows
+
+    def _pairs_pass(
+        self, at: DecodeSlots, first: Int[Tensor, " B"], starts: Int[Tensor, " B"], num_rows: int, max_pairs: int
+    ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
+        """Return key, function and inputs of the pass that reads the pending pairs, up to max_pairs of a sequence.
+
+        Every sequence has a pair, so there are no more sequences than rows. Padding has none: it starts after its end.
+        """
+        size, bound = min(num_rows, self._target.cache.num_slots), self._runner.context(at.max_length)
+        inputs = [
+            PaddedInput(at.slots, (size,), self.cache.blocks.null_slot),
+            PaddedInput(at.lengths, (size,)),
+            PaddedInput(first, (size,)),
+            PaddedInput(starts, (size,), 1),
+        ]
+
+        def read(slots: Tensor, lengths: Tensor, first: Tensor, starts: Tensor) -> None:
+            at = DecodeSlots.with_max_length(slots, lengths, bound)
+            features = self._catch_up(at, PendingPairs(first, starts, [], max_pairs, num_rows))
+            self._root_features[:size].copy_(features)
+
+        return ("pairs", num_rows, max_pairs, bound), read, inputs
 
     def _draft_pass(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        first: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
-        longest, runner = self._max_pairs(plan), self._runner
-        size, bound = runner.draft_size(len(roots)), runner.context(at.max_length)
-        first, starts = self._first_positions(at)
+        runner = self._runner
+        size, bound = runner.draft_size(len(roots), plan.width), runner.context(at.max_length)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
-            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first)),
         ]
         kind = runner.sampling_kind(sampling.kind)
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
-        def grow(
-            slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
-        ) -> Grown:
+        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> Grown:
             sampling = SamplingBatch.bound(kind, *chosen)
             self.ranking.start(sampling, lengths)
-            at, backlog = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
-            return self._grown(at, roots, sampling.ends, plan, backlog)
+            at = DecodeSlots.with_max_length(slots, lengths, bound)
+            return self._grown(at, roots, sampling.ends, plan, first, self._root_features[:size])
 
         return key, grow, inputs + sampling.padded(size)
+
+    def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
+        max_pairs = self._max_depth + 1
+        padded = partial(self._runner.pair_rows, max_pairs=max_pairs)
+        largest = self._target.cache.num_slots * max_pairs if self._max_depth else 0
+        for num_rows in self._runner.sizes(padded, largest):
+            yield partial(self._record_pairs, num_rows, max_pairs, max_length)
+
+    def _record_pairs(self, num_rows: int, max_pairs: int, max_length: int) -> None:
+        at = idle_batch(1, self._target, max_length, SamplingParams()).at
+        self._runner.record(*self._pairs_pass(at, *self._first_positions(at), num_rows, max_pairs))
 
     def _max_pairs(self, plan: DraftPlan) -> int:
         """Return the maximum of pairs per sequence that a replayed draft reads: what the deepest draft can leave."""
@@ -388,14 +472,16 @@ class PairDrafter(Drafter, ABC):
         """Return `_first_positions` on the host."""
         return np.stack([self._first[at.host_slots], self._end[at.host_slots]])
 
+    def _max_pending(self, at: DecodeSlots) -> int:
+        """Return the number of all queued pairs, or an upper bound of it if the lengths are bounds."""
+        return at.total_length + len(at.host_slots) - int(self._end[at.host_slots].sum())
+
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
         counts, (first, starts) = self._waiting(at).tolist(), self._first_positions(at)
-        longest, unpack = max(counts), None
-        if min(counts) < longest:
-            rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
-            unpack = to_device(rows, at.slots.device)
-        return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
+        longest = max(counts)
+        num_rows = sum(counts) if min(counts) < longest else None
+        return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, num_rows)
 
     def _read_all_but(self, max_pairs: int, at: DecodeSlots) -> bool:
         """Read all pairs but each sequence's last, if more are queued than a draft reads. Return whether they were."""
@@ -408,22 +494,29 @@ class PairDrafter(Drafter, ABC):
 
     def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:
         """Return the unread pairs as packed rows, each sequence's one after another."""
-        device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
-        index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
-        real = index < counts[:, None]
-        positions = backlog.starts[:, None] + index
-        slots = at.slots[:, None].expand_as(positions)
-        slot_mapping = self.cache.slot_mapping(slots, torch.where(real, positions, self.cache.blocks.null_position))
-        slots, positions, slot_mapping = slots.flatten(), positions.flatten(), slot_mapping.flatten()
-        if unpack is None:
+        device, longest, num_rows = at.slots.device, backlog.longest, backlog.num_rows
+        counts = at.lengths + 1 - backlog.starts
+        ends = counts.cumsum(0)
+        if num_rows is None:
             first_rows = longest * torch.arange(len(counts), device=device)
-            row_of = None
+            row = torch.arange(len(counts) * longest, device=device)
+            seq = row // longest
+            index = row - first_rows[seq]
+            is_pair = index < counts[seq]
+            row_of = unpack = packed = None
         else:
-            first_rows = counts.cumsum(0) - counts
-            row_of = torch.where(real, first_rows[:, None] + index, 0)
-            slots, positions, slot_mapping = slots[unpack], positions[unpack], slot_mapping[unpack]
+            first_rows, row = ends - counts, torch.arange(num_rows, device=device)
+            is_pair = row < ends[-1]
+            seq = torch.searchsorted(ends, row, right=True).clamp(max=len(counts) - 1)
+            index = torch.where(is_pair, row - first_rows[seq], 0)
+            pair = torch.arange(longest, device=device)
+            row_of = torch.where(pair < counts[:, None], first_rows[:, None] + pair, 0)
+            unpack, packed = seq * longest + index, torch.where(is_pair, seq, -1)
+        slots, positions = at.slots[seq], backlog.starts[seq] + index
+        slot_mapping = self.cache.slot_mapping(slots, torch.where(is_pair, positions, self.cache.blocks.null_position))
         tokens, features = self.queue.take(slots, positions)
-        return PendingRows(tokens, features, positions, slot_mapping, first_rows + counts - 1, row_of)
+        last = (first_rows + counts - 1).clamp(min=0)
+        return PendingRows(tokens, features, positions, slot_mapping, last, row_of, unpack, packed)
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:

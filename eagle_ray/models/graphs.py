@@ -4,12 +4,13 @@
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-The keys are few: 70 for 256 slots (9 plain passes by batch size, 42 passes over trees by rows and trees, 19 parts of
-drafts), all of which `graph_warmup` captures before the first request; on an H200 a capture takes 0.02 to 0.1 s once
-its kernels are compiled. Any other key is captured at its first use, after two warm-up runs on a side stream, all of
-them on padding alone, so a capture leaves nothing in the KV cache. Captures of one pool may reuse the memory of earlier
-captures' intermediates. So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the
-same kind is still in use, while a draft's results are used until its tree is verified.
+The keys are few, at most MAX_AHEAD for up to 512 slots: at 256 there are 19 plain passes by batch size, 38 passes over
+trees by rows and trees, and 40 parts of drafts, by rows or by sequences and width. `graph_warmup` captures all of them
+before the first request; on an H200 a capture takes 0.02 to 0.1 s once its kernels are compiled. Any other key is
+captured at its first use, after two warm-up runs on a side stream, all of them on padding alone, so a capture leaves
+nothing in the KV cache. Captures of one pool may reuse the memory of earlier captures' intermediates. So each kind of
+pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in use, while a
+draft's results are used until its tree is verified.
 
 On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
 into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
@@ -22,13 +23,16 @@ MoE layers of a target, for example, copy to the host on some GPUs, but its draf
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import sys
 import time
-from collections import Counter, OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +48,16 @@ from eagle_ray.tree.expand import DraftPlan
 log = logging.getLogger("eagle_ray")
 
 GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
-ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
+MAX_AHEAD = 100  # graphs of an engine of up to 512 slots that are captured before the first request
+ROW_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
 LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
-ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
+ROWS_PER_TREE = 4  # rows for each tree in the largest pass, where there are many trees
 TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
-NARROW = 4  # the width of levels that is captured besides the widest, for drafts of
-NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
-DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
+WIDTHS = (1, 2, 4)  # of levels that are captured besides the widest, for drafts of
+NARROW_FROM = 16  # sequences, padding included: below, a level takes about as long for any width
+NARROW = 2  # the widest level of the finer sizes: large batches have narrow ones
+MULTIPLE = 16  # of which sizes past 64 are multiples
+FINE_SLOTS = 256  # with more slots, sizes past 64 lie further apart, so that there are no more graphs
 MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
 MAX_GRAPHS = 64  # besides those captured ahead; the one that was not used for longest is dropped
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
@@ -67,14 +74,46 @@ class PassSizes:
     Attributes:
         rows: the rows of the pass over trees that is run for a number of rows.
         batch: likewise of a plain pass.
+        pairs: likewise of the pass that reads a draft's pending pairs, which is chosen by an upper bound of them; None
+            if it has as many rows as there are pairs.
         level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
-        max_rows: of a pass over trees.
+        max_rows: of a pass over trees of a number of sequences.
     """
 
     rows: Callable[[int], int] = int
     batch: Callable[[int], int] = int
+    pairs: Callable[[int], int] | None = None
     level_rows: Callable[[int, int], int] = operator.mul
-    max_rows: int = sys.maxsize
+    max_rows: Callable[[int], int] = lambda num_sequences: sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """The sizes that passes of a kind are padded to.
+
+    Attributes:
+        small: those up to 64, ascending.
+        growth: times a size past 64 the next one is at least.
+        coarse_growth: the same where there are more than FINE_SLOTS slots.
+    """
+
+    small: tuple[int, ...]
+    growth: float
+    coarse_growth: float
+
+    def sizes(self, largest: int, is_coarse: bool) -> list[int]:
+        """Return the sizes up to `largest`, which is one of them; those past 64 are multiples of 16."""
+        sizes = [size for size in self.small if size < largest]
+        growth = self.coarse_growth if is_coarse else self.growth
+        while sizes and sizes[-1] >= self.small[-1] and (size := _multiple(sizes[-1] * growth)) < largest:
+            sizes.append(size)
+        return [*sizes, largest]
+
+
+PLAIN = SizeRule((1, 2, 4, 8, 16, 32, 64), 17 / 16, 6 / 5)  # sequences of a plain pass: all multiples of 16 up to 256
+FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2)  # sequences of a draft's levels up to NARROW wide
+MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2, 4)  # of its wider ones
+PAIRS = SizeRule((8, 32, 64), 2, 2)  # pairs that a draft begins by reading
 
 
 class CudaGraphRunner:
@@ -90,10 +129,12 @@ class CudaGraphRunner:
         num_captured, num_replayed: numbers of captures and replays.
         seconds, bytes: time and device memory that captures took.
         failures: why captures failed, by key; these passes run eagerly.
+        agrees: returns whether a capture has succeeded on all ranks of the engine; is given whether it has here.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
+        self._sizes: dict[tuple[SizeRule, int], list[int]] = {}  # by rule and largest size
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
         self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
         self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
@@ -103,6 +144,7 @@ class CudaGraphRunner:
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
         self.failures: dict[tuple[Hashable, ...], str] = {}
+        self.agrees: Callable[[bool], bool] = bool
         self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass
 
     @classmethod
@@ -110,26 +152,55 @@ class CudaGraphRunner:
         return cls(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
 
     def batch_size(self, num_sequences: int) -> int:
-        return min(1 << (num_sequences - 1).bit_length(), self._num_slots)
+        """Return the rows of a plain pass."""
+        return self._padded(num_sequences, PLAIN, self._num_slots)
 
-    def draft_size(self, num_sequences: int) -> int:
-        return min(_bucket(num_sequences, DRAFT_SIZES, DRAFT_SIZES[-1]), self._num_slots)
+    def draft_size(self, num_sequences: int, width: int = 1) -> int:
+        """Return the sequences of the pass that drafts a level of this width; width 1 is the first level's too."""
+        return self._padded(num_sequences, FEW_ROWS if width <= NARROW else MANY_ROWS, self._num_slots)
 
     def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
-        is_narrow = width <= NARROW and self.draft_size(num_sequences) >= NARROW_FROM
-        return min(NARROW, num_children) if is_narrow else num_children
+        """Return the width of the levels that are replayed for a plan of this width."""
+        return next((each for each in self.level_widths(num_children, num_sequences) if width <= each), num_children)
+
+    def level_widths(self, num_children: int, num_sequences: int) -> list[int]:
+        """Return the widths of the levels that are captured for drafts of this many sequences, the widest last."""
+        narrow = WIDTHS if self.draft_size(num_sequences) >= NARROW_FROM else ()
+        return [*(width for width in narrow if width < num_children), num_children]
 
     def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
         """Return the rows of the pass that drafts a further level of this plan."""
-        return self.draft_size(num_sequences) * self.draft_width(plan.width, plan.children, num_sequences)
+        width = self.draft_width(plan.width, plan.children, num_sequences)
+        return self.draft_size(num_sequences, width) * width
+
+    def level_passes(self, num_children: int) -> list[tuple[int, int]]:
+        """Return sequences and width of every pass that drafts a further level, the largest first."""
+        passes = {
+            (self.draft_size(n, width), width)
+            for n in range(1, self._num_slots + 1)
+            for width in self.level_widths(num_children, n)
+        }
+        return sorted(passes, key=lambda each: (each[0] * each[1], each), reverse=True)
+
+    def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
+        """Return the rows of the pass that reads up to this many pairs, at most max_pairs of each slot."""
+        return self._padded(num_pairs, PAIRS, self._num_slots * max_pairs)
+
+    def _padded(self, size: int, rule: SizeRule, largest: int) -> int:
+        """Return the size of the pass that is replayed for this one, which is at most `largest`."""
+        if (rule, largest) not in self._sizes:
+            self._sizes[rule, largest] = rule.sizes(largest, self._num_slots > FINE_SLOTS)
+        sizes = self._sizes[rule, largest]
+        return sizes[bisect_left(sizes, min(size, largest))]
 
     def num_rows(self, num_rows: int) -> int:
         return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
 
-    def max_rows(self, max_nodes: int) -> int:
-        """Return the rows of the largest pass over trees of at most max_nodes drafted nodes."""
-        wanted = self._num_slots * (1 + max_nodes)
-        return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_SLOT * self._num_slots)))
+    def max_rows(self, num_sequences: int, max_nodes: int) -> int:
+        """Return the rows of the largest pass over trees of this many sequences, of at most max_nodes drafted nodes."""
+        num_trees = min(_bucket(num_sequences, TREE_SIZES, TREE_SIZES[-1]), self._num_slots)
+        wanted = num_sequences * (1 + max_nodes)
+        return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_TREE * num_trees)))
 
     def pass_sizes(self, bounds: TreeBounds) -> PassSizes:
         """Return what a planner has to know of the passes. Each drafted node has bounds.top_k children."""
@@ -137,7 +208,9 @@ class CudaGraphRunner:
         def level_rows(num_sequences: int, width: int) -> int:
             return self.level_rows(DraftPlan(2, width, num_children=bounds.top_k), num_sequences)
 
-        return PassSizes(self.num_rows, self.batch_size, level_rows, self.max_rows(bounds.max_nodes))
+        pairs = partial(self.pair_rows, max_pairs=bounds.max_depth + 1)
+        max_rows = partial(self.max_rows, max_nodes=bounds.max_nodes)
+        return PassSizes(self.num_rows, self.batch_size, pairs, level_rows, max_rows)
 
     def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
         """Return every size that `padded` returns for 1 to `largest`, the largest first."""
@@ -153,12 +226,12 @@ class CudaGraphRunner:
 
     def tree_passes(self, max_nodes: int) -> list[tuple[int, int]]:
         """Return trees and rows of every pass over trees of at most max_nodes drafted nodes, the largest first."""
-        rows_of_all = self.sizes(self.num_rows, self.max_rows(max_nodes))
+        rows_of_all = self.sizes(self.num_rows, self.max_rows(self._num_slots, max_nodes))
         passes = {
             (self.num_trees(size, rows), rows)
             for size in range(1, self._num_slots + 1)
             for rows in rows_of_all
-            if size < rows <= self.num_rows(size * (1 + max_nodes))
+            if size < rows <= self.max_rows(size, max_nodes)
         }
         return sorted(passes, key=lambda each: each[::-1], reverse=True)
 
@@ -170,6 +243,11 @@ class CudaGraphRunner:
 
     def sampling_kind(self, kind: Kind) -> Kind:
         return ALL_KINDS if self._fused else kind
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Return the keys of all passes that can be replayed."""
+        return list(self._graphs)
 
     def has(self, key: tuple[Hashable, ...]) -> bool:
         """Return whether a pass is captured. If so it counts as used: no capture until its replay drops it."""
@@ -238,7 +316,8 @@ class CudaGraphRunner:
         """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self.used_bytes()
         graph = self.try_capture(key, function, inputs)
-        if graph is None:
+        if self.on_cuda and not self.agrees(graph is not None):
+            self.failures.setdefault(key, "another rank could not")
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
@@ -302,22 +381,31 @@ class InputBuffers:
         self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]  # the corners that inputs are in
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
-        """Copy the inputs into the corners of the buffers and pad the rest."""
+        """Copy the inputs into the corners of the buffers and pad the rest.
+
+        Corners of a dtype without gaps are copied together: a GPU does that in one launch.
+        """
+        corners: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+        tensors: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
         for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
-            if self._given[i] is not padded.tensor:
-                _fill(buffer, padded, self._filled[i])
-                self._filled[i] = padded.tensor.shape
-            self._given[i] = padded.tensor if padded.is_fixed else None
+            tensor = padded.tensor
+            if self._given[i] is not tensor:
+                corner = _padded_corner(buffer, padded, self._filled[i])
+                group = tensor.dtype, tensor.device, corner.is_contiguous() and tensor.is_contiguous()
+                corners[group].append(corner)
+                tensors[group].append(tensor)
+                self._filled[i] = tensor.shape
+            self._given[i] = tensor if padded.is_fixed else None
+        for group, destinations in corners.items():
+            torch._foreach_copy_(destinations, tensors[group], non_blocking=True)
 
 
-def _fill(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> None:
-    """Copy an input into a buffer's corner. filled: the corner that holds the input before it."""
+def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> Tensor:
+    """Return the corner of a buffer that takes an input. filled: the corner that holds the input before it."""
     shape = padded.tensor.shape
     if any(size < before for size, before in zip(shape, filled, strict=True)):
         buffer.fill_(padded.fill)
-    if buffer.shape != shape:
-        buffer = buffer[tuple(slice(size) for size in shape)]
-    buffer.copy_(padded.tensor, non_blocking=True)
+    return buffer if buffer.shape == shape else buffer[tuple(slice(size) for size in shape)]
 
 
 class EagerGraph:
@@ -409,3 +497,8 @@ def _contexts(device: str, capacity: int) -> list[int]:
 def _bucket(size: int, sizes: Sequence[int], step: int) -> int:
     """Return the next of these sizes, or the next multiple of the step past the last of them."""
     return -(-size // step) * step if size > sizes[-1] else next(bucket for bucket in sizes if bucket >= size)
+
+
+def _multiple(size: float) -> int:
+    """Return the next multiple of MULTIPLE."""
+    return math.ceil(size / MULTIPLE) * MULTIPLE

@@ -35,7 +35,9 @@ from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.quantized_checkpoint import reads
 from eagle_ray.models.quantized_model import build_model, quantization_of, quantized_checkpoint
+from eagle_ray.models.sharded_checkpoint import load_shard
 from eagle_ray.models.supported_models import check_config
+from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in
 
 log = logging.getLogger("eagle_ray")
@@ -57,7 +59,12 @@ def load_config(path: Path) -> PretrainedConfig:
 
 
 def load_causal_lm(
-    path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False, runs_on: str | None = None
+    path: Path,
+    dtype: torch.dtype | str,
+    device: str,
+    dequantize: bool = False,
+    runs_on: str | None = None,
+    ranks: RankGroup | None = None,
 ) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
@@ -66,8 +73,14 @@ def load_causal_lm(
         dtype: "auto" is the checkpoint's own.
         dequantize: whether weights that this engine can run as they are become dense ones.
         runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
+        ranks: of which this one's part is read; None reads all.
     """
     config = load_config(path)
+    if ranks is not None:
+        own = auto_dtype(config, path, runs_on or device)[0] if isinstance(dtype, str) else dtype
+        model = load_shard(path, config, own, device, ranks, dequantize)
+        model.generation_config = _generation_config(path) or model.generation_config
+        return model
     checkpoint = quantized_checkpoint(path, config)
     if checkpoint is not None:
         runs_on = runs_on or device

@@ -92,6 +92,12 @@ class SafetensorFiles:
         except SafetensorError as error:
             raise EngineError(f"tensor {name}: cannot be read: {one_line(error)}. {DOWNLOAD}") from error
 
+    def slice_of(self, name: str) -> Any:
+        """Return safetensors' slice of a tensor, of which parts can be read. Raises EngineError as `tensor` does."""
+        if name not in self.file_of:
+            raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
+        return self.handle(self.file_of[name]).get_slice(name)
+
 
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name

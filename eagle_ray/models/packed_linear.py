@@ -31,6 +31,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.gpu_linears import GpuLinear, dense_linear
 from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized, quantize_linears
+from eagle_ray.parallel.shard import GatheredHead, ReducedLinear
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
@@ -148,6 +149,8 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 def is_projection(module: nn.Module) -> bool:
     """Return whether our own forward runs this layer: a plain one, packed or not, or one of our quantised ones."""
+    if isinstance(module, ReducedLinear):
+        return is_projection(module.part)
     ours = PackedLinear | QuantizedLinear | GpuLinear | OutputSlice
     return isinstance(module, ours) or _plain_weight(module) is not None
 
@@ -302,6 +305,8 @@ def slice_rows(linear: nn.Module | Projection, rows: Int[Tensor, " D"]) -> nn.Mo
 
     Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
     """
+    if isinstance(linear, GatheredHead):
+        return linear.rows(rows, slice_rows)
     if isinstance(linear, QuantizedLinear | GpuLinear):
         return linear.rows(rows)
     if isinstance(linear, PackedLinear):

@@ -65,6 +65,7 @@ def build_model(
     device: str,
     dequantize: bool = False,
     runs_on: str | None = None,
+    model: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Return a frozen model on the device. Raises EngineError naming a tensor that is missing or of a wrong shape.
 
@@ -72,8 +73,9 @@ def build_model(
         dtype: of everything that is not quantised, and of activations.
         dequantize: whether all layers become dense ones.
         runs_on: the device for which layers are made, if they move there later; None is `device`.
+        model: without memory for its parameters; None makes it of the config.
     """
-    model = _empty_model(config, dtype)
+    model = empty_model(config, dtype) if model is None else model
     quantized = set(checkpoint.names())
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name in quantized:
@@ -85,7 +87,7 @@ def build_model(
     return model.eval().requires_grad_(False)
 
 
-def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model without memory for its parameters."""
     plain = deepcopy(config)
     if hasattr(plain, "quantization_config"):

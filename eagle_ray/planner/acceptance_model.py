@@ -47,7 +47,8 @@ class AcceptanceModel:
         self._num_observations: list[int] = []  # of each level
         self._children: list[list[float]] = []  # by level, recomputed after each observation
         self._counts: list[float] = []  # by level: decaying count of observed sequences
-        self._pending: tuple[DeviceToHost, int, int] | None = None  # the last draft's values, its members, its widths
+        # the last draft's values, its members, its widths, and the depths at which it would have been the same
+        self._pending: tuple[DeviceToHost, int, int, int] | None = None
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
         """Return [widths, depths, sizes]: accepted drafts per sequence by verified nodes per sequence.
@@ -85,6 +86,7 @@ class AcceptanceModel:
         width: int,
         extra_log_values: Sequence[Float[Tensor, "M _"]] = (),
         remaining: Int[Tensor, " M"] | None = None,
+        is_stopped: bool = False,
     ) -> None:
         """Observe one draft. Its values are copied to the host and used at the next query.
 
@@ -93,17 +95,20 @@ class AcceptanceModel:
             width: of the draft.
             extra_log_values: log values of candidates that do not depend on the width, by depth.
             remaining: remaining tokens of each sequence; deeper nodes yield nothing.
+            is_stopped: it has no more levels because they would not pay. Then a deeper plan's tree is this one, too:
+                levels drafted only for easy texts would otherwise promise as much for all.
         """
         self.sync()
         widths = [w for w in self.widths if w <= width]
         curves = _curves(_mask_too_deep(remaining, levels), widths, _mask_too_deep(remaining, extra_log_values))
-        self._pending = DeviceToHost(curves, _level_masses(levels)), len(levels[0]), len(widths)
+        copy = DeviceToHost(curves, _level_masses(levels))
+        self._pending = copy, len(levels[0]), len(widths), self.max_depth - len(levels) if is_stopped else 0
 
     def sync(self) -> None:
         """Include the last observed draft. Its copy was started during its step and has arrived by now."""
         if self._pending is None:
             return
-        (copy, num_members, num_widths), self._pending = self._pending, None
+        (copy, num_members, num_widths, num_same), self._pending = self._pending, None
         curves, masses = copy.read()
         self._children.clear()
         rate = 1 - (1 - EMA_RATE) ** num_members
@@ -111,7 +116,8 @@ class AcceptanceModel:
         for level, fresh in enumerate(masses):
             self._update_level_masses(level, fresh, rate)
             self._counts[level] += num_members
-        self._update_values(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
+        values = torch.tensor(curves).view(num_widths, len(masses), -1)
+        self._update_values(torch.cat([values, values[:, -1:].expand(-1, num_same, -1)], 1), rate)
 
     def fade(self) -> None:
         """Let the next drafts outweigh all earlier ones, which were of other texts."""
@@ -222,7 +228,9 @@ class CalibratedAcceptance:
         return (self._accepted + PRIOR_COUNT) / (self._expected + PRIOR_COUNT)
 
     def update(self, num_accepted: float, num_expected: float) -> None:
-        """Observe the drafts of one step."""
+        """Observe the drafts of one step. One without drafts says nothing of them."""
+        if not num_expected:
+            return
         decay = 1 - 1 / MEMORY
         self._accepted = decay * self._accepted + num_accepted
         self._expected = decay * self._expected + num_expected

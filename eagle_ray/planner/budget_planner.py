@@ -13,7 +13,7 @@ The planner is in one of four modes, reviewed every REVIEW_EVERY steps and when 
     ON -> OFF                if drafts promise less than 1 - HYSTERESIS times plain decoding's rate
     OFF -> ON                if they promise more than 1 + HYSTERESIS times, and the cost of catching up
     OFF -> PROBING           if a probe is due and a trial by the whole batch is promising
-    PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch
+    PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch, or once they have lost much
 
 If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which contain what is
 looked up, and lookups alone. The kind with the better rate runs, so lookups may be on where the model does not pay.
@@ -25,6 +25,7 @@ by turns. A kind whose drafts are hardly accepted is probed ever more rarely unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum, auto
@@ -58,7 +59,9 @@ from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
 MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
+FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may show to be typical
 HYSTERESIS = 0.03  # of plain decoding's rate
+TRIAL_LOSS = 2.0  # plain steps that a trial by the whole batch may be expected to lose; it ends once it has
 POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
 PATIENCE = 2 * MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
 OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
@@ -123,6 +126,7 @@ class BudgetPlanner:
         self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
         self._repeats_probe = False  # at the next step
         self._judges_probe = False  # at the next review, after a probe of the model while it was off
+        self._trial_s = 0.0  # what the steps of the last trial cost beyond what their tokens would have taken
         self._probes_anew = False  # the next probe is the first one since the texts have changed
         self._num_probes_on = 0  # while the model is on
         self._num_steps = 0
@@ -218,7 +222,7 @@ class BudgetPlanner:
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
         else:
-            self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
+            self.costs.update(outcome, predicted, self._most_overhead(outcome.plan))
         if outcome.plan.lookups_only:
             self._observe_lookups(outcome, predicted, plain_s)
             return
@@ -226,7 +230,11 @@ class BudgetPlanner:
             return  # drafts were not calibrated yet, so their acceptance says little
         self._pay(outcome)
         if outcome.plan.probe:
-            self.probes.charge(self._probe_cost(outcome))
+            cost_s = self._probe_cost(outcome)
+            self.probes.charge(cost_s)
+            self._trial_s += cost_s
+            if self.mode is Mode.PROBING and self._trial_s > TRIAL_LOSS * plain_s:
+                self.next_review = min(self.next_review, self._num_steps)
             self._judges_probe = outcome.plan.is_drafting and not self._runs(DraftKind.MODEL)
         if outcome.plan.is_drafting and self.mode is Mode.OFF:
             self.next_review = min(self.next_review, self._num_steps)
@@ -302,7 +310,7 @@ class BudgetPlanner:
         """
         if kind is DraftKind.LOOKUPS:
             return 1.0 if self._runs(kind) else 1 + HYSTERESIS / 3
-        if self.mode is Mode.WARM_UP or self._runs(kind):
+        if self._runs(kind):
             return 1 - HYSTERESIS if self._num_unpaid < PATIENCE else 1.0
         catch_up_s = self.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * len(batch)))
         return 1 + HYSTERESIS + catch_up_s / (MEMORY * plain_s)
@@ -401,7 +409,7 @@ class BudgetPlanner:
             # After plain steps a replayed draft catches up in a pass of its own. Only the next one shows its cost.
             self._repeats_probe = self._replays
             return self._draft_probe(batch)
-        self.mode, self.kind = Mode.PROBING, DraftKind.MODEL
+        self.mode, self.kind, self._trial_s = Mode.PROBING, DraftKind.MODEL, 0.0
         self.next_review = self._num_steps + REVIEW_EVERY
         return self._as_probe(self._best_plan(batch))
 
@@ -417,7 +425,7 @@ class BudgetPlanner:
         """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
         plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
         rate = max(len(batch) / plain_s, self._rates(len(batch), plain_s).get(DraftKind.LOOKUPS, 0.0))
-        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - 2 / REVIEW_EVERY) * rate
+        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - TRIAL_LOSS / REVIEW_EVERY) * rate
 
     def _as_probe(self, plan: DraftPlan) -> DraftPlan:
         return replace(plan, probe=True)
@@ -484,6 +492,8 @@ class BudgetPlanner:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""
         seconds = self.costs.verify_seconds_by_rows(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
         seconds = seconds + self.costs.rows_overhead(np.asarray(rows), len(batch))
+        if plan.lookups_only:
+            seconds += np.where(np.asarray(rows) > len(batch), self.costs.tree_overhead(len(batch)), 0.0)
         price = self._opportunity_rate(len(batch), batch.num_cached)
         return self._acceptance_of(plan, len(batch)).accuracy * np.asarray(gains) - price * seconds
 
@@ -552,18 +562,21 @@ class BudgetPlanner:
         if self._runs(DraftKind.MODEL):
             self.probes.charge(self._probe_cost(outcome))
             return
-        lookups.schedule.charge(self._probe_cost(outcome))
-        lookups.count_trial_step(seconds.draft, plain_s)
+        cost_s = self._probe_cost(outcome)
+        lookups.schedule.charge(cost_s)
+        lookups.count_trial_step(cost_s, plain_s)
         if not lookups.is_trying:
             lookups.end_trial(size, plain_s)
             self.next_review = min(self.next_review, self._num_steps)
 
-    def _is_usual(self, plan: DraftPlan) -> bool:
-        """Return whether the overhead of a step with this plan is typical.
+    def _most_overhead(self, plan: DraftPlan) -> float:
+        """Return how many times the measured overhead is believed to be typical of steps with this plan.
 
         The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.
         """
-        return not plan.is_drafting or (self.num_drafts > MEMORY and plan.width <= self.best.width)
+        if plan.is_drafting and plan.width > self.best.width:
+            return 0.0
+        return FIRST_OVERHEAD if plan.is_drafting and self.num_drafts <= MEMORY else math.inf
 
     def _observe_draft(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
         """Update the acceptance model with a draft's values."""
@@ -573,7 +586,8 @@ class BudgetPlanner:
         if plan.probe or self.num_drafts % REVIEW_EVERY == 0:
             levels = self._to_full_depth(draft, plan, len(batch))
             remaining = self._remaining_tokens(levels, plan, batch)
-            self.acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining)
+            is_stopped = self._can_sync and not plan.probe and len(levels) < plan.max_depth
+            self.acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining, is_stopped)
         self.num_drafts += 1
         self.num_offers += draft.depth > 0
 

@@ -161,7 +161,7 @@ class StepCosts:
     Attributes:
         verify: the target's pass by rows, without sequences and context.
         attention_per_token: added for each cached token.
-        catch_up: the drafter's first pass, by the pairs that it catches up on, level 1 included.
+        catch_up: the drafter's first pass, by the rows that it reads pairs with, level 1 included.
         expand: each further level, by rows.
         plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by sequences.
         attention_per_row: added for each cached token and each row of its sequence beyond the first.
@@ -179,9 +179,11 @@ class StepCosts:
     per_sequence: float = 0.0
     lookup: CostCurve = field(default_factory=lambda: CostCurve([1, 64], [LOOKUP_S, 64 * LOOKUP_S]))
     _measured_overhead: CostCurve = field(init=False, compare=False)  # plain_overhead at the start
+    _measured_draft_overhead: CostCurve = field(init=False, compare=False)  # likewise
 
     def __post_init__(self) -> None:
         self._measured_overhead = CostCurve(self.plain_overhead.rows, self.plain_overhead.seconds)
+        self._measured_draft_overhead = CostCurve(self.draft_overhead.rows, self.draft_overhead.seconds)
         self.plain_overhead.trusts_first = True
 
     def verify_seconds(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
@@ -221,15 +223,19 @@ class StepCosts:
         more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(batch_size)
         return max(more_s, 0.0) / batch_size * num_rows
 
+    def tree_overhead(self, batch_size: int) -> float:
+        """Return what a step with verified drafts spends beyond a plain one, apart from drafting and verification."""
+        return max(self.draft_overhead(batch_size) - self.plain_overhead(batch_size), 0.0)
+
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
         return self.per_sequence * batch_size + num_cached * (
             self.attention_per_token + self.attention_per_row * (rows_each - 1)
         )
 
-    def draft_seconds(self, num_pairs: float, level_rows: int, depth: int) -> float:
-        """Return the seconds to read num_pairs pairs and draft `depth` levels, all but the first by level_rows rows."""
-        return self.catch_up(num_pairs) + (depth - 1) * self.expand(level_rows)
+    def draft_seconds(self, pair_rows: float, level_rows: int, depth: int) -> float:
+        """Return the seconds to read pairs by pair_rows rows and draft `depth` levels, further ones by level_rows."""
+        return self.catch_up(pair_rows) + (depth - 1) * self.expand(level_rows)
 
     def level_seconds(self, level_rows: Sequence[int], max_depth: int) -> np.ndarray:
         """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on.
@@ -253,19 +259,20 @@ class StepCosts:
         if outcome.plan.lookups_only:
             draft = self.lookup(outcome.plan.num_members(outcome.batch_size))
         elif outcome.plan.is_drafting:
-            draft = self.draft_seconds(outcome.num_catch_up, outcome.level_rows, max(outcome.depth, 1))
+            draft = self.draft_seconds(outcome.pair_rows, outcome.level_rows, max(outcome.depth, 1))
         return StepTimes(draft, verify, rest)
 
     def prefill_seconds(self, outcome: StepOutcome) -> float:
         """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
-    def update(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
+    def update(self, outcome: StepOutcome, predicted: StepTimes, most_overhead: float = math.inf) -> None:
         """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
 
         Args:
             predicted: its predicted seconds.
-            usual: its overhead is typical; otherwise it only lowers the overhead curves.
+            most_overhead: how many times the measured overhead may be taken for typical; with 0 it only lowers the
+                curves.
         """
         seconds = outcome.seconds
         self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
@@ -275,14 +282,17 @@ class StepCosts:
                 self.lookup.update(num_members, seconds.draft / predicted.draft)
         elif outcome.plan.is_drafting and not outcome.caught_up_before:
             ratio = seconds.draft / predicted.draft
-            self.catch_up.update(outcome.num_catch_up, ratio)
+            self.catch_up.update(outcome.pair_rows, ratio)
             if outcome.depth > 1:
                 self.expand.update(outcome.level_rows, ratio)
         if outcome.plan.lookups_only and outcome.depth:
             return  # it has less overhead than a step in which a model drafts
-        if usual or seconds.overhead < predicted.overhead:
-            rest = self.draft_overhead if outcome.depth else self.plain_overhead
-            rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)
+        drafts, size = outcome.depth > 0, outcome.batch_size
+        rest = self.draft_overhead if drafts else self.plain_overhead
+        measured = self._measured_draft_overhead if drafts else self._measured_overhead
+        most_s = max(most_overhead * measured(size), predicted.overhead)
+        if seconds.overhead < predicted.overhead or most_s > predicted.overhead:
+            rest.update(size, min(seconds.overhead, most_s) / predicted.overhead)
 
 
 def costs_text(costs: StepCosts) -> str:

@@ -29,7 +29,7 @@ from eagle_ray.planner.probe_schedule import ProbeSchedule
 LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
 FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
-TRIAL_COST = 0.5  # plain steps that the lookups of a trial may take
+TRIAL_COST = 1.0  # plain steps that a trial may lose
 MIN_FORESEEN = 0.3  # of the tokens, for a trial out of turn
 MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
@@ -83,9 +83,13 @@ class LookupGains:
         self.schedule.begin(step)
         self._trial_steps, self._trial_s = TRIAL_STEPS, 0.0
 
-    def count_trial_step(self, draft_s: float, plain_s: float) -> None:
-        """Count a step of a trial, which ends early if lookups take long."""
-        self._trial_s += draft_s
+    def count_trial_step(self, cost_s: float, plain_s: float) -> None:
+        """Count a step of a trial, which ends early if it loses much.
+
+        Args:
+            cost_s: its seconds beyond those that its tokens would have taken; negative if it gains.
+        """
+        self._trial_s += cost_s
         self._trial_steps -= 1
         if self._trial_s > TRIAL_COST * plain_s:
             self._trial_steps = 0

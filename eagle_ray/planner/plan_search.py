@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from jaxtyping import Int
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
@@ -83,7 +84,8 @@ class PlanSearch:
 
         prompts = num_prompt_tokens * costs.catch_up.per_row
         levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._bounds.depth)
-        drafted = costs.catch_up.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
+        pairs = size + gains if self._sizes.pairs is None else self._pair_rows(size, rows)
+        drafted = costs.catch_up.at(pairs) + levels[:, :, None]  # it reads the tokens of the previous step
         spent = (
             prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)
         )
@@ -97,5 +99,14 @@ class PlanSearch:
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
-        largest = max(min(size + num_candidates, self._sizes.max_rows), size)
+        largest = max(min(size + num_candidates, self._sizes.max_rows(size)), size)
         return [*(n for n in self._buckets if size < n < largest), largest]
+
+    def _pair_rows(self, size: int, rows: Sequence[int]) -> Int[np.ndarray, "depth rows"]:
+        """Return the rows of the pass that reads pairs after steps like these, whose results only the device knows.
+
+        A sequence has at most as many new pairs as its tree has levels and one, and as it has rows.
+        """
+        pairs = self._sizes.pairs or int
+        depths = range(1, self._bounds.depth + 1)
+        return np.array([[pairs(min(size * (1 + depth), n)) for n in rows] for depth in depths])

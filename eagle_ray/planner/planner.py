@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.device import StepTimes
+from eagle_ray.core.device import StepTimes, copy_to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
@@ -55,6 +57,16 @@ class Allocation:
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
+    def packed(self) -> tuple[np.ndarray, int, int, float, list[int] | None]:
+        """Return the allocation in host memory, as it is sent to other ranks. Waits for the device."""
+        return self.keep.cpu().numpy(), self.num_nodes, self.num_rows, self.expected, self.sizes
+
+    @classmethod
+    def unpacked(cls, packed: tuple[np.ndarray, int, int, float, list[int] | None], device: torch.device) -> Allocation:
+        """Return the allocation on a device."""
+        keep, *rest = packed
+        return cls(copy_to_device(torch.from_numpy(keep), device), *rest)
+
     @classmethod
     def without_padding(cls, draft: Draft, limit: int) -> Allocation:
         """Keep as `uniform` does, with rows for those nodes only. Waits for the device."""
@@ -76,6 +88,7 @@ class StepOutcome:
         num_expected_drafts: as allocated.
         num_prefill_rows: prompt rows in the same pass of the target.
         num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are replayed.
+        num_pair_rows: as in Draft.
         caught_up_before: as in Draft.
     """
 
@@ -92,12 +105,18 @@ class StepOutcome:
     num_expected_drafts: float = 0.0
     num_prefill_rows: int = 0
     num_level_rows: int | None = None
+    num_pair_rows: int | None = None
     caught_up_before: bool = False
 
     @property
     def level_rows(self) -> int:
         """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
         return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
+
+    @property
+    def pair_rows(self) -> int:
+        """Return the rows of the pass that caught up: one for each pair, and padding."""
+        return self.num_pair_rows or self.num_catch_up
 
     @property
     def usual_catch_up(self) -> int:

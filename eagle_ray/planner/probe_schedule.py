@@ -34,8 +34,8 @@ class ProbeSchedule:
     Probes cost time that the best known plan would not have spent. Their cost is kept within PROBE_SHARE of the time:
     each probe adds its cost to a debt, every step pays some of it off, and the next probe waits until it is paid.
 
-    One exception: after drafts were turned off, the debt is lowered so that a retry comes soon, since their cost is
-    only observed while they are on. Each further retry waits twice as long.
+    One exception: after drafts were turned off, the debt is such that a retry comes soon, since their cost is only
+    observed while they are on. Each further retry waits twice as long.
 
     After each probe whose drafts were hardly accepted the next one waits twice as long, so that the number of such
     probes rises with the logarithm of the steps.
@@ -69,8 +69,8 @@ class ProbeSchedule:
         self._debt_s -= self._share * seconds
 
     def allow_retry(self, step_seconds: float) -> None:
-        """Lower the debt to what the next steps pay off: MEMORY steps, and twice as many at each further call."""
-        self._debt_s = min(self._debt_s, self._share * self._retry_after * step_seconds)
+        """Set the debt to what the next steps pay off: MEMORY steps, and twice as many at each further call."""
+        self._debt_s = self._share * self._retry_after * step_seconds
         self._retry_after *= 2
 
     def back_off(self) -> None:

@@ -77,6 +77,23 @@ def h200() -> StepCosts:
     )
 
 
+def h100() -> StepCosts:
+    """A Llama 8B in bf16 on an H100, graphs replayed.
+
+    Products and attention of a layer as an H100 ran them on 2026-11-27 (jobs/results/gpu.md), 32 times. What such a
+    step takes beyond them is not measured there: the lm_head by its bytes, the rest as on the H200.
+    """
+    return StepCosts(
+        verify=_curve({1: 6.7, 16: 6.8, 64: 7.1, 128: 7.6, 256: 8.5, 512: 13.5, 1024: 21.5}),
+        attention_per_token=6.6e-8,
+        catch_up=_curve({1: 1.2, 64: 1.3, 448: 1.6, 1792: 3.8}),
+        expand=_curve({1: 0.75, 40: 0.8, 160: 0.9, 256: 1.2, 640: 2.4, 2560: 9}),
+        plain_overhead=_curve({1: 0.08, 16: 0.1, 64: 0.2}),
+        draft_overhead=_curve({1: 0.2, 16: 0.22, 64: 0.45}),
+        attention_per_row=1e-9,
+    )
+
+
 def _curve(milliseconds: dict[int, float]) -> CostCurve:
     """By rows."""
     return CostCurve([*milliseconds], [ms / 1e3 for ms in milliseconds.values()])
@@ -107,6 +124,15 @@ def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
     return StepCosts(**curves, **numbers)
 
 
+def padded(outcome: StepOutcome, sizes: PassSizes, num_pair_rows: int | None = None) -> StepOutcome:
+    """The step as it runs in replayed passes. num_pair_rows: see StepOutcome."""
+    if not outcome.depth and not outcome.plan.is_drafting:
+        return replace(outcome, num_rows=sizes.batch(outcome.num_rows))
+    rows = sizes.level_rows(outcome.batch_size, outcome.plan.width)
+    num_rows = sizes.rows(outcome.num_rows)
+    return replace(outcome, num_rows=num_rows, num_level_rows=rows, num_pair_rows=num_pair_rows)
+
+
 class SimulatedPlanner:
     """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
 
@@ -130,6 +156,10 @@ class SimulatedPlanner:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
+    def tokens_per_second_at(self, costs: StepCosts) -> float:
+        """Of these steps at other costs, which a fixed plan never hears of."""
+        return self.num_tokens / sum(costs.predict(o).total - costs.prefill_seconds(o) for o in self.outcomes)
+
     @property
     def will_draft(self) -> bool:
         return self.planner.will_draft
@@ -141,14 +171,21 @@ class SimulatedPlanner:
         return self.planner.allocate(draft, plan, batch)
 
     def observe(self, outcome: StepOutcome) -> None:
-        if self._sizes is not None and outcome.plan.is_drafting:
-            rows = self._sizes.level_rows(outcome.batch_size, outcome.plan.width)
-            outcome = replace(outcome, num_level_rows=rows)
+        if self._sizes is not None:
+            outcome = padded(outcome, self._sizes, self._pair_rows(outcome, self._sizes))
         seconds = self.costs.predict(outcome)
         self.seconds += seconds.total - self.costs.prefill_seconds(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
         self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
+
+    def _pair_rows(self, outcome: StepOutcome, sizes: PassSizes) -> int | None:
+        """The rows of the pass that reads pairs, launched when the host knows only how many the last step can leave."""
+        if sizes.pairs is None:
+            return None
+        size, before = outcome.batch_size, self.outcomes[-1:]
+        bounds = [min(last.num_rows, size * (1 + last.depth)) for last in before if last.batch_size == size]
+        return sizes.pairs(max([outcome.num_catch_up, *bounds]))
 
     def _heard(self, seconds: StepTimes) -> StepTimes:
         if not self._noise:

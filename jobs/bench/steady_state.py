@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_ray.assembly.assemble import grammar_compiler
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.load_models import grammar_compiler
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine

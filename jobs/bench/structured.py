@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.assemble import build_engine, grammar_compiler
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.load_models import grammar_compiler, load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module

@@ -14,7 +14,7 @@ from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import load_draft, load_target
-from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.memory_plan import GRAPH_BYTES, SLOT_GRAPH_BYTES, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.model_memory import (
     is_restored,
     plan_checkpoint,
@@ -26,6 +26,7 @@ from eagle_ray.assembly.model_memory import (
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.graphs import MAX_AHEAD
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.model_files import gguf_file
@@ -43,14 +44,15 @@ AUTO = "auto", "auto"
 
 def card(gigabytes: int, weights: int = WEIGHTS, lengths: SequenceLengths = LENGTHS) -> MemoryPlan:
     memory = DeviceMemory(gigabytes * GB, gigabytes * GB)
-    return MemoryPlan(lengths, weights, 0, PER_TOKEN, 0, PER_SLOT, PASSES, GRAPH_BYTES, memory=memory)
+    parts = (0, PER_TOKEN, 0, PER_SLOT, PASSES, GRAPH_BYTES)
+    return MemoryPlan(lengths, weights, *parts, memory=memory, graphs_per_slot=SLOT_GRAPH_BYTES)
 
 
 def capacity_of(plan: MemoryPlan) -> tuple[int, int | None]:
     return plan.slots, plan.kv_tokens
 
 
-@pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 21, 20_000, 25_000), (80, 256, 380_000, 410_000)])
+@pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 22, 20_000, 25_000), (80, 256, 380_000, 410_000)])
 def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
     capacity = card(gigabytes).sized(*AUTO)
     assert capacity.slots == slots and least <= capacity.kv_tokens <= most
@@ -276,7 +278,7 @@ def test_contexts_and_copies_of_logits_are_counted():
     assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
     memory, lengths = DeviceMemory(80 * GB, 76 * GB), SequenceLengths(8192, 61)
     plan = MemoryPlan.of(sizes, lengths, 15 * GB, GB, of_pass=GB, memory=memory)
-    assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
+    assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 40 * (10 << 20)
 
 
 def test_a_pass_is_run_and_measured(monkeypatch):
@@ -303,11 +305,12 @@ def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
 
 def test_a_plan_names_the_bytes_of_each_use():
     plan = card(80).sized(256, 409_600)
-    assert plan.total == WEIGHTS + plan.pool + 256 * PER_SLOT + PASSES + GRAPH_BYTES
+    assert plan.total == WEIGHTS + plan.pool + 256 * PER_SLOT + PASSES + plan.all_graphs
+    assert plan.all_graphs == pytest.approx(MAX_AHEAD * 10 * 2**20, rel=1e-5)
     assert plan.pool == (409_600 + BLOCK_SIZE) * PER_TOKEN
     assert plan.describe() == (
-        "a worker takes 69.5 GiB: target 15.0 GiB, keys and values 51.6 GiB (256 slots, 409,600 KV tokens; 536 MiB a "
-        "slot of 4096 tokens), features, drafts and logits 768 MiB, passes 1.5 GiB, CUDA graphs 700 MiB; 7.5 GiB of "
+        "a worker takes 69.8 GiB: target 15.0 GiB, keys and values 51.6 GiB (256 slots, 409,600 KV tokens; 536 MiB a "
+        "slot of 4096 tokens), features, drafts and logits 768 MiB, passes 1.5 GiB, CUDA graphs 1,000 MiB; 7.5 GiB of "
         "the card stay free"
     )
     over = replace(plan, memory=DeviceMemory(80 * GB, 80 * GB, others_room=6 * GB))

@@ -170,7 +170,7 @@ def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(f
 
 def test_a_child_whose_parent_died_before_it_could_ask_ends_at_once():
     """PID 1 adopts such a child, so its parent is not the one that it was started by."""
-    module = "eagle_ray.batch.worker.engine_process"
+    module = "eagle_ray.core.child_process"
     child = f"from {module} import end_with_parent\nend_with_parent(2**22 + 1, {signal.SIGTERM:d})\nprint('still here')"
     ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and ended.stdout == ""

@@ -1,5 +1,6 @@
 """Which steps are measured, in what order, and that measuring keeps to its budget."""
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -15,6 +16,7 @@ from eagle_ray.engine.calibrate import (
     TimeBudget,
     calibrate_costs,
 )
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.cost_model import BUCKETS
 from tests.support.toy_models import llama_engine
 
@@ -74,6 +76,15 @@ def test_every_size_is_replayed_where_the_budget_allows(taken):
     calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
     settings = [setting for setting, _ in taken]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
+
+
+def test_levels_are_measured_as_wide_as_they_are_recorded():
+    graphs = CudaGraphRunner("cpu", 64, 1024, fused=True)
+    sizes = CalibrationSizes(64, TreeBounds(60, 6, 10), "cuda", partial(graphs.level_widths, 10))
+    for settings in (chain(*sizes.batches()), sizes.all()):
+        widths = {setting.width for setting in settings if setting.batch_size == 64 and setting.depth == 2}
+        assert {1, 2, 4} <= widths
+    assert {s.width for s in sizes.needed() if s.num_nodes == 2} == {1, 10}
 
 
 def test_batch_sizes_that_come_first_are_a_factor_apart_and_end_with_all_slots():

@@ -92,7 +92,13 @@ class Watched:
     def batch_size(self, num_sequences: int) -> int:
         return num_sequences + 1
 
-    num_rows = num_nodes = draft_size = batch_size
+    num_rows = num_nodes = batch_size
+
+    def draft_size(self, num_sequences: int, width: int = 1) -> int:
+        return num_sequences + 1
+
+    def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
+        return num_pairs + 1
 
     def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
         return num_children
@@ -190,8 +196,8 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
         Verifier(target, watched, TreeBounds(8, 5, 4)).start(drafter, batch, draft, allocation, lambda: None)
-    drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"] if plan else []
-    assert watched.seen == {name: [] for name in [*drafts, "verify"]}
+    drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"]
+    assert watched.seen == {name: [] for name in [*(["pairs", *drafts] if plan else []), "verify"]}
 
 
 def fake_batch() -> DecodeBatch:

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.api.python_arguments import prompt_requests
-from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.assemble import build_engine, grammar_compiler
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.load_models import grammar_compiler
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence, SequenceStatus

@@ -111,7 +111,7 @@ def test_prompts_in_groups_take_fewer_passes_and_change_nothing(tree):
         passes[order] = engine.counters.num_prefill_passes
     assert_plain(outputs["input"])
     assert [s.output_ids for s in outputs["auto"]] == [s.output_ids for s in outputs["input"]]
-    assert passes["auto"] <= 0.75 * passes["input"]
+    assert passes["auto"] <= 0.8 * passes["input"]
 
 
 def test_first_tokens_that_end_their_sequences_leave_nothing_behind():

@@ -1,5 +1,8 @@
 """A level that the kernel appends is the level that torch appends."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_tree import VerifyResult
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations
 
@@ -18,23 +22,38 @@ PARAMS = [
     SamplingParams(temperature=0.5, seed=1),
 ]
 FIELDS = (
-    *("level", "tokens", "parents", "log_values", "draft_log_probs", "frontier_nodes", "frontier_values"),
+    *(
+        "level",
+        "num_offered",
+        "tokens",
+        "parents",
+        "log_values",
+        "draft_log_probs",
+        "frontier_nodes",
+        "frontier_values",
+    ),
     *("words", "frontier_tokens", "parent_rows", "offered", "scores", "features"),
 )
 
 
-def grown(width: int, calibration: Calibration | None, batch: int) -> tuple[DraftBuffers, PaddedDraft]:
+def empty() -> DraftBuffers:
+    return DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE)
+
+
+def grown(
+    width: int, calibration: Calibration | None, batch: int, buffers: DraftBuffers | None = None
+) -> tuple[DraftBuffers, PaddedDraft]:
     """A draft of random children, with padding, NaN and ends of sequences among them.
 
     And with ties, but for calibrated ones: sums of rounded numbers tie in one order of additions and not in another.
     """
     sampling = SamplingBatch.of(PARAMS[:batch], DEVICE, frozenset({7, 9}))
-    buffers = DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE)
+    buffers = buffers or empty()
     draft = PaddedDraft(buffers, batch, width, sampling.kind)
     padded = [x.tensor for x in sampling.padded(batch)]
     numbers = torch.Generator().manual_seed(width)
-    whole = torch.arange(batch, device=DEVICE)
-    draft.start(whole, whole, whole + 30, whole, *padded)
+    whole = torch.arange(BATCH, device=DEVICE)
+    draft.start(whole, whole, whole, whole[:batch] + 30, *padded)
     for level in range(DEPTH):
         shape = batch, width if level else 1, CHILDREN
         scores = torch.randint(-40, 0, shape, generator=numbers).float().div(8)
@@ -83,3 +102,61 @@ def test_appending_a_level_is_one_launch_and_two_copies(fused):
     tokens, calibration = scores.long(), Calibration(DEPTH, DEVICE)
     counts = device_operations(lambda: draft.append(features, tokens, scores, scores, calibration))
     assert counts["_append_level"] == 1 and counts.total() == 3, counts
+
+
+def path_of(buffers: DraftBuffers, batch: int, seed: int) -> VerifyResult:
+    """Random paths, most of whose tokens have children, and some of which the draft lacks; the last row is padding."""
+    numbers = random.Random(seed)
+    tokens = torch.zeros(batch, DEPTH + 1, dtype=torch.int64)
+    num_accepted = torch.tensor([numbers.randrange(DEPTH + 1) for _ in range(batch)])
+    num_accepted[-1] = -1
+    frontier, parents = buffers.frontier_tokens.tolist(), buffers.parent_rows.tolist()
+    for row in range(batch):
+        node = 0
+        for level, width in enumerate(buffers.num_offered.tolist()[1:]):
+            rows = frontier[level + 1][row][:width], parents[level + 1][row][:width]
+            children = [(i, token) for i, (token, parent) in enumerate(zip(*rows, strict=True)) if parent == node]
+            if not children or numbers.random() < 0.1:
+                tokens[row, level] = buffers.offered[level, row, node, -1]
+                break
+            node, tokens[row, level] = children[0]
+    none = torch.full_like(tokens, -1)
+    return VerifyResult(none.to(DEVICE), num_accepted.to(DEVICE), tokens.to(DEVICE))
+
+
+@pytest.mark.parametrize("width", [1, CHILDREN])
+def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
+    """Over many steps, of narrow frontiers by turns, beyond which the buffers have nodes of earlier drafts."""
+    fits = []
+    for kernels in ("portable", "triton"):
+        monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
+        calibration, buffers = Calibration(DEPTH + 1, DEVICE), empty()
+        for step in range(10):
+            grown(width if step % 2 else CHILDREN, calibration, BATCH, buffers)
+            path = path_of(buffers, BATCH, step)
+            buffers.update_calibration(calibration, path)
+            assert not buffers.num_offered.any()
+            buffers.update_calibration(calibration, path)  # teaches nothing: nothing is offered
+        fits.append(calibration.fit)
+    wanted, found = fits
+    torch.testing.assert_close(found.information, wanted.information, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found.parameters, wanted.parameters, atol=1e-4, rtol=1e-3)
+    assert wanted.information.flatten(1).sum(1)[:DEPTH].min() > 0
+    assert not torch.equal(wanted.parameters, Calibration(DEPTH + 1, DEVICE).fit.parameters)
+
+
+def test_padding_alone_teaches_nothing_and_keeps_what_was_offered(fused):
+    calibration = Calibration(DEPTH, DEVICE)
+    buffers, _ = grown(CHILDREN, calibration, BATCH)
+    path = path_of(buffers, BATCH, 0)
+    buffers.update_calibration(calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1)))
+    assert torch.equal(calibration.fit.parameters, Calibration(DEPTH, DEVICE).fit.parameters)
+    assert buffers.num_offered.tolist() == [1, *[CHILDREN] * (DEPTH - 1)]
+
+
+def test_learning_is_two_launches(fused):
+    calibration = Calibration(DEPTH, DEVICE)
+    buffers, _ = grown(CHILDREN, calibration, BATCH)
+    path = path_of(buffers, BATCH, 0)
+    counts = device_operations(lambda: buffers.update_calibration(calibration, path))
+    assert counts["_sum_samples"] == counts["_take_steps"] == 1 and counts.total() == 2, counts

@@ -16,7 +16,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
-from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
+from eagle_ray.kernels.tree_metadata import PackedRows, tile_shape
+from eagle_ray.kernels.work_list import Reading, WorkList
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -172,7 +173,7 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
     seq = torch.tensor([0, 0, 1, 3, 3, -1])
     with WatchOperations() as operations, WatchCopies() as copies:
         trees = trees_of(seq, 4)
-        TileSchedule.of(trees, 6, 4, 16)
+        WorkList.of(trees, Reading(6, 4, 1, 16, None, tile_shape(4, 16, 16, torch.float32, (9, 0)), 16))
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]

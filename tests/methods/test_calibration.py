@@ -138,3 +138,17 @@ def test_a_state_that_no_samples_make_is_refused(wrong):
     with pytest.raises(ValueError, match="information"):
         fit.load_state(state | {"information": bad})
     assert torch.equal(fit.state()["information"], information)
+
+
+def test_a_level_without_samples_is_where_the_level_above_is():
+    """And one with many samples of its own stays where they put it."""
+    calibration, kinds = Calibration(levels=4), torch.ones(16, dtype=torch.int64)
+    for seed in range(200):
+        above, below = judged(seed, 0.5, -0.7, 0.3, 16), judged(seed, 1.5, 0.5, 0.3, 16)
+        said, picked = (torch.stack([*both]) for both in zip(above, below, strict=True))
+        calibration.update(kinds, said, picked, torch.ones(2, 16, dtype=torch.bool))
+    fitted = calibration.fit.parameters[:, 1]
+    torch.testing.assert_close(fitted[0], torch.tensor([0.5, -0.7, 0.3]), atol=0.25, rtol=0)
+    torch.testing.assert_close(fitted[1], torch.tensor([1.5, 0.5, 0.3]), atol=0.25, rtol=0)
+    torch.testing.assert_close(fitted[2:], fitted[1].expand(2, 3), atol=1e-3, rtol=1e-3)
+    assert (calibration.fit.parameters[:, 0] == UNTAUGHT).all()

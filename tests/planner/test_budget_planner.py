@@ -333,7 +333,8 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
     made, prompts = pair
     planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(8))
     planner.costs.catch_up = CostCurve([1], [0.5])
-    priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner, CostCurve([1], [0.5])), h200())
+    catching_up = CatchingUpBefore(planner, CostCurve([1], [0.5]))
+    priced = made.engine.planner = SimulatedPlanner(catching_up, h200(), sizes=graph_sizes(8))
     sequences = [Sequence(str(i), ids, LONG) for i, ids in enumerate(prompts * 10)]
     for sequence in sequences:
         made.engine.add(sequence)

@@ -23,6 +23,7 @@ from eagle_ray.assembly.assemble import plain_engine
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.evaluation.timing import Timing, total
@@ -49,10 +50,16 @@ class ChosenRow:
 
 
 class BaselineComparison:
-    """Loads the models. Raises as build_engine_bundle does."""
+    """Loads the models. Raises as build_engine_bundle does, and ConfigError for a target that several ranks share."""
 
     def __init__(self, config: JobConfig, plan: WorkerPlan):
         bundle = build_engine_bundle(config, plan)
+        if bundle.engine.has_ranks:
+            bundle.engine.close()
+            raise ConfigError(
+                "execution.tensor_parallel: a comparison with plain decoding needs the target in one process. Set it "
+                "to 1 for that, or report.baseline_rows and report.verify_rows to 0."
+            )
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self.draft_engine = bundle.engine
         self.plain_engine = plain_engine(bundle.engine)

@@ -34,7 +34,7 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.core.errors import ConfigError, EngineError, RankError, UnfitDevice
 from eagle_ray.requests.columns import location_text
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
 from eagle_ray.storage.store import DISK_FULL, StorageError
@@ -307,6 +307,8 @@ def classify_error(error: Exception) -> Fault:
     if isinstance(cause, UnfitDevice):
         return Fault(str(cause), is_local=True)
     message = _message_of(cause)
+    if isinstance(cause, RankError) and not OUT_OF_MEMORY.search(message):
+        return Fault(message, is_local=True, is_transient=True)
     if OUT_OF_MEMORY.search(message):
         return Fault(f"its memory is too small ({message}): {SMALLER}", is_local=True, is_transient=True)
     if DEVICE.search(message):

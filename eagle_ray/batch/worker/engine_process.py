@@ -14,21 +14,17 @@ child finds the pipe closed and ends too.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import itertools
 import logging
 import os
-import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -37,6 +33,7 @@ import pyarrow as pa
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.crash_isolation import WorkerError, classify_error
 from eagle_ray.config import JobConfig
+from eagle_ray.core.child_process import describe_exit, start_child
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.runs.job_errors import WorkerDefect
@@ -47,7 +44,6 @@ log = logging.getLogger("eagle_ray")
 WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
 # With -m, the child's classes would be those of __main__, unknown to the parent.
 COMMAND = f"from {__name__} import run_child; run_child()"
-PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
 
 
@@ -196,41 +192,6 @@ class EngineProcess:
         _resolve(self._pending.pop(reply.number), table, reply.error)
 
 
-def start_child(
-    command: str, name: str, argument: str, environment: Mapping[str, str] | None = None, is_apart: bool = False
-) -> tuple[Connection, subprocess.Popen]:
-    """Start a Python process with this one's module path and output streams; return the pipe to it, too.
-
-    The child is the only other holder of its end, so the end of either process closes the pipe.
-
-    Args:
-        command: Python code.
-        name: shown by ``ps``.
-        environment: variables in addition to this process's own.
-        is_apart: the child gets no signals of this process's terminal.
-    """
-    here, there = Pipe()
-    with there, _sigint_blocked():
-        process = subprocess.Popen(
-            [sys.executable, "-c", command, name, argument, str(there.fileno())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(environment or {}),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
-            start_new_session=is_apart,
-        )
-    return here, process
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Block Ctrl-C in processes started here, from their first moment on: the parent handles it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
     if not future.set_running_or_notify_cancel():
         return  # no caller waits for it any more
@@ -238,13 +199,6 @@ def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exc
         future.set_exception(error)
     else:
         future.set_result(table)
-
-
-def describe_exit(code: int | None) -> str:
-    """Return how a process ended. code: as Popen has it, or None if it is not known."""
-    if code is None:
-        return "ended"
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 class EngineChild:
@@ -328,17 +282,6 @@ def set_up_child() -> Connection:
     pipe = Connection(int(sys.argv[-1]))
     os.set_inheritable(pipe.fileno(), False)  # processes started here do not keep it open
     return pipe
-
-
-def end_with_parent(parent: int, number: int) -> None:
-    """Make this process get a signal when its parent dies in any way. Linux only; elsewhere it continues.
-
-    Processes that are forked from this one do not.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
-        if os.getppid() != parent:  # it died before the call
-            os.kill(os.getpid(), number)
 
 
 def run_child() -> None:

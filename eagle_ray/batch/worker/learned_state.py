@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from eagle_ray.core.errors import one_line
-from eagle_ray.methods.drafter import Drafter
+from eagle_ray.engine.engine import Engine
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import CACHE, root_of
 from eagle_ray.runs.run import Run
@@ -53,8 +53,8 @@ class LearnedState:
         self._read: dict[StoragePath, FileVersion] = {}
         self._written_at = time.monotonic() - INTERVAL_S
 
-    def load(self, drafter: Drafter) -> None:
-        """Let the drafter go on from the newest files of its models, the newest last."""
+    def load(self, engine: Engine) -> None:
+        """Let the engine's drafter go on from the newest files of its models, the newest last."""
         try:
             self._run.check_current()
             versions = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")
@@ -63,16 +63,16 @@ class LearnedState:
             return
         newest = sorted(versions, key=lambda file: file.name)[-MAX_READ:]
         for file in newest:
-            self._load_file(file, versions[file], drafter)
+            self._load_file(file, versions[file], engine)
         self._read = versions
         if newest:
             log.info("what earlier drafters learned is read from %s (%d files)", self._directory, len(newest))
 
-    def _load_file(self, file: StoragePath, version: FileVersion, drafter: Drafter) -> None:
+    def _load_file(self, file: StoragePath, version: FileVersion, engine: Engine) -> None:
         try:
             if version.size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
-            drafter.load_state(load(file.read_bytes()))
+            engine.load_learned(load(file.read_bytes()))
         except (ValueError, KeyError, SafetensorError, OSError) as error:
             log.warning("%s is ignored: %s", file, one_line(error))
 

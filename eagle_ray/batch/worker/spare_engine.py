@@ -36,13 +36,11 @@ from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.engine_process import (
     EngineChild,
     LogLine,
-    describe_exit,
-    end_with_parent,
     log_to,
     set_up_child,
-    start_child,
 )
 from eagle_ray.config import JobConfig
+from eagle_ray.core.child_process import describe_exit, end_with_parent, start_child
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import ClusterError
 

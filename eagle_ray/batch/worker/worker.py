@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -98,11 +99,11 @@ class Worker:
 
     def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], plan: WorkerPlan):
         with start_cache(run):
-            bundle = build_engine_bundle(config, plan)
+            bundle = build_engine_bundle(config, plan, owns_process=True)
         self.worker_id = process_name(os.getpid())
         self._config, self.tokenizer = config, bundle.tokenizer
         self._learned = LearnedState(run, _models(config, bundle))
-        self._learned.load(bundle.engine.drafter)
+        self._learned.load(bundle.engine)
         self._num_in_flight = 0  # calls of `answer`
         self.engine = AsyncEngine(bundle.engine)
         self._schema = output_schema([])
@@ -138,7 +139,7 @@ class Worker:
         if not self._learned.start_write(self._num_in_flight):
             return
         try:
-            state = await self.engine.call(lambda engine: engine.drafter.state())
+            state = await self.engine.call(lambda engine: engine.learned_state())
             await asyncio.to_thread(self._learned.store, state)
         except EngineError:
             pass  # reported where rows are answered
@@ -229,10 +230,13 @@ def _as_row_error(request: Request) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def build_engine_bundle(config: JobConfig, plan: WorkerPlan) -> EngineBundle:
-    """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
+def build_engine_bundle(config: JobConfig, plan: WorkerPlan, owns_process: bool = False) -> EngineBundle:
+    """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does.
+
+    owns_process: as in EngineArgs.
+    """
     execution = config.execution
-    args = EngineArgs.of_worker(execution, plan.num_gpus)
+    args = replace(EngineArgs.of_worker(execution, plan.num_gpus), owns_process=owns_process)
     bundle = build_in_thread(config.model, config.speculative, args, plan.threads, execution.require_kernels)
     if execution.order == "auto":
         bundle.engine.order_for_throughput()

@@ -169,7 +169,7 @@ class EnsembleCalibration:
         pairs = (x[..., None] * x[..., None, :]).flatten(2)
         fisher = torch.einsum("lbn,bnq->lbq", offered * predicted * (1 - predicted), pairs)
         size = (len(offered), 2 * KINDS, x.shape[2], x.shape[2])
-        self.fit.update(levels, of_set @ gradient, (of_set @ fisher).view(size), offered.any(2).float() @ of_set.T)
+        self.fit.update(of_set @ gradient, (of_set @ fisher).view(size), offered.any(2).float() @ of_set.T)
 
 
 def children_on_path(

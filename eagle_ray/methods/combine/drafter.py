@@ -21,7 +21,7 @@ Any method, merged or not, is checked, loaded and made from here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -113,6 +113,9 @@ class EnsembleDrafter(Drafter):
             assert self.supports_graphs, "several models, or parts that draft on the host, are not replayed"
             self._ahead = AheadLookups(self._lookups, runner.num_slots, max_depth, self._blend.fit.parameters.device)
             self._num_candidates = runner.num_nodes(self._bounds.num_candidates)
+
+    def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
+        return chain.from_iterable(part.pair_recordings(max_length) for part in self.parts)
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         return chain.from_iterable(part.recordings(top_k, max_length, params) for part in self.parts)
@@ -248,6 +251,10 @@ class EnsembleDrafter(Drafter):
         if self._ahead is not None:
             self._ahead.extend(batch, verified.result)
 
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        return tuple(part.extend_key for part in self.parts)
+
     def on_verified(self, result: VerifyResult) -> None:
         for part in self.parts:
             part.on_verified(result)
@@ -357,14 +364,15 @@ def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
 def slot_bytes(
     drafts: Sequence[LoadedDraft], num_features: int, hidden_size: int, bounds: TreeBounds, itemsize: int
 ) -> int:
-    """Return about the bytes that the drafters keep for a sequence: queued features, and one draft each.
+    """Return about the bytes that the drafters keep for a sequence: queued features, a draft and its root's, each.
 
     Args:
         num_features: numbers of a token's feature.
         itemsize: bytes of a number.
     """
     draft = DraftShape(1, bounds.top_k, bounds.top_k, bounds.max_depth)
-    return len(drafts) * (QUEUE_WINDOW * num_features * itemsize + draft.num_bytes(hidden_size, itemsize))
+    features = (QUEUE_WINDOW * num_features + hidden_size) * itemsize
+    return len(drafts) * (features + draft.num_bytes(hidden_size, itemsize))
 
 
 def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:

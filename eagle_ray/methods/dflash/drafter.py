@@ -41,12 +41,13 @@ from eagle_ray.methods.dflash.paths import Embed
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
-from eagle_ray.models.graphs import NARROW, NARROW_FROM
+from eagle_ray.models.graphs import NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan, Frontier
 
 SHORT = 4  # levels of the block that is recorded besides the longest
+NARROW = 4  # nodes of each level of the tree that is recorded besides the widest: a block takes as long for any
 
 
 class DFlashDrafter(PairDrafter):
@@ -78,22 +79,26 @@ class DFlashDrafter(PairDrafter):
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
-        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
-        for size in sorted(sizes, reverse=True):
+        for size in self._runner.sizes(self._size, self._target.cache.num_slots):
             for plan in dict.fromkeys(self.recorded_plan(plan, size) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
         """Record the pass that is replayed for drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
-        self._runner.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling))
+        first, _ = self._first_positions(batch.at)
+        self._runner.record(*self._draft_pass(batch.at, batch.roots, first, plan, batch.sampling))
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self.recorded_plan(plan, self._runner.draft_size(len(roots)))
+        recorded = self.recorded_plan(plan, self._size(len(roots)))
         return super()._replayed(at, roots, recorded, sampling)
+
+    def _size(self, num_sequences: int) -> int:
+        """Return the sequences of the replayed pass, whatever the plan's width."""
+        return self._runner.draft_size(num_sequences, NARROW)
 
     def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
@@ -103,7 +108,7 @@ class DFlashDrafter(PairDrafter):
         """
         if plan.static_tree is not None:
             return plan
-        width = self._runner.draft_width(plan.width, plan.children, size)
+        width = self._runner.draft_width(max(plan.width, NARROW), plan.children, size)
         is_narrow = width < plan.children
         is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
         depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
@@ -121,20 +126,24 @@ class DFlashDrafter(PairDrafter):
         slots, positions = spans.rows(features.device)
         self._write(self.cache.slot_mapping(slots, positions), positions, features)
 
+    def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B 0"]:
+        """Write the pending pairs' keys and values. A block reads its roots themselves, not these rows."""
+        pending = self._pending_rows(at, backlog)
+        self._write(pending.slot_mapping, pending.positions, pending.features)
+        return pending.features.new_empty(len(at.slots), 0)
+
     def _grown(
         self,
         at: DecodeSlots,
         roots: Int[Tensor, " B"],
         ends: Int[Tensor, "B E"],
         plan: DraftPlan,
-        backlog: PendingPairs,
+        first: Int[Tensor, " B"],
+        features: Float[Tensor, "B 0"],
     ) -> Grown:
-        """Read the pending pairs, run one block, and grow the tree from its rows, level by level."""
-        pending = self._pending_rows(at, backlog)
-        self._write(pending.slot_mapping, pending.positions, pending.features)
-
+        """Run one block, and grow the tree from its rows, level by level."""
         num_levels = min(plan.max_depth, self.head.block.num_levels)
-        hidden = self._block(at, roots, num_levels, backlog.first)
+        hidden = self._block(at, roots, num_levels, first)
         logits = self._block_logits(hidden)
         paths = None if self.head.path is None else Paths(self.head, self.embed_tokens, roots)
 

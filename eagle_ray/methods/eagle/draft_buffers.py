@@ -24,8 +24,8 @@ from torch import Tensor
 
 from eagle_ray.core.sampling_batch import Kind, SamplingBatch
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel
-from eagle_ray.tree.draft_tree import NODES_PER_WORD, DraftTree, num_ancestor_words
+from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel, target_path
+from eagle_ray.tree.draft_tree import NODES_PER_WORD, DraftTree, VerifyResult, num_ancestor_words
 from eagle_ray.tree.expand import Frontier
 
 MAX_LEVEL_NODES = 1024  # of a level that the kernel appends: it ranks them in registers
@@ -64,6 +64,7 @@ class DraftBuffers:
 
     Attributes:
         level: [1], levels appended so far.
+        num_offered: [depth], nodes of each level whose children were appended and from which nothing was learned yet.
         features: [depth, batch, width, hidden], of each frontier, from which a level's children were ranked; frontier 0
             is the root alone.
     """
@@ -80,7 +81,8 @@ class DraftBuffers:
         def real(*size: int) -> Float[Tensor, "..."]:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
-        self.level = whole(1)
+        self._progress = whole(1 + depth)
+        self.level, self.num_offered = self._progress[:1], self._progress[1:]
         self.slots, self.lengths, self.first, self.seed, self.top_k = (whole(batch) for _ in range(5))
         self.temperature, self.top_p, self.min_p = (real(batch) for _ in range(3))
         self.ends = whole(batch, num_ends)
@@ -92,6 +94,35 @@ class DraftBuffers:
         self.offered = whole(depth, batch, width, children)
         self.scores = real(depth, batch, width, children)
         self.features = torch.zeros(depth, batch, width, hidden_size, dtype=dtype, device=device)
+
+    def restart(self) -> None:
+        """Begin a draft without levels."""
+        self._progress.zero_()
+
+    def update_calibration(self, calibration: Calibration, result: VerifyResult) -> None:
+        """Update a calibration from the target's tokens on the draft in these buffers, once.
+
+        Without a draft, and on padding alone, nothing is changed. It can be recorded.
+        """
+        batch, length = result.tokens.shape
+        depth = min(self.shape.depth, length)
+        if use_triton(self.level.device):
+            from eagle_ray.kernels.draft_level import update_fit
+
+            return update_fit(self, calibration.fit, result.tokens, result.num_accepted, depth)
+        kinds = (self.temperature[:batch] > 0).long()
+        offered = Offered(kinds, [self.offered_level(i, batch, self.shape.width if i else 1) for i in range(depth)])
+        path = target_path(offered.levels, result.tokens, result.num_accepted, self.num_offered)
+        calibration.update_on_path(offered, path, result.tokens)
+        self.num_offered.masked_fill_((result.num_accepted >= 0).any(), 0)
+
+    def offered_level(self, level: int, num: int, width: int) -> OfferedLevel:
+        """Return what `width` nodes of a level of the first `num` sequences were offered."""
+        frontier = None
+        if level:
+            rows = level, slice(num), slice(width)
+            frontier = Frontier(self.frontier_tokens[rows], self.parent_rows[rows], self.frontier_values[:num, :width])
+        return OfferedLevel(frontier, self.offered[level, :num, :width], self.scores[level, :num, :width])
 
 
 class PaddedDraft:
@@ -126,14 +157,21 @@ class PaddedDraft:
         of.slots.fill_(null_slot)
         of.level.fill_(1)
 
-    def start(self, slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> None:
-        """Begin a draft. chosen: as SamplingBatch.bound takes them."""
+    def start(self, slots: Tensor, lengths: Tensor, first: Tensor, roots: Tensor, *chosen: Tensor) -> None:
+        """Begin a draft.
+
+        Args:
+            slots, lengths, first: of the largest batch, with padding: levels may be padded to more sequences than this.
+            roots: of this draft.
+            chosen: of this draft, as SamplingBatch.bound takes them.
+        """
         of, rows = self._all, slice(self.batch)
-        fields = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
-        values = (slots, lengths, first, roots, *chosen)
-        for own, new in zip((of.slots, of.lengths, of.first, of.tokens[:, 0], *fields), values, strict=True):
+        for own, new in zip((of.slots, of.lengths, of.first), (slots, lengths, first), strict=True):
+            own.copy_(new)
+        fields = (of.tokens[:, 0], of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
+        for own, new in zip(fields, (roots, *chosen), strict=True):
             own[rows].copy_(new)
-        of.level.zero_()
+        of.restart()
         of.parents[rows, 0] = -1
         of.log_values[rows, 0] = of.draft_log_probs[rows, 0] = 0.0
         of.frontier_values[rows] = -torch.inf
@@ -196,6 +234,7 @@ class PaddedDraft:
         of, rows, num, level = self._all, slice(self.batch), tokens.shape[1], self.level
         of.offered[:, rows, :num].index_copy_(0, level, tokens[None])
         of.scores[:, rows, :num].index_copy_(0, level, scores[None])
+        of.num_offered.index_fill_(0, level, num)
         kinds = (of.temperature[rows] > 0).long()
         log_probs = scores if calibration is None else calibration.apply(level, kinds, scores)
         self._add_nodes(tokens, log_probs, own)
@@ -259,12 +298,7 @@ class PaddedDraft:
 
     def offered(self, kinds: Int[Tensor, " B"], num: int, depth: int) -> Offered:
         """Return what was offered, for learning."""
-        of, levels = self._all, []
-        for i in range(depth):
-            width = self.width if i else 1
-            frontier = self.frontier(i, num) if i else None
-            levels.append(OfferedLevel(frontier, of.offered[i, :num, :width], of.scores[i, :num, :width]))
-        return Offered(kinds, levels)
+        return Offered(kinds, [self._all.offered_level(i, num, self.width if i else 1) for i in range(depth)])
 
     def features(self, num: int, depth: int) -> list[Float[Tensor, "B _ H"]]:
         return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]

@@ -10,8 +10,8 @@ feature from which level 1 is drafted; each further level is a pass over the nod
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,14 @@ from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import idle_batch
+from eagle_ray.methods.drafter import VerifyOutput, idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
 from eagle_ray.methods.eagle.quantized_draft import QuantizedDraft
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
-from eagle_ray.models.graphs import NARROW, CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import unpack_ancestors
@@ -58,6 +58,10 @@ class EagleDrafter(PairDrafter):
         self._padded: dict[tuple, PaddedDraft] = {}
         self._quantized: QuantizedDraft | None = None
         self._forward = head_forward(self.head)
+
+    @property
+    def _root_size(self) -> int:
+        return self.head.config.hidden_size
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         super().use_graphs(runner, max_depth)
@@ -86,38 +90,68 @@ class EagleDrafter(PairDrafter):
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
             return super()._replayed(at, roots, plan, sampling)
-        draft = self._padded_draft(len(roots), plan, sampling)
-        bound, num, depth = self._runner.context(at.max_length), len(roots), plan.max_depth
+        num, depth, runner = len(roots), plan.max_depth, self._runner
+        if not all(runner.replays(kind) for kind in ("first level", "further level")[:depth]):
+            return None
+        visible, num_rows = self._read_pairs(at, self._max_pairs(plan))
+        draft, bound = self._padded_draft(num, plan, sampling), runner.context(at.max_length)
         level = self._level_pass(draft, bound)
-        first = self._first_pass(self._widest_draft(len(roots), plan, sampling), at, roots, sampling, bound)
-        if not self._runner.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
+        first = self._first_pass(self._widest_draft(num, plan, sampling), at, roots, visible, sampling)
+        if not runner.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
             return None  # both are recorded before the draft, which recording overwrites
-        self._runner.run(*first)
+        runner.run(*first)
         for _ in range(depth - 1):
-            self._runner.run(*level)
+            runner.run(*level)
         kinds = (sampling.temperature > 0).long()
         feedback = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
         )
+        feedback.is_learned = self._learns_in_pass
         self.ranking.pending = feedback
-        return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback)
+        return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback, num_rows)
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Queue the pairs of the accepted path. Learn from it if the tree is a replayed draft's."""
+        super().extend(batch, verified)
+        calibration = self.ranking.calibration
+        if calibration is not None and self._learns_in_pass and verified.tree.num_nodes > 1:
+            for buffers in self.draft_buffers.values():
+                buffers.update_calibration(calibration, verified.result)
+
+    @property
+    def _learns_in_pass(self) -> bool:
+        """Return whether `extend` updates the calibration: a GPU needs the kernel, as solving may not be recorded."""
+        return self.queue.device.type == "cpu" or uses_triton(self.cache)
+
+    @property
+    def extend_key(self) -> tuple[Hashable, ...]:
+        return tuple(sorted(self.draft_buffers))
+
+    def reset_learning(self) -> None:
+        super().reset_learning()
+        with torch.inference_mode():  # in which the buffers were made
+            for buffers in self.draft_buffers.values():
+                buffers.restart()
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
-        """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        widths = sorted({min(NARROW, top_k), top_k}, reverse=True)
-        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
-        for size in sorted(sizes, reverse=True):
-            for width in widths:
-                yield partial(self._record_draft, size, DraftPlan(2, width, num_children=top_k), max_length, params)
+        """Yield what records each pass of levels with top_k children per node, the largest of a kind first."""
+        runner, plan = self._runner, DraftPlan(2, top_k)
+        for size in runner.sizes(runner.draft_size, self._target.cache.num_slots):
+            yield partial(self._record_first, size, plan, max_length, params)
+        for size, width in runner.level_passes(top_k) if self._max_depth > 1 else []:
+            narrow = replace(plan, width=width, num_children=top_k)
+            yield partial(self._record_further, size, narrow, max_length, params)
 
-    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
-        """Record the passes that are replayed for drafts of this size."""
+    def _record_first(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the pass of the first level of drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
-        bound = self._runner.context(max_length)
-        widest = self._widest_draft(batch_size, plan, batch.sampling)
-        self._runner.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
-        if self._max_depth > 1:
-            self._record_level(self._padded_draft(batch_size, plan, batch.sampling), bound)
+        widest, (first, _) = self._widest_draft(batch_size, plan, batch.sampling), self._first_positions(batch.at)
+        self._runner.record(*self._first_pass(widest, batch.at, batch.roots, first, batch.sampling))
+
+    def _record_further(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the pass of further levels of drafts of this size and the plan's width."""
+        sampling = idle_batch(batch_size, self._target, max_length, params).sampling
+        self._record_level(self._padded_draft(batch_size, plan, sampling), self._runner.context(max_length))
 
     def _grows_by_level(self, plan: DraftPlan) -> bool:
         """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
@@ -125,12 +159,12 @@ class EagleDrafter(PairDrafter):
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
     def _padded_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
-        """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
+        """Return the draft whose further levels are replayed: narrow for narrow plans of large batches."""
         width = self._runner.draft_width(plan.width, plan.children, batch_size)
-        return self._draft_of(self._runner.draft_size(batch_size), width, plan.children, sampling)
+        return self._draft_of(self._runner.draft_size(batch_size, width), width, plan.children, sampling)
 
     def _widest_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
-        """Return the draft whose first level is replayed: a narrower one goes on from there."""
+        """Return the draft whose first level is replayed. A narrower one, of more sequences perhaps, goes on there."""
         return self._draft_of(self._runner.draft_size(batch_size), plan.children, plan.children, sampling)
 
     def _draft_of(self, size: int, width: int, children: int, sampling: SamplingBatch) -> PaddedDraft:
@@ -139,31 +173,38 @@ class EagleDrafter(PairDrafter):
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self.draft_buffers:
-                max_batch = self._runner.draft_size(self._target.cache.num_slots)
-                shape, num_ends = DraftShape(max_batch, children, children, self._max_depth), sampling.ends.shape[1]
+                num_slots, num_ends = self._target.cache.num_slots, sampling.ends.shape[1]
+                shape = DraftShape(num_slots, children, children, self._max_depth)
                 parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
                 self.draft_buffers[children] = DraftBuffers(shape, *parts)
             self._padded[key] = PaddedDraft(self.draft_buffers[children], size, width, kind)
         return self._padded[key]
 
     def _first_pass(
-        self, draft: PaddedDraft, at: DecodeSlots, roots: Int[Tensor, " B"], sampling: SamplingBatch, bound: int
+        self,
+        draft: PaddedDraft,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        first: Int[Tensor, " B"],
+        sampling: SamplingBatch,
     ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
-        """Return key, function and inputs of the pass that reads the pending pairs and ranks the roots' children."""
-        longest, size, shape = draft.shape.depth + 1, draft.batch, (draft.batch,)
-        first, starts = self._first_positions(at)
+        """Return key, function and inputs of the pass that ranks the roots' children, once their pairs are read.
+
+        first: the first position that each sequence attends to.
+        """
+        size, every = draft.batch, (self._target.cache.num_slots,)
         inputs = [
-            PaddedInput(at.slots, shape, self.cache.blocks.null_slot),
-            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+            PaddedInput(at.slots, every, self.cache.blocks.null_slot),
+            *(PaddedInput(x, every) for x in (at.lengths, first)),
+            PaddedInput(roots, (size,)),
             *sampling.padded(size),
         ]
 
-        def run(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor) -> None:
-            draft.start(slots, lengths, roots, first, *chosen)
-            at, pending = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
-            self._append(draft, self._catch_up(at, pending)[:, None])
+        def run(*tensors: Tensor) -> None:
+            draft.start(*tensors)
+            self._append(draft, self._root_features[:size, None])
 
-        return ("first level", *draft.key, bound), run, inputs
+        return ("first level", *draft.key), run, inputs
 
     def _level_pass(self, draft: PaddedDraft, bound: int) -> tuple[tuple, Callable[[], None], list[PaddedInput]]:
         """Return key, function and (no) inputs of the pass that grows a draft by a level, whichever is next."""
@@ -212,18 +253,19 @@ class EagleDrafter(PairDrafter):
         roots: Int[Tensor, " B"],
         ends: Int[Tensor, "B E"],
         plan: DraftPlan,
-        backlog: PendingPairs,
+        first: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
     ) -> Grown:
-        """Read the pending pairs, then expand level by level until the plan is fulfilled."""
+        """Expand level by level until the plan is fulfilled."""
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
-        features = self._catch_up(at, backlog)[:, None]
-        self._grow(builder, features, None, plan.children)
+        inputs = features[:, None]
+        self._grow(builder, inputs, None, plan.children)
         at, seen = at.shifted(1), None
         while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
             frontier = builder.frontier()
             seen = _descend(seen, frontier, builder.depth - 1)
-            features = self._level(at, frontier, features, seen, backlog.first)
-            self._grow(builder, features, frontier, plan.children)
+            inputs = self._level(at, frontier, inputs, seen, first)
+            self._grow(builder, inputs, frontier, plan.children)
         return Grown(builder.build(), builder.levels, self.ranking.feedback)
 
     @property
@@ -244,7 +286,8 @@ class EagleDrafter(PairDrafter):
             position_depths=index.expand(len(at.slots), -1),
             first=backlog.first,
             row_of=rows.row_of,
-            unpack=backlog.unpack,
+            unpack=rows.unpack,
+            seq=rows.seq,
         )
         hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.positions, layout)
         return hidden[rows.last]
@@ -287,6 +330,7 @@ class EagleDrafter(PairDrafter):
         first: Int[Tensor, " B"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
+        seq: Int[Tensor, " R"] | None = None,
     ) -> AttentionMetadata:
         """Return metadata of rows that attend to their slot from its first pair on."""
         return tree_metadata(
@@ -299,6 +343,7 @@ class EagleDrafter(PairDrafter):
             first=first,
             row_of=row_of,
             unpack=unpack,
+            seq=seq,
         )
 
     def _grow(

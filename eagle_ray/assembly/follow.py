@@ -1,0 +1,165 @@
+"""Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
+
+    size = num_ranks(model, args)                       # execution.tensor_parallel, checked before anything is loaded
+    member = lead(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
+    bundle = ...                                        # of this rank's part of the target, with member.lockstep
+
+A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts and steps. Measured
+costs, plans and times are rank 0's. What a follower cannot do ends it, and so all ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.load_models import check_device, device_type
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graph_warmup import capture
+from eagle_ray.models.loader import load_config
+from eagle_ray.models.quantized_model import quantization_of
+from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
+from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
+from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import check_shards, fitting_sizes, group_size_of
+from eagle_ray.storage.model_files import gguf_in
+
+log = logging.getLogger("eagle_ray")
+COMMAND = f"from {__name__} import run_follower; run_follower()"
+BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds a rank's engine
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of an engine."""
+
+    ranks: RankGroup
+    lockstep: Lockstep
+
+    @property
+    def leads(self) -> bool:
+        return self.lockstep.leads
+
+    def join(self, engine: Engine) -> None:
+        """Let the engine take its steps with those of the other ranks."""
+        engine.lockstep = self.lockstep
+        engine.drafts_grammars = False  # what grammars predict depends on when they were compiled
+        if engine.graphs is not None:
+            engine.graphs.agrees = lambda is_captured: self.ranks.minimum([is_captured]) == [True]
+
+
+def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
+    """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do."""
+    wanted, on_gpu = args.tensor_parallel, device_type(model) == "cuda"
+    if wanted == 1 or (wanted == "auto" and not (on_gpu and args.num_gpus > 1)):
+        return 1
+    path = download(model.target, "target")
+    config = load_config(path)
+    file, quantization = gguf_in(path), quantization_of(config)
+    group_size = group_size_of({} if file is not None else quantization)
+    if wanted == "auto":
+        size = int(args.num_gpus)
+        try:
+            check_shards(config, size, group_size)
+        except ConfigError as error:
+            log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, error)
+            return 1
+        return size
+    check_shards(config, wanted, group_size)
+    if on_gpu and (args.num_gpus not in (1, wanted) or torch.cuda.device_count() < wanted):
+        seen = min(torch.cuda.device_count(), int(args.num_gpus) if args.num_gpus > 1 else torch.cuda.device_count())
+        fitting = ", ".join(str(size) for size in fitting_sizes(config, group_size) if size <= seen)
+        raise ConfigError(
+            f"execution.tensor_parallel: {wanted}, and the engine has {seen} GPUs, one for each rank. Set it to one of "
+            f"{fitting}, or execution.gpus_per_actor to {wanted}."
+        )
+    return wanted
+
+
+def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
+    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads."""
+    check_device(model)
+    if device_type(model) == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()
+    followers = Followers(COMMAND, size, content, args.owns_process)
+    ranks = RankGroup(0, size, followers.meeting, device_type(model))
+    ranks.why_lost = followers.why_lost
+    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close))
+
+
+def run_follower() -> None:
+    """Run a process that `lead` has started."""
+    faulthandler.enable()
+    log.setLevel(logging.WARNING)
+    be_follower(_follow)
+
+
+def _follow(start: FollowerStart, pipe: Connection) -> None:
+    model, speculative, args, threads = start.content
+    torch.set_num_threads(threads)
+    if device_type(model) == "cuda":
+        torch.cuda.set_device(start.rank)
+    ranks = RankGroup(start.rank, start.size, start.meeting, device_type(model))
+    lockstep = Follower(start.rank, pipe)
+    module, function = BUILD
+    bundle = getattr(import_module(module), function)(model, speculative, args, Member(ranks, lockstep))
+    Commands(bundle.engine, lockstep).run()
+
+
+class Commands:
+    """What rank 0 can tell a follower; its methods have the commands' names."""
+
+    def __init__(self, engine: Engine, lockstep: Follower):
+        self._engine, self._lockstep = engine, lockstep
+        self._keeping = ExitStack()
+
+    def run(self) -> None:
+        """Do what the leader says. Raises EOFError once it is gone."""
+        while True:
+            name, arguments = self._lockstep.command()
+            getattr(self, name)(*arguments)
+
+    def add(self, number: int, inputs: dict[str, Any], has_stop_check: bool) -> None:
+        self._engine.add(self._lockstep.added(number, inputs, has_stop_check))
+
+    def abort(self, number: int) -> None:
+        sequence: Sequence | None = self._lockstep.aborted(number)
+        if sequence is not None:
+            self._engine.abort(sequence)
+
+    def step(self, overlap: bool) -> None:
+        self._engine.overlap = overlap
+        self._engine.step()
+
+    def order_for_throughput(self) -> None:
+        self._engine.order_for_throughput()
+
+    def reset_learning(self) -> None:
+        self._engine.reset_learning()
+
+    def learned_state(self) -> None:
+        self._engine.learned_state()
+
+    def load_learned(self, state: dict[str, torch.Tensor]) -> None:
+        self._engine.load_learned(state)
+
+    def capture(self) -> None:
+        capture(self._engine)
+
+    def keep_graphs(self, is_on: bool) -> None:
+        self._keeping.close()
+        if is_on and self._engine.graphs is not None:
+            self._keeping.enter_context(self._engine.graphs.keeping())

@@ -1,0 +1,79 @@
+"""Child processes: start one with a pipe to it, let it end with its parent, and tell how it ended.
+
+pipe, process = start_child("from here import run; run()", "a job", "argument")
+pipe.send(...)
+describe_exit(process.wait())        # "was ended by signal 9"
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+
+
+def start_child(
+    command: str,
+    name: str,
+    argument: str,
+    environment: Mapping[str, str] | None = None,
+    is_apart: bool = False,
+    files: Sequence[int] = (),
+) -> tuple[Connection, subprocess.Popen]:
+    """Start a Python process with this one's module path and output streams; return the pipe to it, too.
+
+    The child is the only other holder of its end, so the end of either process closes the pipe.
+
+    Args:
+        command: Python code.
+        name: shown by ``ps``.
+        environment: variables in addition to this process's own.
+        is_apart: the child gets no signals of this process's terminal.
+        files: numbers of open files that it gets in addition to the pipe.
+    """
+    here, there = Pipe()
+    with there, _sigint_blocked():
+        process = subprocess.Popen(
+            [sys.executable, "-c", command, name, argument, str(there.fileno())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno(), *files],
+            start_new_session=is_apart,
+        )
+    return here, process
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Block Ctrl-C in processes started here, from their first moment on: the parent handles it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended. code: as Popen has it, or None if it is not known."""
+    if code is None:
+        return "ended"
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Make this process get a signal when its parent dies in any way. Linux only; elsewhere it continues.
+
+    Processes that are forked from this one do not.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
+        if os.getppid() != parent:  # it died before the call
+            os.kill(os.getpid(), number)

@@ -1,0 +1,144 @@
+"""Load one rank's part of a target: what it computes with, and no more, is read.
+
+    model = load_shard(path, config, torch.float32, "cpu", ranks)       # a causal LM that computes with the other ranks
+
+Plain weights are read slice by slice from safetensors files. A quantised layer is read whole, one at a time, and cut.
+Nothing of a rank's size in all is ever on the host twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+from eagle_ray.models.quantized_model import Checkpoint, build_model, empty_model, quantized_checkpoint
+from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, padded_rows, shard_config
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_shard(
+    path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, ranks: RankGroup, dequantize: bool = False
+) -> PreTrainedModel:
+    """Return this rank's part of the causal LM in a directory, which check_shards has let pass, frozen on the device.
+
+    Args:
+        config: of the whole target.
+        dequantize: whether all layers become dense ones.
+
+    Raises:
+        EngineError: the files cannot be read, or lack a tensor.
+    """
+    shard = Shard(ranks.rank, ranks.size, config.vocab_size)
+    whole = quantized_checkpoint(path, config) or PlainCheckpoint(SafetensorFiles.open(path))
+    shape = shard_config(config, ranks.size)
+    model = empty_model(shape, dtype)
+    with torch.device("meta"):
+        model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
+    build_model(shape, ShardedCheckpoint(whole, shard), dtype, device, dequantize, model=model)
+    return joined(model, ranks, shard).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCheckpoint:
+    """A directory of safetensors files with dense weights."""
+
+    files: SafetensorFiles
+
+    def names(self) -> list[str]:
+        return []
+
+    def tensor_names(self) -> set[str]:
+        return set(self.files.file_of)
+
+    def projection(self, name: str) -> Tensor:
+        return self.tensor(f"{name}.weight")
+
+    def tensor(self, name: str) -> Tensor:
+        return self.files.tensor(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCheckpoint:
+    """What one rank reads of a checkpoint. Raises EngineError as that does."""
+
+    whole: Checkpoint
+    shard: Shard
+
+    def names(self) -> list[str]:
+        return self.whole.names()
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of the tensors, that of an lm_head tied to the embedding among them."""
+        return self.whole.tensor_names() | {LM_HEAD}
+
+    def projection(self, name: str) -> Weight:
+        weight = self.whole.projection(name)
+        part = self.shard.part_of(f"{name}.weight", weight.shape)
+        if part is None:
+            return weight
+        if isinstance(weight, QuantizedWeight):
+            return _quantized_part(name, weight, part)
+        return _fp8_part(weight, part) if isinstance(weight, Fp8Weight) else cut_out(weight, part)
+
+    def tensor(self, name: str) -> Tensor:
+        is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
+        source = EMBEDDING if is_tied else name
+        if isinstance(self.whole, PlainCheckpoint):
+            stored = self.whole.files.slice_of(source)
+            part = self.shard.part_of(name, stored.get_shape())
+            tensor = _read(stored, part)
+        else:
+            tensor = self.whole.tensor(source)
+            tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
+        return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
+
+
+def _read(stored: object, part: Part | None) -> Tensor:
+    """Return a part of a tensor in a file. stored: safetensors' slice of it."""
+    if part is None:
+        return stored[:]  # type: ignore[index]  # safetensors has no types
+    numbers = slice(part.begin, part.end)
+    rows: Tensor = stored[numbers] if part.dim == 0 else stored[:, numbers]  # type: ignore[index]
+    return padded_rows(rows, part.padding)
+
+
+def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> QuantizedWeight:
+    """Return some outputs of a weight, or some whole groups of its inputs."""
+    if part.dim == 0:
+        index = torch.arange(part.begin, part.end + part.padding).clamp(max=part.end - 1)
+        return weight.rows(index)
+    if weight.order is not None:
+        raise EngineError(
+            f"tensor {name}.qweight: its groups have inputs that are apart (desc_act), which ranks cannot share. Set "
+            "execution.tensor_parallel to 1, or take a checkpoint without desc_act."
+        )
+    size = weight.group_size
+    if part.begin % size or part.end % size:
+        raise EngineError(
+            f"tensor {name}.qweight: groups of {size} inputs, and a rank's {part.end - part.begin} are no whole number "
+            "of them. Set execution.tensor_parallel to less."
+        )
+    codes = weight.codes[:, part.begin : part.end].contiguous()
+    groups = slice(part.begin // size, part.end // size)
+    return QuantizedWeight(
+        codes, weight.scale[:, groups].contiguous(), weight.offset[:, groups].contiguous(), weight.bits
+    )
+
+
+def _fp8_part(weight: Fp8Weight, part: Part) -> Fp8Weight:
+    """Return some outputs or some inputs of a weight; each output has one scale."""
+    values = weight.values.view(torch.uint8)
+    if part.dim == 1:
+        return Fp8Weight(values[:, part.begin : part.end].contiguous().view(torch.float8_e4m3fn), weight.scale)
+    rows = padded_rows(values[part.begin : part.end], part.padding).contiguous().view(torch.float8_e4m3fn)
+    scale = weight.scale if len(weight.scale) == 1 else padded_rows(weight.scale[part.begin : part.end], part.padding)
+    return Fp8Weight(rows, scale)

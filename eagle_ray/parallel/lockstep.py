@@ -1,0 +1,241 @@
+"""Lockstep: let every rank's engine take the same steps.
+
+All ranks run the same Engine. What follows the logits is a function of tokens, seeds and positions, and the logits have
+the same bits everywhere, so every rank samples the same tokens, keeps the same cache and learns the same calibration:
+no token is ever sent. What may differ is what rank 0, the leader, decides by its clock or learns from outside. It says
+so before each of these, and the others follow:
+
+    leader.tell("step", True)                   add, abort, step: what is called on the engine
+    leader.agree("plan", lambda: plan)          what its planner answers; a follower returns what the leader got
+    leader.check(lambda: checksum)              what the step has computed; a follower raises RankError if it differs
+
+Messages go one way, so the leader never waits for an answer, and followers are behind it by microseconds.
+
+    Alone       an engine of one process: nothing is sent
+    Leader      rank 0
+    Follower    every other rank
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from eagle_ray.core.errors import RankError
+from eagle_ray.core.sequence import Sequence as TokenSequence
+from eagle_ray.parallel.rank_group import REASON_S
+
+Answer = TypeVar("Answer")
+STOP_CHECK = "stop check"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@runtime_checkable
+class Lockstep(Protocol):
+    """How one engine is kept in step with the others of its target."""
+
+    leads: bool
+
+    def agree(
+        self,
+        name: str,
+        ask: Callable[[], Answer],
+        pack: Callable[[Answer], Any] = _same,
+        unpack: Callable[[Any], Answer] = _same,
+    ) -> Answer:
+        """Return what `ask` returns on the leader.
+
+        Args:
+            name: of what is agreed on, the same on all ranks.
+            pack: returns what is sent of an answer. unpack: makes the answer of that.
+        """
+        ...
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Let the followers do what the leader does now."""
+        ...
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Let the followers add a sequence that the leader's engine has added."""
+        ...
+
+    def abort(self, sequence: TokenSequence) -> None:
+        """Let the followers abort a sequence."""
+        ...
+
+    def retire(self, sequences: Sequence[TokenSequence]) -> None:
+        """Drop what is known of finished sequences."""
+        ...
+
+    def check(self, checksum: Callable[[], int]) -> None:
+        """Compare what the ranks have computed. Raises RankError if a follower has something else."""
+        ...
+
+    def close(self) -> None:
+        """End the followers."""
+        ...
+
+
+class Alone:
+    """An engine of one process."""
+
+    leads = True
+
+    def agree(
+        self,
+        name: str,
+        ask: Callable[[], Answer],
+        pack: Callable[[Answer], Any] = _same,
+        unpack: Callable[[Any], Answer] = _same,
+    ) -> Answer:
+        return ask()
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        pass
+
+    def add(self, sequence: TokenSequence) -> None:
+        pass
+
+    def abort(self, sequence: TokenSequence) -> None:
+        pass
+
+    def retire(self, sequences: Sequence[TokenSequence]) -> None:
+        pass
+
+    def check(self, checksum: Callable[[], int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Leader(Alone):
+    """Rank 0.
+
+    Args:
+        pipes: to the followers, in order.
+        why_lost: returns why a follower has ended, if that is known within some seconds.
+        end: ends the followers.
+    """
+
+    def __init__(self, pipes: Sequence[Connection], why_lost: Callable[[float], str | None], end: Callable[[], None]):
+        self._pipes, self._why_lost, self._end = pipes, why_lost, end
+        self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
+        self._num_added = 0
+
+    def agree(
+        self,
+        name: str,
+        ask: Callable[[], Answer],
+        pack: Callable[[Answer], Any] = _same,
+        unpack: Callable[[Any], Answer] = _same,
+    ) -> Answer:
+        answer = ask()
+        self._send(name, pack(answer))
+        return answer
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        self._send(command, arguments)
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Let the followers add a copy. They learn from the leader where its stop check ends it."""
+        number = self._num_added
+        self._num_added += 1
+        self._numbers[sequence] = number
+        self.tell("add", number, _inputs(sequence), sequence.stop_check is not None)
+        if (check := sequence.stop_check) is not None:
+            sequence.stop_check = lambda ids: self.agree(STOP_CHECK, lambda: check(ids))
+
+    def abort(self, sequence: TokenSequence) -> None:
+        number = self._numbers.pop(sequence, None)
+        if number is not None:
+            self.tell("abort", number)
+
+    def retire(self, sequences: Sequence[TokenSequence]) -> None:
+        for sequence in sequences:
+            self._numbers.pop(sequence, None)
+
+    def check(self, checksum: Callable[[], int]) -> None:
+        self._send("check", checksum())
+
+    def close(self) -> None:
+        self._end()
+
+    def _send(self, name: str, content: Any) -> None:
+        data = pickle.dumps((name, content), pickle.HIGHEST_PROTOCOL)
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(data)
+        except OSError as error:
+            raise RankError(self._why_lost(REASON_S) or "a rank is lost") from error
+
+
+class Follower(Alone):
+    """A rank that does what the leader does.
+
+    Args:
+        rank: of this process.
+        pipe: from the leader. EOFError is raised once the leader is gone.
+    """
+
+    leads = False
+
+    def __init__(self, rank: int, pipe: Connection):
+        self.rank, self._pipe = rank, pipe
+        self._sequences: dict[int, TokenSequence] = {}
+
+    def agree(
+        self,
+        name: str,
+        ask: Callable[[], Answer],
+        pack: Callable[[Answer], Any] = _same,
+        unpack: Callable[[Any], Answer] = _same,
+    ) -> Answer:
+        return unpack(self._next(name))
+
+    def check(self, checksum: Callable[[], int]) -> None:
+        expected, own = self._next("check"), checksum()
+        if own != expected:
+            raise RankError(f"rank {self.rank}: its step has checksum {own:08x}, and that of rank 0 is {expected:08x}")
+
+    def command(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the leader's next command; return its name and its arguments."""
+        name, arguments = pickle.loads(self._pipe.recv_bytes())
+        return name, arguments
+
+    def added(self, number: int, inputs: dict[str, Any], has_stop_check: bool) -> TokenSequence:
+        """Return the copy of a sequence that the leader has added."""
+        sequence = TokenSequence(**inputs)
+        if has_stop_check:
+            sequence.stop_check = lambda ids: self._next(STOP_CHECK)
+        self._sequences[number] = sequence
+        return sequence
+
+    def aborted(self, number: int) -> TokenSequence | None:
+        """Return the copy of a sequence that the leader has aborted, or None if it has finished."""
+        return self._sequences.pop(number, None)
+
+    def retire(self, sequences: Sequence[TokenSequence]) -> None:
+        finished = {id(sequence) for sequence in sequences}
+        if finished:
+            self._sequences = {n: s for n, s in self._sequences.items() if id(s) not in finished}
+
+    def _next(self, name: str) -> Any:
+        sent, content = pickle.loads(self._pipe.recv_bytes())
+        if sent != name:
+            raise RankError(f"rank {self.rank}: it needs the leader's {name!r}, and the leader is at {sent!r}")
+        return content
+
+
+def _inputs(sequence: TokenSequence) -> dict[str, Any]:
+    """Return the arguments that make a new sequence of the request."""
+    names = ("request_id", "prompt_ids", "sampling", "category", "bad_word_ids", "reasoning", "grammar_spec")
+    return {name: getattr(sequence, name) for name in (*names, "has_live_stats")}

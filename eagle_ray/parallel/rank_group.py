@@ -1,0 +1,210 @@
+"""RankGroup: the ranks of one engine as one of them sees them, and what they compute together.
+
+    ranks = RankGroup(rank=0, size=2, meeting="/tmp/x/ranks", device="cpu")
+    hidden = ranks.reduce(output_part)          # the sum of all ranks' parts
+    logits = ranks.gather(logits_part)          # all ranks' parts side by side
+    [slots] = ranks.minimum([256])                # the smallest of all ranks' numbers, for the host
+
+Every rank calls the same functions in the same order. They connect with the first call, over loopback, and find each
+other by a file: no port is open for that. A sum is added in the order of the ranks, number by number, so that a row's
+sum depends neither on the other rows nor on the rank that adds: all ranks have the same bits, and each samples the same
+tokens from the same logits.
+
+    device   reduce                                                        gather
+    CPU      gloo gathers the parts, which are added in fp32               gloo
+    CUDA     symmetric memory: each rank reads the parts of all others     NCCL
+             (one-shot, and two-shot for large passes); NCCL without it
+
+On a GPU all of them are launched on the current stream and can be captured in a graph. That half was written for torch
+2.9 and later and has not run on several GPUs yet.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle_ray.core.errors import RankError
+
+TIMEOUT_S = 120.0  # of one collective, should a rank wait for another that does not come; a silent one ends long before
+START_TIMEOUT_S = 1800.0  # of the first: ranks load their weights at different speeds
+POLL_S = 0.02  # between two looks for the others before the first
+REASON_S = 3.0  # that a rank waits to learn why a collective failed
+ONE_SHOT_BYTES = 512 << 10  # up to which every rank reads all parts whole
+LOOPBACK = "127.0.0.1"
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """What ranks compute together on one kind of device."""
+
+    def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]: ...
+
+    def gather(self, part: Float[Tensor, "*rows N"]) -> list[Float[Tensor, "*rows N"]]: ...
+
+
+class RankGroup:
+    """The ranks of one engine.
+
+    Args:
+        rank, size: of this process, from 0, and the number of all.
+        meeting: a file that all ranks can reach and that was not used before.
+        device: of this rank's tensors.
+
+    Attributes:
+        num_reduces, num_gathers: calls so far.
+        why_lost: returns why a rank has ended, if that is known within some seconds.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
+        self.rank, self.size = rank, size
+        self._meeting, self._device = meeting, torch.device(device)
+        self._host: Any = None
+        self._collectives: Collectives | None = None
+        self.num_reduces = self.num_gathers = 0
+        self.why_lost: Callable[[float], str | None] = lambda seconds: None
+
+    def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        """Return the sum of all ranks' parts. Raises RankError if a rank is lost."""
+        self.num_reduces += 1
+        return self._together(lambda: self._connected.reduce(part))
+
+    def gather(self, part: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows M"]:
+        """Return all ranks' parts side by side, by rank. Raises RankError if a rank is lost."""
+        self.num_gathers += 1
+        return torch.cat(self._together(lambda: self._connected.gather(part)), -1)
+
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
+        """Return the smallest of all ranks' numbers, one by one. Raises RankError if a rank is lost."""
+        own = torch.tensor(list(numbers), dtype=torch.int64)
+        parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
+        return torch.stack(parts).amin(0).tolist()
+
+    def close(self) -> None:
+        """Leave the group; ranks that wait for this one get an error."""
+        self._host = self._collectives = None
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:  # whatever gloo and NCCL raise
+            reason = self.why_lost(REASON_S) or f"another rank is lost ({str(error).strip().splitlines()[0]})"
+            raise RankError(f"rank {self.rank} of {self.size}: {reason}") from error
+
+    @property
+    def _connected(self) -> Collectives:
+        if self._collectives is None:
+            host = self._connect()
+            on_gpu = self._device.type == "cuda"
+            self._collectives = CudaCollectives(self) if on_gpu else GlooCollectives(host, self.size)
+        return self._collectives
+
+    def _connect(self) -> Any:
+        """Return gloo's group of all ranks, which is there on a GPU's host, too."""
+        if self._host is None:
+            self._rendezvous()
+            options = torch.distributed.ProcessGroupGloo._Options()
+            options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            options._timeout = timedelta(seconds=TIMEOUT_S)
+            self._host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
+        return self._host
+
+    def _rendezvous(self) -> None:
+        """Wait until all ranks are here. Raises RankError if one is lost, or does not come."""
+        store, names = self.store("here"), [f"rank {rank}" for rank in range(self.size)]
+        store.set(names[self.rank], "")
+        ends_at = time.monotonic() + START_TIMEOUT_S
+        while not store.check(names):
+            reason = self.why_lost(0.0)
+            if reason is None and time.monotonic() > ends_at:
+                reason = f"not all ranks have loaded their weights within {START_TIMEOUT_S:.0f} s"
+            if reason is not None:
+                raise RankError(f"rank {self.rank} of {self.size}: {reason}")
+            time.sleep(POLL_S)
+
+    def store(self, name: str) -> Any:
+        """Return a store by which the ranks meet. name: of the group that they make."""
+        store = torch.distributed.FileStore(self._meeting, self.size)
+        return torch.distributed.PrefixStore(name, store)
+
+
+class GlooCollectives:
+    """Collectives on a CPU."""
+
+    def __init__(self, group: Any, size: int):
+        self._group, self._size = group, size
+
+    def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        parts = self.gather(part)
+        total = parts[0].to(torch.float32, copy=True)
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
+        self._group.allgather([parts], [part.contiguous()]).wait()
+        return parts
+
+
+class CudaCollectives:
+    """Collectives on GPUs of one node. This process has one of them, and no other default group."""
+
+    def __init__(self, ranks: RankGroup):
+        self._size = ranks.size
+        if not torch.distributed.is_initialized():
+            device = torch.device("cuda", torch.cuda.current_device())
+            torch.distributed.init_process_group(
+                "nccl", store=ranks.store("device"), rank=ranks.rank, world_size=ranks.size, device_id=device
+            )
+        self._group = torch.distributed.group.WORLD
+        self._shared: dict[
+            tuple[torch.dtype, int], Tensor
+        ] = {}  # memory that every rank reads, by size; graphs read it
+        self._symmetric = _symmetric_memory(self._group)
+
+    def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        if self._symmetric is None or part.dtype is not torch.bfloat16 or part.numel() % (8 * self._size):
+            total = part.contiguous().clone()
+            torch.distributed.all_reduce(total, group=self._group)
+            return total
+        shared = self._memory(part)[: part.numel()]
+        shared.copy_(part.reshape(-1))
+        name = self._group.group_name  # type: ignore[union-attr]
+        if part.nbytes <= ONE_SHOT_BYTES:
+            return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name).view_as(part)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
+        return shared.clone().view_as(part)
+
+    def gather(self, part: Float[Tensor, "*rows N"]) -> list[Float[Tensor, "*rows N"]]:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self._group)
+        return parts
+
+    def _memory(self, part: Tensor) -> Tensor:
+        """Return symmetric memory for the part. It is made at a pass's warm-up, never while the pass is captured."""
+        numel = 1 << math.ceil(math.log2(part.numel()))
+        if (part.dtype, numel) not in self._shared:
+            shared = self._symmetric.empty(numel, dtype=part.dtype, device=part.device)
+            self._symmetric.rendezvous(shared, self._group)
+            self._shared[part.dtype, numel] = shared
+        return self._shared[part.dtype, numel]
+
+
+def _symmetric_memory(group: Any) -> Any:
+    """Return torch's module of symmetric memory, or None if this torch or these GPUs lack it."""
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device="cuda"), group)
+    except (ImportError, RuntimeError):
+        return None
+    return symmetric

@@ -1,0 +1,249 @@
+"""Shards of a Llama-shaped target: which numbers of each weight a rank has, and the layers that join ranks again.
+
+    check_shards(config, size=2)                      # ConfigError, with the sizes that would do
+    shape = shard_config(config, size=2)              # the config of one rank's layers
+    part = Shard(rank=0, size=2, vocab_size=1536).part_of("model.layers.0.mlp.down_proj.weight", (256, 384))
+
+    weight                                  split                     a rank's part computes
+    q_proj, k_proj, v_proj                  rows, by key/value heads  its heads
+    gate_proj, up_proj                      rows                      its numbers of the MLP
+    o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
+    lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
+    embeddings, norms                       not at all                the same everywhere
+
+So a layer takes two collectives, and the logits take one. The transformers modules of a rank are those of a smaller
+model: its config has the heads and the width of one rank, so KV caches and plans of memory are those of a rank, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.parallel.rank_group import RankGroup
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers our own forward runs
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+BY_INPUTS = ("o_proj", "down_proj")
+INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
+
+
+def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
+    """Raise ConfigError if a target of this config cannot be split over `size` ranks.
+
+    Args:
+        group_size: inputs that share a scale, of a quantised target.
+    """
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"execution.tensor_parallel: {size}, and the target is {config.model_type!r}. Targets of "
+            f"{', '.join(MODEL_TYPES)} are split; set it to 1 for others."
+        )
+    faults = _faults(config, size, group_size)
+    if faults:
+        fitting = ", ".join(str(each) for each in fitting_sizes(config, group_size))
+        raise ConfigError(
+            f"execution.tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. Set it to one "
+            f"of {fitting}."
+        )
+
+
+def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
+    """Return every number of ranks over which a target of this config can be split, 1 among them."""
+    return [size for size in range(1, _kv_heads(config) + 1) if not _faults(config, size, group_size)]
+
+
+def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
+    kv_heads, heads, width = _kv_heads(config), config.num_attention_heads, config.intermediate_size
+    numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads, f"MLP of {width}": width}
+    if group_size is not None:
+        block = math.lcm(group_size, INPUT_BLOCK)
+        inputs = {"MLP": width, "heads": heads * head_dim(config)}
+        numbers |= {
+            f"{name} of {number} in groups of {block}": number // block if number % block == 0 else 1
+            for name, number in inputs.items()
+        }
+    return [name for name, number in numbers.items() if number % size]
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_dim(config: Any) -> int:
+    """Return the numbers of one head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def shard_config(config: Any, size: int) -> Any:
+    """Return the config of one rank's layers. Its lm_head is not tied: a rank has some of its rows only."""
+    shape = deepcopy(config)
+    shape.head_dim = head_dim(config)
+    shape.num_attention_heads = config.num_attention_heads // size
+    shape.num_key_value_heads = _kv_heads(config) // size
+    shape.intermediate_size = config.intermediate_size // size
+    shape.tie_word_embeddings = False
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The numbers of a tensor that one rank has: `begin` to `end` of dimension `dim`.
+
+    Attributes:
+        padding: rows of zeros after them, so that all ranks have as many.
+    """
+
+    dim: int
+    begin: int
+    end: int
+    padding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a target. vocab_size: of its lm_head."""
+
+    rank: int
+    size: int
+    vocab_size: int
+
+    @property
+    def num_logits(self) -> int:
+        """Return the rows of one rank's lm_head; the last rank's may be padded."""
+        return -(-self.vocab_size // self.size)
+
+    def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
+        """Return this rank's part of a tensor, or None for all of it. name: as checkpoints have it."""
+        layer, _, kind = name.rpartition(".")
+        layer = layer.rpartition(".")[2]
+        if layer == "lm_head":
+            begin = min(self.rank * self.num_logits, self.vocab_size)
+            end = min(begin + self.num_logits, self.vocab_size)
+            return Part(0, begin, end, self.num_logits - (end - begin))
+        if layer in BY_ROWS:
+            return self._equal_part(0, shape[0])
+        return self._equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None
+
+    def adds_bias(self, name: str) -> bool:
+        """Return whether this rank adds a bias to what it computes; that of a sum is added once."""
+        layer = name.rpartition(".")[0].rpartition(".")[2]
+        return layer not in BY_INPUTS or self.rank == 0
+
+    def _equal_part(self, dim: int, number: int) -> Part:
+        each = number // self.size
+        return Part(dim, self.rank * each, (self.rank + 1) * each)
+
+
+def cut_out(tensor: Tensor, part: Part | None) -> Tensor:
+    """Return the part's numbers of a whole tensor, in memory of their own."""
+    if part is None:
+        return tensor
+    rows = tensor.narrow(part.dim, part.begin, part.end - part.begin)
+    return padded_rows(rows, part.padding).clone(memory_format=torch.contiguous_format)
+
+
+def padded_rows(rows: Tensor, padding: int) -> Tensor:
+    """Return the rows with `padding` rows of zeros after them."""
+    return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])]) if padding else rows
+
+
+class ReducedLinear(nn.Module):
+    """A linear layer of which each rank has some inputs: the ranks' outputs are added up.
+
+    Args:
+        part: the layer over this rank's inputs.
+    """
+
+    def __init__(self, part: nn.Module, ranks: RankGroup):
+        super().__init__()
+        self.part, self.ranks = part, ranks
+        self.in_features: int = cast(Any, part).in_features
+        self.out_features: int = cast(Any, part).out_features
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Any, self.part).weight
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Return whether the part reads ScaledRows."""
+        return getattr(self.part, "reads_fp8", False)
+
+    def forward(self, inputs: Any) -> Float[Tensor, "*rows O"]:
+        return self.ranks.reduce(self.part(inputs))
+
+
+class GatheredHead(nn.Module):
+    """An lm_head of which each rank has some rows: the ranks' logits are put side by side.
+
+    Args:
+        part: the layer of this rank's rows, as many as every rank has.
+        shard: which rows they are.
+        order: the output of all ranks, side by side, that each logit is; None for the first ones in order.
+        num_logits: of the whole head.
+    """
+
+    def __init__(
+        self, part: nn.Module, ranks: RankGroup, shard: Shard, num_logits: int, order: Int[Tensor, " D"] | None = None
+    ):
+        super().__init__()
+        self.part, self.ranks, self.shard = part, ranks, shard
+        self.in_features: int = cast(Any, part).in_features
+        self.out_features, self._order = num_logits, order
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Any, self.part).weight
+
+    def forward(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
+        outputs = self.ranks.gather(self.part(hidden))
+        return outputs[..., : self.out_features] if self._order is None else outputs.index_select(-1, self._order)
+
+    def rows(
+        self, token_ids: Int[Tensor, " D"], slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module]
+    ) -> GatheredHead:
+        """Return a head of these tokens, in the given order. Every rank has the rows that it has here.
+
+        Args:
+            slice_rows: returns some rows of a rank's part.
+        """
+        each = self.shard.num_logits
+        owner, row = token_ids // each, token_ids % each
+        counts = torch.bincount(owner, minlength=self.shard.size)
+        num_rows = int(counts.max())
+        by_owner = torch.argsort(owner, stable=True)
+        place = torch.empty_like(by_owner)
+        first = counts.cumsum(0) - counts
+        place[by_owner] = torch.arange(len(token_ids), device=owner.device) - first[owner[by_owner]]
+        own = row[owner == self.shard.rank]
+        own = torch.cat([own, own.new_zeros(num_rows - len(own))])
+        part = slice_rows(self.part, own)
+        return GatheredHead(part, self.ranks, self.shard, len(token_ids), owner * num_rows + place)
+
+
+def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
+    """Let the model of one rank's parts compute with the others: wrap its outputs, down projections and lm_head."""
+    for layer in model.base_model.layers:
+        layer.self_attn.o_proj = ReducedLinear(layer.self_attn.o_proj, ranks)
+        layer.mlp.down_proj = ReducedLinear(layer.mlp.down_proj, ranks)
+    model.lm_head = GatheredHead(model.lm_head, ranks, shard, shard.vocab_size)
+    return model
+
+
+def group_size_of(quantization: Mapping[str, Any] | None) -> int | None:
+    """Return the inputs that share a scale in a checkpoint's quantization_config; None for plain weights."""
+    if quantization is None:
+        return None
+    groups = quantization.get("config_groups") or {}
+    weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
+    sizes = [quantization.get("group_size"), quantization.get("q_group_size"), weights.get("group_size")]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK)

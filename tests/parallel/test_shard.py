@@ -1,0 +1,166 @@
+"""Shards: each rank's part of a target computes with the others what the whole computes, by as few sums as possible."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.follow import num_ranks
+from eagle_ray.assembly.gguf_targets import gguf_directory
+from eagle_ray.config import ModelConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.models.target import PromptBatch, TargetModel
+from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import fitting_sizes
+from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
+from tests.support.ranks import on_ranks
+
+SHAPE = dict(
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=72,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+)
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "mistral, window": MistralConfig(**SHAPE, sliding_window=7, head_dim=16),
+    "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+}
+PROMPTS = [list(range(5, 45)), [7, 3, 9]]
+SOME = [5, 100, 7, 26, 51, 52]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(name: str):
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith("bias"):
+                    parameter.normal_()
+        model.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return write
+
+
+def passed(path, ranks: RankGroup | None = None, packs: bool = False, dequantize: bool = False):
+    """Return the logits of a pass over the prompts, those of some tokens alone, and the collectives that it took."""
+    model = load_causal_lm(path, torch.float32, "cpu", dequantize, ranks=ranks)
+    if packs:
+        pack_linears(model, 1)
+    with torch.inference_mode():
+        target = TargetModel(model, 2, 64)
+        for slot, prompt in enumerate(PROMPTS):
+            target.cache.blocks.reserve(slot, len(prompt))
+        before = (ranks.num_reduces, ranks.num_gathers) if ranks else (0, 0)
+        output = target.prefill(PromptBatch.of([0, 1], PROMPTS))
+        after = (ranks.num_reduces, ranks.num_gathers) if ranks else (0, 0)
+        some = target.logits_over(torch.tensor(SOME))(output.hidden)
+    return output.logits, some, [b - a for a, b in zip(before, after, strict=True)]
+
+
+def error(own: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return the largest difference, as a part of the largest logit."""
+    return float((own - whole).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_compute_what_one_process_computes(checkpoint, tmp_path, name, size):
+    path = checkpoint(name)
+    whole, some, _ = passed(path)
+    parts = on_ranks(size, tmp_path, lambda ranks: passed(path, ranks, packs=size == 4))
+    for logits, some_logits, counts in parts:
+        assert counts == [2 * SHAPE["num_hidden_layers"], 1], "two collectives a layer and one for the logits"
+        assert logits.shape == whole.shape and error(logits, whole) < 1e-5
+        assert error(some_logits, some) < 1e-5
+        assert torch.equal(logits, parts[0][0]), "all ranks have the same bits"
+
+
+@pytest.mark.parametrize("dequantize, most", [(True, 1e-5), (False, 1e-2)])
+def test_quantised_projections_are_shared(tmp_path, dequantize, most):
+    """With their own kernels inputs are rounded to 8 bits, so that a last bit of a sum may become a step of those."""
+    metadata = toy_metadata(**{"llama.embedding_length": 128, "llama.feed_forward_length": 192})
+    write_gguf(tmp_path / "model.gguf", metadata, toy_tensors(metadata))
+    path = gguf_directory(tmp_path / "model.gguf")
+    whole, some, _ = passed(path, dequantize=dequantize)
+    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
+        assert counts == [4, 1]
+        assert error(logits, whole) < most and error(some_logits, some) < most
+
+
+def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
+    path = checkpoint("llama")
+
+    def work(ranks: RankGroup):
+        layer = load_causal_lm(path, torch.float32, "cpu", ranks=ranks).base_model.layers[0].mlp.down_proj
+        pack_linears(layer, 1)
+        rows = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(ranks.rank))
+        return all(torch.equal(layer(rows)[i : i + 1], layer(rows[i : i + 1])) for i in range(9))
+
+    assert on_ranks(2, tmp_path, work) == [True, True]
+
+
+def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
+    path = checkpoint("llama")
+    stored = load_file(path / "model.safetensors")
+    shared = {name for name in stored if "norm" in name or "embed" in name}
+    numel = sum(tensor.numel() for name, tensor in stored.items() if name not in shared)
+    padded = (SHAPE["vocab_size"] % 2) * SHAPE["hidden_size"]  # a row of zeros in the last rank's lm_head
+
+    def work(ranks: RankGroup) -> dict[str, int]:
+        model = load_causal_lm(path, torch.float32, "cpu", ranks=ranks)
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    for sizes in on_ranks(2, tmp_path, work):
+        own = {name: size for name, size in sizes.items() if name not in shared}
+        assert 2 * sum(own.values()) == numel + padded
+        assert all(sizes[name] == stored[name].numel() for name in shared)
+
+
+@pytest.mark.parametrize(
+    "size, changes, words",
+    [
+        (4, {}, "2 key/value heads"),
+        (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
+        (2, {"intermediate_size": 385}, "MLP of 385"),
+        (2, {"model_type": "gemma2"}, "'gemma2'"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, size, changes, words):
+    config = dict(SHAPE, num_key_value_heads=2, num_attention_heads=4, model_type="llama", architectures=["X"])
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    model = ModelConfig(target=str(tmp_path), device="cpu")
+    with pytest.raises(ConfigError, match=f"(?s)execution.tensor_parallel: {size}.*{words}"):
+        num_ranks(model, EngineArgs(tensor_parallel=size))
+
+
+def test_the_sizes_that_would_do_are_named():
+    sizes = dict(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672)  # a 70B's
+    config = LlamaConfig(**SHAPE | sizes)
+    assert fitting_sizes(config) == [1, 2, 4, 8]
+    assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8]
+    assert fitting_sizes(config, group_size=8192) == [1]
+
+
+def test_one_rank_is_the_default_on_a_cpu():
+    model = ModelConfig(device="cpu")
+    assert num_ranks(model, EngineArgs(tensor_parallel="auto")) == 1
+    assert num_ranks(model, EngineArgs(tensor_parallel=2)) == 2

@@ -1,0 +1,94 @@
+"""Several ranks of one engine in threads of this process, and what leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from eagle_ray.assembly.assemble import build_rank
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.follow import Commands, Member
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.engine.engine import Engine
+from eagle_ray.parallel.lockstep import Follower, Leader
+from eagle_ray.parallel.rank_group import RankGroup
+
+Result = TypeVar("Result")
+NAME = "eagle-ray-rank-"
+
+
+def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) -> list[Result]:
+    """Return what each rank's work returns, by rank. Raises what the first of them raises."""
+    meeting = str(directory / "meeting")
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(work, RankGroup(rank, size, meeting)) for rank in range(size)]
+        return [future.result() for future in futures]
+
+
+def with_ranks(
+    size: int,
+    directory: Path,
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    args: EngineArgs,
+    work: Callable[[Engine], Result],
+) -> tuple[Result, list[Engine]]:
+    """Return what work with rank 0's engine returns, and all engines; every other rank follows in a thread."""
+    pipes = [Pipe() for _ in range(size - 1)]
+
+    def run(ranks: RankGroup) -> tuple[Result | None, Engine]:
+        if ranks.rank == 0:
+            try:
+                lockstep = Leader([here for here, _ in pipes], lambda seconds: None, lambda: None)
+                engine = build_rank(model, speculative, args, Member(ranks, lockstep)).engine
+                return work(engine), engine
+            finally:
+                for here, _ in pipes:
+                    here.close()
+        follower = Follower(ranks.rank, pipes[ranks.rank - 1][1])
+        engine = build_rank(model, speculative, args, Member(ranks, follower)).engine
+        with suppress(EOFError):
+            Commands(engine, follower).run()
+        return None, engine
+
+    results = on_ranks(size, directory, run)
+    result = results[0][0]
+    assert result is not None
+    return result, [engine for _, engine in results]
+
+
+def followers_of(pid: int) -> list[psutil.Process]:
+    """Return the processes of the other ranks that a process has started, those that have ended and stay included."""
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(pid).children(recursive=True)
+        return [child for child in children if is_follower(child)]
+    return []
+
+
+def is_follower(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE or any(part.startswith(NAME) for part in process.cmdline())
+    return False
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Return whether something is so within this time."""
+    ends_at = time.monotonic() + seconds
+    while not (now := is_so()) and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    return now
+
+
+def meetings() -> set[str]:
+    """Return the directories in which ranks meet that are there now."""
+    import tempfile
+
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("eagle-ray-ranks-")}
