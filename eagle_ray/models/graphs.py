@@ -316,7 +316,8 @@ class CudaGraphRunner:
         """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self.used_bytes()
         graph = self.try_capture(key, function, inputs)
-        if self.on_cuda and not self.agrees(graph is not None):
+        is_agreed = not self.on_cuda or self.agrees(graph is not None)
+        if graph is None or not is_agreed:
             self.failures.setdefault(key, "another rank could not")
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture
@@ -396,8 +397,8 @@ class InputBuffers:
                 tensors[group].append(tensor)
                 self._filled[i] = tensor.shape
             self._given[i] = tensor if padded.is_fixed else None
-        for group, destinations in corners.items():
-            torch._foreach_copy_(destinations, tensors[group], non_blocking=True)
+        for key, destinations in corners.items():
+            torch._foreach_copy_(destinations, tensors[key], non_blocking=True)
 
 
 def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> Tensor:

@@ -111,10 +111,11 @@ class RankGroup:
         """Return gloo's group of all ranks, which is there on a GPU's host, too."""
         if self._host is None:
             self._rendezvous()
-            options = torch.distributed.ProcessGroupGloo._Options()
-            options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            gloo: Any = torch.distributed.ProcessGroupGloo  # whose options have no stubs
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]
             options._timeout = timedelta(seconds=TIMEOUT_S)
-            self._host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
+            self._host = gloo(self.store("host"), self.rank, self.size, options)
         return self._host
 
     def _rendezvous(self) -> None:
@@ -202,8 +203,9 @@ class CudaCollectives:
 def _symmetric_memory(group: Any) -> Any:
     """Return torch's module of symmetric memory, or None if this torch or these GPUs lack it."""
     try:
-        from torch.distributed import _symmetric_memory as symmetric
+        from torch.distributed import _symmetric_memory
 
+        symmetric: Any = _symmetric_memory  # whose stubs lack a device
         symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device="cuda"), group)
     except (ImportError, RuntimeError):
         return None
