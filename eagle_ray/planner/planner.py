@@ -64,8 +64,8 @@ class Allocation:
     @classmethod
     def unpacked(cls, packed: tuple[np.ndarray, int, int, float, list[int] | None], device: torch.device) -> Allocation:
         """Return the allocation on a device."""
-        keep, *rest = packed
-        return cls(copy_to_device(torch.from_numpy(keep), device), *rest)
+        keep, num_nodes, num_rows, expected, sizes = packed
+        return cls(copy_to_device(torch.from_numpy(keep), device), num_nodes, num_rows, expected, sizes)
 
     @classmethod
     def without_padding(cls, draft: Draft, limit: int) -> Allocation:
