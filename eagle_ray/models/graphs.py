@@ -316,8 +316,8 @@ class CudaGraphRunner:
         """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self.used_bytes()
         graph = self.try_capture(key, function, inputs)
-        is_agreed = not self.on_cuda or self.agrees(graph is not None)
-        if graph is None or not is_agreed:
+        is_captured = self.agrees(graph is not None) if self.on_cuda else True
+        if graph is None or not is_captured:
             self.failures.setdefault(key, "another rank could not")
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture

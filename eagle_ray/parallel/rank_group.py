@@ -111,11 +111,10 @@ class RankGroup:
         """Return gloo's group of all ranks, which is there on a GPU's host, too."""
         if self._host is None:
             self._rendezvous()
-            gloo: Any = torch.distributed.ProcessGroupGloo  # whose options have no stubs
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=LOOPBACK)]
+            options: Any = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             options._timeout = timedelta(seconds=TIMEOUT_S)
-            self._host = gloo(self.store("host"), self.rank, self.size, options)
+            self._host = torch.distributed.ProcessGroupGloo(self.store("host"), self.rank, self.size, options)
         return self._host
 
     def _rendezvous(self) -> None:
@@ -205,8 +204,8 @@ def _symmetric_memory(group: Any) -> Any:
     try:
         from torch.distributed import _symmetric_memory
 
-        symmetric: Any = _symmetric_memory  # whose stubs lack a device
-        symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device="cuda"), group)
+        device = torch.device("cuda", torch.cuda.current_device())
+        symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device=device), group)
     except (ImportError, RuntimeError):
         return None
     return symmetric
