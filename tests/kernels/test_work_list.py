@@ -155,8 +155,9 @@ def test_a_list_serves_every_layer_and_every_replay():
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("rows", [4, 32, 64, 200])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 256), (64, 8, 64)])
-def test_sums_of_parts_take_little_memory(rows, heads, capability):
+def test_sums_of_parts_take_little_memory(rows, heads, capability, monkeypatch):
     """Of 256 sequences as of one, whatever the contexts."""
+    monkeypatch.setattr(work_list, "launch", lambda *_: lambda *args, **constants: None)
     num_heads, kv_heads, dim = heads
     shape = tile_shape(rows, dim, dim, torch.bfloat16, capability)
     for batch in (1, 256):
