@@ -11,6 +11,7 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
+from eagle_ray.batch.worker import learned_state
 from eagle_ray.batch.worker.worker import StartCache, Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
@@ -180,6 +181,25 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
     fourth = Worker(other, Run(run.output, run.run_id, 3, "another"), [], WorkerPlan())
     assert known_tokens(fourth) == 0
     fourth.close()
+
+
+def test_older_states_are_read_as_long_as_an_index_has_room(make_job, caplog, monkeypatch):
+    config = make_job(token_rows(2), **{"speculative.method": "suffix"})
+    run = start(config)
+    first = Worker(config, run, [], WorkerPlan())
+    asyncio.run(first.answer(batches_of(config)[0]))
+    first.close()
+    (newest,) = learned_files(run)
+    key, _, number = newest.name.rsplit("-", 2)
+    older = newest.parent / f"{key}-{0:011d}-{number}"
+    older.write_atomic(newest.read_bytes())
+    for limit, num_read in ((learned_state.MAX_READ_BYTES, 2), (1, 1)):
+        monkeypatch.setattr(learned_state, "MAX_READ_BYTES", limit)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            worker = Worker(config, start(config), [], WorkerPlan())
+        assert f"({num_read} files)" in caplog.text and known_tokens(worker) > 0
+        worker.close()
 
 
 def test_a_state_that_cannot_be_written_stops_no_worker(make_job):

@@ -34,6 +34,7 @@ log = logging.getLogger("eagle_ray")
 LEARNED, SUFFIX = "learned-", ".safetensors"
 INTERVAL_S, IDLE_INTERVAL_S = 60.0, 2.0  # between writes while rows are in flight, and while none is
 MAX_READ = 8  # files: of the workers of one attempt
+MAX_READ_BYTES = 5 << 20  # of all files that are read: more texts than a suffix index keeps would be read in vain
 MAX_BYTES = 64 << 20  # of a file; 500,000 tokens take 2 MB
 
 
@@ -61,7 +62,7 @@ class LearnedState:
         except (JobError, OSError) as error:
             log.debug("%s: nothing is read there: %s", self._directory, one_line(error))
             return
-        newest = sorted(versions, key=lambda file: file.name)[-MAX_READ:]
+        newest = _newest(versions)
         for file in newest:
             self._load_file(file, versions[file], engine)
         self._read = versions
@@ -103,3 +104,14 @@ class LearnedState:
             if file in now and now[file].version == version.version:
                 file.remove()
         self._read = {}
+
+
+def _newest(versions: Mapping[StoragePath, FileVersion]) -> list[StoragePath]:
+    """Return the newest files, the newest last: one at least, then as many as are of use."""
+    newest, num_bytes = [], 0
+    for file in sorted(versions, key=lambda file: file.name, reverse=True)[:MAX_READ]:
+        num_bytes += versions[file].size
+        if newest and num_bytes > MAX_READ_BYTES:
+            break
+        newest.append(file)
+    return newest[::-1]
