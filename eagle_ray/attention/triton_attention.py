@@ -1,7 +1,7 @@
 """TritonTreeMetadata: TreeMetadata for Triton's kernels.
 
-What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
-bound on them. So one CUDA graph serves every batch of a size.
+What it needs stands on the device before the first layer attends, whatever the lengths: the host need not know them. So
+one CUDA graph serves every batch of a size.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TritonTreeMetadata:
     """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
 
     words: of each tree's rows, over M tree positions. rows: where each tree's are among R; None for the rectangle.
-    batch: its host_lengths are read as a bound on the lengths and nothing else.
+    batch: its host_lengths are not read.
     """
 
     cache: KVCache
@@ -63,10 +63,10 @@ class TritonTreeMetadata:
     position_depths: Int[Tensor, "B M"]
     rows: PackedRows | None = None
     first: Int[Tensor, " B"] | None = None
-    _trees: KernelTrees = field(init=False)
+    trees: KernelTrees = field(init=False)
 
     def __post_init__(self) -> None:
-        self._trees = KernelTrees(
+        self.trees = KernelTrees(
             slots=self.batch.slots,
             lengths=self.batch.lengths,
             table=self.cache.blocks.block_table,
@@ -76,7 +76,6 @@ class TritonTreeMetadata:
             rows=self.rows,
             first=self.first,
             max_positions=self.cache.blocks.null_position,
-            longest=self.batch.max_length,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
@@ -90,7 +89,7 @@ class TritonTreeMetadata:
         return self.attend_rows(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
 
     def attend_rows(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
-        return attend_trees(self.cache, self._trees, query, attention)
+        return attend_trees(self.cache, self.trees, query, attention)
 
 
 def attend_trees(
@@ -128,7 +127,6 @@ def chain_trees(
         rows=PackedRows.of(seq, batch),
         first=visible if any(firsts) else None,
         max_positions=cache.blocks.null_position,
-        longest=max(parts[2]),
     )
 
 

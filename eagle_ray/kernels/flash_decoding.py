@@ -1,14 +1,25 @@
-"""Flash decoding through a block table, then over a tree's own positions by ancestor bits: kernels and their launch.
+"""Flash decoding through a block table, then over a tree's own positions by ancestor bits: the kernel and its launch.
 
-A program takes BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of the
-positions:
+A work is BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of the positions or over
+all of them in turn; see kernels/work_list.py:
 
     first      full tiles: all is visible    length         length + M
-      |------- part 0 -------|------- part 1 ---|-- tail: bits --|
+      |------- part 0 -------|------- part 1 -------|-- tail: bits --|
 
-The last part includes the tail, and `combine` merges the parts. The launch fixes the number of parts, the device the
-length of a part: a shorter sequence has fewer. Maxima and sums are fp32, in powers of two. Arguments are those of
-KernelTrees, TileSchedule and TileShape.
+Maxima and sums are fp32, in powers of two. Parts of a context are added from the first to the last, whichever program
+computed them and whenever it ended. That takes no second launch: the program whose part is the last to be there adds
+them up.
+
+    store sums of a part              every thread
+    barrier                           orders these stores before the next line, for all threads of the program
+    n = atomic_add(arrival, acq_rel)  one thread: its release covers what the barrier ordered before it, and its acquire
+                                      is after the releases of all programs that arrived earlier
+    barrier                           Triton's own, which hands n to all threads: they are after the acquire, too
+    load sums of all parts            if n says that this one is the last; .cg, past a cache that knows no acquire
+
+No program waits for another, so it does not matter how many run at a time. The last one sets the count of arrivals to
+zero, and the program that draws the last work that of works: the next launch, which may be a replay, begins after this
+one's end. Both are zero because the work list set them to zero, in the pass itself.
 
 Everything that a launch depends on is known on the host before the rows are; everything else stays on the device.
 """
@@ -22,14 +33,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting, launch
-from eagle_ray.kernels.tree_metadata import MAX_SPLITS, MIN_TILES, KernelTrees, num_splits, tile_shape
+from eagle_ray.kernels.tree_metadata import KernelTrees, TileShape, tile_shape
+from eagle_ray.kernels.work_list import FIELDS, Reading, span, work_list
 
 LOG2E = tl.constexpr(1.4426950408889634)
 VARYING = [
     "lengths",
     "first",
     "window",
-    "num_parts",
+    "items",
+    "counts",
+    "arrivals",
     "words",
     "depths",
     "position_depths",
@@ -37,11 +51,7 @@ VARYING = [
     "table",
     "seq",
     "starts",
-    "counts",
-    "tile_trees",
-    "tile_begins",
-    "per_tree",
-    "num_trees",
+    "row_counts",
     "num_nodes",
     "num_rows",
     "num_words",
@@ -52,8 +62,6 @@ VARYING = [
     "position_pitch",
 ]  # compiled once, whatever their values and alignment
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
-COMBINE_WARPS = 2
-TOGETHER = 16  # parts that `combine` reads at a time
 
 
 def tree_attention(
@@ -74,37 +82,37 @@ def tree_attention(
     _, block_size, kv_heads, value_dim = values.shape
     group = heads // kv_heads
     capability, cores = _device(query.device)
-    shape = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, query.dtype, capability)
-    tiles = trees.schedule(num_rows, group, shape.rows)
-    splits = num_splits(tiles.count * kv_heads, trees.longest, shape, cores)
+    tile = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, query.dtype, capability)
+    reading = Reading(num_rows, heads, kv_heads, value_dim, window, tile, cores * tile.per_core)
+    works = work_list(trees, reading)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = query.new_empty(num_rows, heads, value_dim)
-    room = (splits, num_rows, heads) if splits > 1 else (0, 0, 0)
-    parts, tops = (out.new_empty(size, dtype=torch.float32) for size in ((*room, value_dim), room))
-    none = trees.lengths  # stands for the indices that a rectangle has no need of
-    seq, *packing = (none,) * 5 if trees.rows is None else (*trees.rows.tensors, tiles.trees, tiles.begins)
-    span = (trees.lengths, trees.first, window, splits)
-    sizes = dict(HEADS=heads, DV=value_dim, PAD_DV=padded(value_dim), BLOCK_N=shape.keys, MIN_TILES=MIN_TILES)
-    launch(attend, (tiles.count, kv_heads, splits))(
-        query, keys, values, out, parts, tops, sinks, scaling, softcap,
-        *span, trees.words, trees.depths, trees.position_depths, trees.slots, trees.table,
-        seq, *packing, tiles.per_tree, trees.num_trees, trees.num_nodes, num_rows, trees.words.shape[2],
+    parts = out.new_empty(works.room * heads, value_dim, dtype=torch.float32)
+    tops, totals = (out.new_empty(works.room * heads, dtype=torch.float32) for _ in range(2))
+    packing = (None, None, None) if trees.rows is None else trees.rows.tensors
+    launch(attend, (works.programs,))(
+        query, keys, values, out, parts, tops, totals, sinks, scaling, softcap,
+        works.items, works.counts, works.arrivals, trees.lengths, trees.first, window,
+        trees.words, trees.depths, trees.position_depths, trees.slots, trees.table,
+        *packing, trees.num_nodes, num_rows, trees.words.shape[2],
         trees.num_positions, trees.max_positions, trees.table.stride(0),
         trees.depths.stride(0), trees.position_depths.stride(0), query.stride(0), query.stride(1),
-        **sizes, KV_HEADS=kv_heads, DK=key_dim, PAD_DK=padded(key_dim), BLOCK_SIZE=block_size, BLOCK_M=shape.rows,
-        WIDE=is_interpreting(), num_warps=shape.warps, num_stages=shape.stages,
+        HEADS=heads, KV_HEADS=kv_heads, DK=key_dim, DV=value_dim, PAD_DK=padded(key_dim), PAD_DV=padded(value_dim),
+        BLOCK_SIZE=block_size, BLOCK_M=tile.rows, BLOCK_N=tile.keys, PART_TILES=reading.part_tiles, PARTS=tile.parts,
+        FOLD=tile.fold, FOLD_ROWS=fold_rows(tile, value_dim), WIDE=is_interpreting(),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        launch(combine, (num_rows, heads))(
-            out, parts, tops, *span, seq, tiles.per_tree, trees.num_nodes, num_rows,
-            **sizes, MAX_PARTS=MAX_SPLITS, TOGETHER=TOGETHER, num_warps=COMBINE_WARPS,
-        )  # fmt: skip
     return out.transpose(0, 1)
 
 
 def padded(dim: int) -> int:
     """Return the next power of two, at least the minimum of tensor cores."""
     return max(1 << (dim - 1).bit_length(), 16)
+
+
+def fold_rows(tile: TileShape, value_dim: int) -> int:
+    """Return the rows whose parts take 32 registers of each thread if `tile.fold` of them are added at a time."""
+    return max(1024 * tile.warps // (tile.fold * padded(value_dim)), 1)
 
 
 @cache
@@ -118,53 +126,138 @@ def _device(device: torch.device) -> tuple[tuple[int, int], int]:
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    query, keys, values, out, parts, tops, sinks, scaling, softcap,
-    lengths, first, window, num_parts, words, depths, position_depths, slots, table,
-    seq, starts, counts, tile_trees, tile_begins, per_tree, num_trees, num_nodes, num_rows, num_words,
+    query, keys, values, out, parts, tops, totals, sinks, scaling, softcap,
+    items, counts, arrivals, lengths, first, window, words, depths, position_depths, slots, table,
+    seq, starts, row_counts, num_nodes, num_rows, num_words,
     num_positions, max_positions, table_width, depth_pitch, position_pitch, query_head, query_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of one tile of rows: its share of the output, or the output if there is only one part."""
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Compute works until none is left: a tile of rows over a part of its context, or over all parts in turn."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    if per_tree > 0:
-        tree, begin = tile // per_tree, tile % per_tree * BLOCK_M
-        start, count = tree * num_nodes, num_nodes
-    else:
-        if num_parts == 1:
-            _clear(out, seq, num_rows, kv_head * GROUP, GROUP, HEADS, DV, PAD_DV, BLOCK_M)
-        tree, begin = tl.load(tile_trees + tile).to(tl.int32), tl.load(tile_begins + tile).to(tl.int32)
-        if tree >= num_trees:
-            return
-        start, count = tl.load(starts + tree).to(tl.int32), tl.load(counts + tree).to(tl.int32)
-    length, low, part_tiles, used = _span(lengths, first, window, tree, num_parts, BLOCK_N, MIN_TILES)
-    if part >= used:
-        return
+    if seq is not None:
+        _clear(out, seq, num_rows, HEADS * DV)
+    num_works = tl.load(counts) * KV_HEADS
+    work, next_part = tl.program_id(0), 0
+    while work < num_works:
+        kv_head = work % KV_HEADS
+        item = items + work // KV_HEADS * FIELDS
+        tree, start, node, head, real = _rows(item, kv_head, starts, row_counts, num_nodes, GROUP, BLOCK_M)
+        length, low, part_tiles, first_tile, last_tile = span(
+            tree, tree >= 0, _count(tree, row_counts, num_nodes), lengths, first, window, num_positions, max_positions,
+            GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
+        )  # fmt: skip
+        cut = tl.load(item + 2)
+        part = first_tile // part_tiles + tl.where(cut < 0, next_part, cut)
+        rows = query + tl.cast(start, tl.int64) * query_row
+        acc, top, total = _part(
+            _gathered(rows + node * query_row + head * query_head, real, DK, PAD_DK, WIDE),
+            keys + kv_head * DK, values + kv_head * DV, table + tl.load(slots + tree) * table_width,
+            tl.maximum(part * part_tiles, first_tile) * BLOCK_N,
+            tl.minimum((part + 1) * part_tiles, last_tile) * BLOCK_N,
+            length, low, real, first, window, words + (tree * num_nodes + node) * num_words, num_words,
+            depths + tree * depth_pitch + node, position_depths + tree * position_pitch,
+            num_positions, max_positions, scaling, softcap,
+            KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, WIDE,
+        )  # fmt: skip
 
-    place = begin + tl.arange(0, BLOCK_M)
-    node, head = place // GROUP, kv_head * GROUP + place % GROUP
-    real = node < count
-    row = (start + node).to(tl.int64)
-    words += (tree * num_nodes + node) * num_words
-    depths += tree * depth_pitch + node
-    position_depths += tree * position_pitch
-    q = _gathered(query + row * query_row + head * query_head, real, DK, PAD_DK, WIDE)
+        tl.debug_barrier()  # from here on all is read again: it would take registers from the loops above
+        kv_head = work % KV_HEADS
+        item = items + work // KV_HEADS * FIELDS
+        tree, start, node, head, real = _rows(item, kv_head, starts, row_counts, num_nodes, GROUP, BLOCK_M)
+        count = _count(tree, row_counts, num_nodes)
+        _, _, part_tiles, first_tile, last_tile = span(
+            tree, tree >= 0, count, lengths, first, window, num_positions, max_positions,
+            GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
+        )  # fmt: skip
+        num_parts = tl.cdiv(last_tile, part_tiles) - first_tile // part_tiles
+        first_place, cut = tl.load(item + 1), tl.load(item + 2)
+        part = tl.where(cut < 0, next_part, cut)
+        is_end = part == num_parts - 1
+        if num_parts == 1:
+            _finish(out, start, node, head, acc, top, total, sinks, real, HEADS, DV, PAD_DV)
+        else:
+            sums, pitch, filled = _sums(item, cut, part, kv_head, count, first_place, GROUP, HEADS, BLOCK_M, FOLD)
+            place = first_place + tl.arange(0, BLOCK_M)
+            _store_sums(parts, tops, totals, sums + (filled - 1) * pitch, place, acc, top, total, real, DV, PAD_DV)
+            tl.debug_barrier()
+            is_ready = is_end | (filled == FOLD)
+            if cut >= 0:
+                arrival = arrivals + (kv_head * num_rows + start) * GROUP + first_place
+                is_ready = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+                is_end = part >= 0
+                filled = num_parts
+                if is_ready:
+                    tl.store(arrival, 0)
+            if is_ready:
+                _add_parts(
+                    out, parts, tops, totals, sinks, sums, pitch, filled, is_end, first_place, kv_head, start, count,
+                    GROUP, HEADS, DV, PAD_DV, BLOCK_M, FOLD, FOLD_ROWS,
+                )  # fmt: skip
+        next_part += 1
+        if is_end:
+            drawn = tl.atomic_add(counts + 1, 1, sem="relaxed")
+            if drawn == num_works - 1:  # of as many draws as works
+                tl.store(counts + 1, 0)
+            work, next_part = tl.num_programs(0) + drawn, 0
+
+
+@triton.jit
+def _rows(item, kv_head, starts, row_counts, num_nodes, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return tree, first row of the tree, and node, head and reality of each of a tile's rows."""
+    tree, place = tl.load(item), tl.load(item + 1) + tl.arange(0, BLOCK_M)
+    start = tree * num_nodes
+    if starts is not None:
+        start = tl.load(starts + tree).to(tl.int32)
+    node = place // GROUP
+    return tree, start, node, kv_head * GROUP + place % GROUP, node < _count(tree, row_counts, num_nodes)
+
+
+@triton.jit
+def _count(tree, row_counts, num_nodes):
+    count = num_nodes
+    if row_counts is not None:
+        count = tl.load(row_counts + tree).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _sums(
+    item, cut, part, kv_head, count, first_place, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    FOLD: tl.constexpr,
+):  # fmt: skip
+    """Return where the sums of place 0 begin, how far apart those of two parts are, and how many there are with these.
+
+    A context that is read whole has FOLD parts at a time, in its program's own memory. After the first FOLD the first
+    of them stands for all that were added.
+    """
+    if cut >= 0:
+        begin = tl.load(item + 3).to(tl.int64) * HEADS + kv_head * count * GROUP
+        pitch, filled = count * HEADS, part + 1
+    else:
+        begin = (tl.program_id(0) * (FOLD * BLOCK_M) - first_place).to(tl.int64)
+        pitch = FOLD * 0 + BLOCK_M
+        filled = tl.where(part < FOLD, part + 1, (part - FOLD) % (FOLD - 1) + 2)
+    return begin, pitch.to(tl.int64), filled
+
+
+@triton.jit
+def _part(
+    q, keys, values, blocks, begin, end, length, low, real, first, window, words, num_words, depths, position_depths,
+    num_positions, max_positions, scaling, softcap, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return weighted values, largest score and sum of weights of rows over the positions [begin, end) of tiles."""
     acc = tl.zeros((BLOCK_M, PAD_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks is not None:  # one more score, of which the first part keeps count
-        counted = real & (part == 0)
-        top = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2E
-        total = counted.to(tl.float32)
-
-    blocks = table + tl.load(slots + tree) * table_width
-    keys += kv_head * DK
-    values += kv_head * DV
-    begin, end = low // BLOCK_N + part * part_tiles, length // BLOCK_N
-    begin, end = begin * BLOCK_N, tl.minimum(begin + part_tiles, end) * BLOCK_N
-    last = tl.minimum(length + num_positions, max_positions)
+    committed = length // BLOCK_N * BLOCK_N
+    tail = tl.maximum(begin, committed)
+    last = tl.minimum(tl.minimum(length + num_positions, max_positions), end)
+    end = tl.minimum(end, committed)
     if (first is not None) or (window is not None):
         clear = low
         if window is not None:
@@ -186,70 +279,90 @@ def attend(
             acc, top, total, q, keys, values, blocks, position + tl.arange(0, BLOCK_N), None, None, scaling, softcap,
             KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
         )  # fmt: skip
-    if part == used - 1:
-        for position in tl.range(length // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=1):
-            positions = position + tl.arange(0, BLOCK_N)
-            seen, there = _seen(
-                positions, length, low, real, words, num_words, depths, position_depths, num_positions, window
-            )
-            acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, positions, seen, there & (positions < last), scaling, softcap,
-                KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
-            )  # fmt: skip
-
-    dims = tl.arange(0, PAD_DV)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    where = row * HEADS + head
-    stored = real[:, None] & (dims < DV)[None, :]
-    if num_parts == 1:
-        tl.store(out + where[:, None] * DV + dims[None, :], result.to(out.dtype.element_ty), mask=stored)
-    else:
-        where += part.to(tl.int64) * num_rows * HEADS
-        tl.store(parts + where[:, None] * DV + dims[None, :], result, mask=stored)
-        tl.store(tops + where, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), top), mask=real)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def combine(
-    out, parts, tops, lengths, first, window, num_parts, seq, per_tree, num_nodes, num_rows,
-    HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
-    MAX_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one head of one row by their sums; zeros for a padding row."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    tree = row // num_nodes if per_tree > 0 else tl.load(seq + row).to(tl.int32)
-    _, _, _, used = _span(lengths, first, window, tl.maximum(tree, 0), num_parts, BLOCK_N, MIN_TILES)
-    used = tl.where(tree < 0, 0, used)
-    stride = num_rows.to(tl.int64) * HEADS
-    where = row * HEADS + head
-    every = tl.arange(0, MAX_PARTS)
-    top = tl.max(tl.load(tops + where + every * stride, mask=every < used, other=float("-inf")), 0)
-    dims = tl.arange(0, PAD_DV)
-    acc = tl.zeros((PAD_DV,), tl.float32)
-    total = 0.0
-    for done in range(0, used, TOGETHER):
-        part = done + tl.arange(0, TOGETHER)
-        weight = tl.exp2(tl.load(tops + where + part * stride, mask=part < used, other=float("-inf")) - top)
-        numbers_at = (where + part * stride)[:, None] * DV + dims[None, :]
-        each = tl.load(parts + numbers_at, mask=(part < used)[:, None] & (dims < DV)[None, :], other=0.0)
-        acc += tl.sum(each * weight[:, None], 0)
-        total += tl.sum(weight, 0)
-    result = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + where * DV + dims, result.to(out.dtype.element_ty), mask=dims < DV)
+    for position in tl.range(tail, last, BLOCK_N, num_stages=2):
+        positions = position + tl.arange(0, BLOCK_N)
+        seen, there = _seen(
+            position, length, low, real, words, num_words, depths, position_depths, num_positions, window, BLOCK_N
+        )
+        acc, top, total = _step(
+            acc, top, total, q, keys, values, blocks, positions, seen, there & (positions < last), scaling, softcap,
+            KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
+        )  # fmt: skip
+    return acc, top, total
 
 
 @triton.jit
-def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Return the committed positions, the first visible one, the tiles of a part, and the number of parts with work."""
-    length = tl.load(lengths + tree).to(tl.int32)
-    low = length * 0
-    if first is not None:
-        low = tl.load(first + tree).to(tl.int32)
-    if window is not None:
-        low = tl.maximum(low, length - window + 1)
-    num_tiles = tl.maximum(length // BLOCK_N - low // BLOCK_N, 0)
-    part_tiles = tl.maximum(tl.cdiv(num_tiles, num_parts), MIN_TILES)
-    return length, low, part_tiles, tl.maximum(tl.cdiv(num_tiles, part_tiles), 1)
+def _add_parts(
+    out, parts, tops, totals, sinks, sums, pitch, num_parts, is_end, first_place, kv_head, start, count,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    FOLD: tl.constexpr, FOLD_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add parts in the order of their numbers, past the first-level cache: to the output, or to the first of them."""
+    dims = tl.arange(0, PAD_DV)
+    for begin in range(first_place, tl.minimum(first_place + BLOCK_M, count * GROUP), FOLD_ROWS):
+        place = begin + tl.arange(0, FOLD_ROWS)
+        node, head = place // GROUP, kv_head * GROUP + place % GROUP
+        real = (node < count) & (place < first_place + BLOCK_M)
+        acc = tl.zeros((FOLD_ROWS, PAD_DV), tl.float32)
+        top = tl.full((FOLD_ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((FOLD_ROWS,), tl.float32)
+        for done in range(0, num_parts, FOLD):
+            for i in tl.static_range(FOLD):
+                at = sums + (done + i) * pitch
+                there = real & (done + i < num_parts)
+                numbers_at = parts + at * DV + place[:, None] * DV + dims[None, :]
+                acc, top, total = _folded(
+                    acc, top, total,
+                    tl.load(numbers_at, mask=there[:, None] & (dims < DV)[None, :], other=0.0, cache_modifier=".cg"),
+                    tl.load(tops + at + place, mask=there, other=float("-inf"), cache_modifier=".cg"),
+                    tl.load(totals + at + place, mask=there, other=0.0, cache_modifier=".cg"),
+                )  # fmt: skip
+        if is_end:
+            _finish(out, start, node, head, acc, top, total, sinks, real, HEADS, DV, PAD_DV)
+        else:
+            tl.debug_barrier()
+            _store_sums(parts, tops, totals, sums, place, acc, top, total, real, DV, PAD_DV)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _folded(acc, top, total, more_acc, more_top, more_total):
+    """Return the sums of two parts as one. Products and sums are rounded alike wherever this is compiled."""
+    new = tl.maximum(top, more_top)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    share, more = tl.exp2(top - base), tl.exp2(more_top - base)
+    total = tl.fma(more_total, more, total * share)
+    acc = tl.fma(more_acc, more[:, None], acc * share[:, None])
+    return acc, new, total
+
+
+@triton.jit
+def _store_sums(
+    parts, tops, totals, sums, place, acc, top, total, real, DV: tl.constexpr, PAD_DV: tl.constexpr
+):  # fmt: skip
+    dims = tl.arange(0, PAD_DV)
+    numbers_at = parts + sums * DV + place[:, None] * DV + dims[None, :]
+    tl.store(numbers_at, acc, mask=real[:, None] & (dims < DV)[None, :])
+    tl.store(tops + sums + place, top, mask=real)
+    tl.store(totals + sums + place, total, mask=real)
+
+
+@triton.jit
+def _finish(
+    out, start, node, head, acc, top, total, sinks, real, HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr
+):  # fmt: skip
+    """Write a tile of rows. A sink is one more score, whose value is zero; zero is positive."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        base = tl.maximum(top, sink)
+        share = tl.exp2(top - base)
+        total = tl.fma(total, share, tl.exp2(sink - base))
+        acc = acc * share[:, None]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result = tl.where(result == 0, 0.0, result)
+    dims = tl.arange(0, PAD_DV)
+    numbers_at = out + tl.cast(start, tl.int64) * (HEADS * DV) + ((node * HEADS + head) * DV)[:, None] + dims[None, :]
+    tl.store(numbers_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < DV)[None, :])
 
 
 @triton.jit
@@ -307,25 +420,30 @@ def _capped(scores, scaling, softcap):
 
 
 @triton.jit
-def _seen(positions, length, low, real, words, num_words, depths, position_depths, num_positions, window):
-    """Return which rows see which positions: committed ones from low on, tree positions by their bits, windows by
-    positions. And which positions any row may see, without regard to windows.
+def _seen(
+    position, length, low, real, words, num_words, depths, position_depths, num_positions, window,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return which rows see which of a tile's positions: committed ones from low on, tree positions by their bits,
+    windows by positions. And which of them any row may see, without regard to windows.
+
+    Bit i of a row stands for the tile's position i, at most 64 of them.
     """
-    in_tree = positions - length
-    word = tl.min(in_tree, 0) >> 6
-    bits = words + word
-    lower = tl.load(bits, mask=real & (word >= 0) & (word < num_words), other=0)
-    upper = tl.load(bits + 1, mask=real & (word >= -1) & (word < num_words - 1), other=0)
-    is_lower, shift = (in_tree >> 6) == word, (in_tree & 63).to(tl.int64)
-    bits = tl.where(is_lower[None, :], lower[:, None], upper[:, None])
-    committed = (in_tree < 0) & (positions >= low)
-    seen = (((bits >> shift[None, :]) & 1) != 0) | committed[None, :]
-    union = tl.where(is_lower, tl.reduce(lower, 0, _or), tl.reduce(upper, 0, _or))
-    used_by_any = (((union >> shift) & 1) != 0) | committed
+    begin = position - length  # in the tree, below 0 where the tile begins with committed positions
+    word, shift = begin >> 6, (begin & 63).to(tl.uint64)
+    lower = tl.load(words + word, mask=real & (word >= 0) & (word < num_words), other=0).to(tl.uint64)
+    upper = tl.load(words + word + 1, mask=real & (word >= -1) & (word < num_words - 1), other=0).to(tl.uint64)
+    one = tl.full((), 1, tl.uint64)
+    committed = (one << tl.maximum(-begin, 0).to(tl.uint64)) - (one << tl.maximum(low - position, 0).to(tl.uint64))
+    bits = (lower >> shift) | ((upper << 1) << (63 - shift)) | tl.where(begin < 0, committed, 0)
+    index = tl.arange(0, BLOCK_N)
+    seen = ((bits[:, None] >> index[None, :].to(tl.uint64)) & 1) != 0
+    used_by_any = ((tl.reduce(bits, 0, _or) >> index.to(tl.uint64)) & 1) != 0
     if window is not None:
+        in_tree = begin + index
         inside = (in_tree >= 0) & (in_tree < num_positions)
         position_depth = tl.load(position_depths + in_tree, mask=inside, other=0).to(tl.int32)
-        seen &= _in_window(tl.where(in_tree < 0, positions, length + position_depth), length, real, depths, window)
+        seen &= _in_window(length + tl.where(in_tree < 0, in_tree, position_depth), length, real, depths, window)
     return seen, used_by_any
 
 
@@ -342,18 +460,15 @@ def _or(a, b):
 
 
 @triton.jit
-def _clear(
-    out, seq, num_rows, head, GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Write zeros for the padding rows of this program's share, at most BLOCK_M rows."""
-    share = tl.cdiv(num_rows, tl.num_programs(0))
-    offset = tl.arange(0, BLOCK_M)
-    row = tl.program_id(0) * share + offset
-    mine = (offset < share) & (row < num_rows)
-    padding = mine & (tl.load(seq + row, mask=mine, other=0) < 0)
-    dims = tl.arange(0, PAD_DV)
-    nothing = tl.zeros((BLOCK_M, PAD_DV), out.dtype.element_ty)
-    for i in range(GROUP):
-        numbers_at = (row.to(tl.int64) * HEADS + head + i)[:, None] * DV + dims[None, :]
-        tl.store(out + numbers_at, nothing, mask=padding[:, None] & (dims < DV)[None, :])
+def _clear(out, seq, num_rows, WIDTH: tl.constexpr):
+    """Write zeros for this program's share of the padding rows."""
+    programs, offset = tl.num_programs(0), tl.arange(0, 1024)
+    for begin in range(tl.program_id(0), num_rows, 32 * programs):
+        rows = begin + tl.arange(0, 32) * programs
+        if tl.min(tl.load(seq + rows, mask=rows < num_rows, other=0), 0) < 0:
+            for row in range(begin, tl.minimum(begin + 32 * programs, num_rows), programs):
+                if tl.load(seq + row) < 0:
+                    for place in range(0, WIDTH, 1024):
+                        numbers_at = out + tl.cast(row, tl.int64) * WIDTH + place + offset
+                        nothing = tl.zeros((1024,), out.dtype.element_ty)
+                        tl.store(numbers_at, nothing, mask=place + offset < WIDTH)

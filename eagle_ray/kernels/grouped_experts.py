@@ -9,7 +9,7 @@
 Pair p is choice p % top_k of row p // top_k. A tile of a product is BLOCK_M pairs of one expert; a launch has as many
 tiles as there could be, and those past the last one leave at once. So nothing is read on the host, and one capture
 serves every routing. Choices are added in their order, and a product's sum runs over its inputs in one order: a row's
-result depends on its own numbers alone, as long as passes have tiles of one shape (`TileShape.of`).
+result depends on its own numbers alone, as long as passes have tiles of one shape (`ProductTile.of`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class ProductTile:
     """Pairs, outputs and inputs of a tile."""
 
     pairs: int
@@ -56,13 +56,13 @@ class TileShape:
     stages: int
 
     @classmethod
-    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype) -> TileShape:
+    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
         """Return the shape for a number of pairs. fp32 has no tensor cores, and keeps to small tiles."""
         if dtype == torch.float32:
             return cls(16, 32, 32, 4, 3)
         return cls(16, 64, 64, 4, 4) if num_pairs <= MANY_PAIRS * num_experts else cls(64, 64, 64, 4, 3)
 
-    def most_tiles(self, num_pairs: int, num_experts: int) -> int:
+    def max_tiles(self, num_pairs: int, num_experts: int) -> int:
         """Return how many tiles there are at most, however the pairs are spread over experts."""
         used = min(num_pairs, num_experts)
         return used + (num_pairs - used) // self.pairs
@@ -122,8 +122,8 @@ def _launch_products(
     top_k: of a gated product, which reads the rows of the pairs; None for the other.
     """
     num_experts, num_pairs, num_outputs = len(weight), len(out), out.shape[1]
-    shape = TileShape.of(num_pairs, num_experts, inputs.dtype)
-    grid = shape.most_tiles(num_pairs, num_experts), triton.cdiv(num_outputs, shape.outputs)
+    shape = ProductTile.of(num_pairs, num_experts, inputs.dtype)
+    grid = shape.max_tiles(num_pairs, num_experts), triton.cdiv(num_outputs, shape.outputs)
     launch(_grouped_product, grid)(
         inputs, weight, out, groups.order, groups.ends, TOP_K=top_k, NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts), INPUTS=inputs.shape[1],
@@ -164,17 +164,17 @@ def _route(
     total = tl.sum(powers, 0)
     left = tl.where(real, powers / total, -1.0)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
-    kept = tl.zeros((BLOCK_K,), tl.float32)
+    best = tl.zeros((BLOCK_K,), tl.float32)
     for j in range(TOP_K):
         expert = tl.minimum(tl.argmax(left, 0), NUM_EXPERTS - 1)  # of NaN any may be found
         chosen = tl.where(slot == j, expert, chosen)
-        kept = tl.where(slot == j, tl.max(left, 0), kept)
+        best = tl.where(slot == j, tl.max(left, 0), best)
         left = tl.where(place == expert, -1.0, left)
     if IS_NORMALIZED:
-        kept = kept / tl.sum(kept, 0)
-    kept = tl.where(total == total, kept, total)  # a row with a NaN has no weights
+        best = best / tl.sum(best, 0)
+    best = tl.where(total == total, best, total)  # a row with a NaN has no weights
     tl.store(experts + row * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights + row * TOP_K + slot, kept.to(weights.dtype.element_ty), mask=slot < TOP_K)
+    tl.store(weights + row * TOP_K + slot, best.to(weights.dtype.element_ty), mask=slot < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

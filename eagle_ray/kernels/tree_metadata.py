@@ -10,6 +10,7 @@ Nothing here depends on how long the sequences are or on how many rows each of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -48,8 +49,8 @@ class KernelTrees:
     lengths: tokens that slots hold. table: the block of each of a slot's positions, by BLOCK_SIZE of them.
     words: bit j % 64 of word j // 64 is set where a row sees tree position j. first: the first position that is seen.
     depths, position_depths: of rows and tree positions, read by windows alone.
-    rows: None is the rectangle B x N without padding. max_positions: of a slot. longest: a bound on the lengths, known
-    on the host, which decides into how many parts they are split.
+    rows: None is the rectangle B x N without padding. max_positions: of a slot. work_lists: of the layers that have
+    attended; see kernels/work_list.py.
     """
 
     slots: Int[Tensor, " B"]
@@ -61,15 +62,7 @@ class KernelTrees:
     rows: PackedRows | None
     first: Int[Tensor, " B"] | None
     max_positions: int
-    longest: int
-    _schedules: dict[tuple[int, int, int], TileSchedule] = field(default_factory=dict, repr=False, compare=False)
-
-    def schedule(self, num_rows: int, group: int, size: int) -> TileSchedule:
-        """Return the schedule of a layer's programs, computed once a pass; see TileSchedule.of."""
-        key = num_rows, group, size
-        if key not in self._schedules:
-            self._schedules[key] = TileSchedule.of(self, *key)
-        return self._schedules[key]
+    work_lists: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_trees(self) -> int:
@@ -86,39 +79,8 @@ class KernelTrees:
         return self.position_depths.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class TileSchedule:
-    """The tree of each of T programs and which of its nodes x heads it begins with; tree B where there is no work.
-
-    trees: None for a rectangle, whose every tree has per_tree programs.
-    """
-
-    count: int
-    per_tree: int = 0
-    trees: Int[Tensor, " T"] | None = None
-    begins: Int[Tensor, " T"] | None = None
-
-    @classmethod
-    def of(cls, trees: KernelTrees, num_rows: int, group: int, size: int) -> TileSchedule:
-        """group: query heads of one key/value head. size: nodes x heads of one program."""
-        if trees.rows is None:
-            per_tree = -(-trees.num_nodes * group // size)
-            return cls(trees.num_trees * per_tree, per_tree)
-        count = min(trees.num_trees + num_rows * group // size, -(-group // size) * num_rows)
-        tiles = (trees.rows.counts * group + size - 1) // size
-        ends = tiles.cumsum(0)
-        program = torch.arange(count, device=ends.device)
-        tree = torch.searchsorted(ends, program, right=True)
-        begins = (ends - tiles).gather(0, tree.clamp(max=trees.num_trees - 1))
-        return cls(count, 0, tree, (program - begins) * size)
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 LARGEST_DIM = 256
-MIN_TILES = 2  # of a part: fewer cost more to put together than they save
-MAX_SPLITS = 64
-MANY_WAVES = 8  # with as many, a last one that is nearly empty hardly counts
-ENOUGH = 0.9  # of the best share of busy places: more parts cost more to put together
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +90,13 @@ class TileShape:
     That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks shared memory and
     registers of each shape, compiled ahead of time for sm_80 and sm_90.
 
-    rows: nodes x heads of a program. keys: with their values, of one tile, which may lie in two ancestor words.
-
-    per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
+    Attributes:
+        rows: nodes x heads of a program.
+        keys: with their values, of one tile, which may lie in two ancestor words.
+        per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
+        parts: the most parts of a context, over all programs that take a tree's rows. One program adds up those of its
+            rows: 64 parts of 16 rows x 128 fp32 numbers are 0.5 MB, as 16 parts of 64 rows are.
+        fold: parts that are added at a time.
     """
 
     rows: int
@@ -138,6 +104,8 @@ class TileShape:
     warps: int
     stages: int
     per_core: int
+    parts: int
+    fold: int
 
 
 def unsupported_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -158,32 +126,13 @@ def tile_shape(
     """
     large, hopper = max(key_dim, value_dim) > 128, capability[0] == 9
     if dtype is torch.float32:  # multiplied without tensor cores, so that nothing is rounded
-        return TileShape(16, 16, warps=8, stages=1 if large else 2, per_core=2)
+        return TileShape(16, 16, warps=8, stages=1 if large else 2, per_core=2, parts=64, fold=8)
     if rows_per_tree <= 16:
-        return TileShape(16, 32 if large else 64, warps=4, stages=3, per_core=3)
+        return TileShape(16, 32 if large else 64, warps=4, stages=3, per_core=3, parts=64, fold=8)
     if rows_per_tree <= 32 or large:
-        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2)
+        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2, parts=32, fold=4)
     if not hopper:
-        return TileShape(64, 64, warps=8, stages=3, per_core=2)
+        return TileShape(64, 64, warps=8, stages=3, per_core=2, parts=16, fold=4)
     if rows_per_tree <= 64:
-        return TileShape(64, 64, warps=4, stages=3, per_core=2)  # four warps multiply 64 rows at once
-    return TileShape(128, 64, warps=8, stages=3, per_core=1)
-
-
-def num_splits(programs: int, num_positions: int, shape: TileShape, cores: int) -> int:
-    """Return the parts per context: the fewest with which the GPU is about as busy as with any number.
-
-    A GPU runs cores x per_core programs at a time. 512 programs on 396 of these places take two waves, the second of
-    them mostly empty; in three parts each they take four waves, of which the last is nearly full.
-    """
-    at_once = cores * shape.per_core
-    max_splits = max(min(num_positions // (shape.keys * MIN_TILES), MAX_SPLITS), 1)
-    if programs >= MANY_WAVES * at_once:
-        return 1
-    busy = [busy_share(programs * splits, at_once) for splits in range(1, max_splits + 1)]
-    return next(i for i, share in enumerate(busy, 1) if share >= ENOUGH * max(busy))
-
-
-def busy_share(programs: int, at_once: int) -> float:
-    """Return the share of places that hold a program, over all waves."""
-    return programs / (-(-programs // at_once) * at_once)
+        return TileShape(64, 64, warps=4, stages=3, per_core=2, parts=16, fold=4)  # four warps multiply 64 rows at once
+    return TileShape(128, 64, warps=8, stages=3, per_core=1, parts=16, fold=4)

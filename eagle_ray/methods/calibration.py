@@ -357,5 +357,5 @@ class OnlineFit:
 
 def _prior(levels: int, sets: int, precision: Float[Tensor, "P P"]) -> Float[Tensor, "S L P L P"]:
     """Return the equations of steps that keep every level where the one above is: a level's less the one above's."""
-    following = torch.eye(levels) - torch.diag(torch.ones(levels - 1), -1)
+    following = torch.eye(levels) - torch.ones(levels, levels).tril(-1).triu(-1)
     return torch.einsum("lm,pq->lpmq", following.to(precision.device), precision).repeat(sets, 1, 1, 1, 1)

@@ -413,7 +413,8 @@ class PairDrafter(Drafter, ABC):
 
     def _record_pairs(self, num_rows: int, max_pairs: int, max_length: int) -> None:
         at = idle_batch(1, self._target, max_length, SamplingParams()).at
-        self._runner.record(*self._pairs_pass(at, *self._first_positions(at), num_rows, max_pairs))
+        first, starts = self._first_positions(at)
+        self._runner.record(*self._pairs_pass(at, first, starts, num_rows, max_pairs))
 
     def _max_pairs(self, plan: DraftPlan) -> int:
         """Return the maximum of pairs per sequence that a replayed draft reads: what the deepest draft can leave."""

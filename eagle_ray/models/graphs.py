@@ -28,7 +28,7 @@ import operator
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -184,15 +184,14 @@ class CudaGraphRunner:
 
     def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
         """Return the rows of the pass that reads up to this many pairs, at most max_pairs of each slot."""
-        largest = self._num_slots * max_pairs
-        return self._padded(min(num_pairs, largest), PAIRS, largest)
+        return self._padded(num_pairs, PAIRS, self._num_slots * max_pairs)
 
     def _padded(self, size: int, rule: SizeRule, largest: int) -> int:
-        """Return the size of the pass that is replayed for this one."""
+        """Return the size of the pass that is replayed for this one, which is at most `largest`."""
         if (rule, largest) not in self._sizes:
             self._sizes[rule, largest] = rule.sizes(largest, self._num_slots > FINE_SLOTS)
         sizes = self._sizes[rule, largest]
-        return sizes[bisect_left(sizes, size)]
+        return sizes[bisect_left(sizes, min(size, largest))]
 
     def num_rows(self, num_rows: int) -> int:
         return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
@@ -383,22 +382,31 @@ class InputBuffers:
         self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]  # the corners that inputs are in
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
-        """Copy the inputs into the corners of the buffers and pad the rest."""
+        """Copy the inputs into the corners of the buffers and pad the rest.
+
+        Corners of a dtype without gaps are copied together: a GPU does that in one launch.
+        """
+        corners: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+        tensors: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
         for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
-            if self._given[i] is not padded.tensor:
-                _fill(buffer, padded, self._filled[i])
-                self._filled[i] = padded.tensor.shape
-            self._given[i] = padded.tensor if padded.is_fixed else None
+            tensor = padded.tensor
+            if self._given[i] is not tensor:
+                corner = _padded_corner(buffer, padded, self._filled[i])
+                group = tensor.dtype, tensor.device, corner.is_contiguous() and tensor.is_contiguous()
+                corners[group].append(corner)
+                tensors[group].append(tensor)
+                self._filled[i] = tensor.shape
+            self._given[i] = tensor if padded.is_fixed else None
+        for key, destinations in corners.items():
+            torch._foreach_copy_(destinations, tensors[key], non_blocking=True)
 
 
-def _fill(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> None:
-    """Copy an input into a buffer's corner. filled: the corner that holds the input before it."""
+def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> Tensor:
+    """Return the corner of a buffer that takes an input. filled: the corner that holds the input before it."""
     shape = padded.tensor.shape
     if any(size < before for size, before in zip(shape, filled, strict=True)):
         buffer.fill_(padded.fill)
-    if buffer.shape != shape:
-        buffer = buffer[tuple(slice(size) for size in shape)]
-    buffer.copy_(padded.tensor, non_blocking=True)
+    return buffer if buffer.shape == shape else buffer[tuple(slice(size) for size in shape)]
 
 
 class EagerGraph:

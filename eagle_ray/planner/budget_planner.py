@@ -25,6 +25,7 @@ by turns. A kind whose drafts are hardly accepted is probed ever more rarely unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum, auto
@@ -58,6 +59,7 @@ from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
 MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
+FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may show to be typical
 HYSTERESIS = 0.03  # of plain decoding's rate
 TRIAL_LOSS = 2.0  # plain steps that a trial by the whole batch may be expected to lose; it ends once it has
 POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
@@ -220,7 +222,7 @@ class BudgetPlanner:
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
         else:
-            self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
+            self.costs.update(outcome, predicted, self._max_overhead(outcome.plan))
         if outcome.plan.lookups_only:
             self._observe_lookups(outcome, predicted, plain_s)
             return
@@ -567,12 +569,14 @@ class BudgetPlanner:
             lookups.end_trial(size, plain_s)
             self.next_review = min(self.next_review, self._num_steps)
 
-    def _is_usual(self, plan: DraftPlan) -> bool:
-        """Return whether the overhead of a step with this plan is typical.
+    def _max_overhead(self, plan: DraftPlan) -> float:
+        """Return how many times the measured overhead is believed to be typical of steps with this plan.
 
         The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.
         """
-        return not plan.is_drafting or (self.num_drafts > MEMORY and plan.width <= self.best.width)
+        if plan.is_drafting and plan.width > self.best.width:
+            return 0.0
+        return FIRST_OVERHEAD if plan.is_drafting and self.num_drafts <= MEMORY else math.inf
 
     def _observe_draft(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
         """Update the acceptance model with a draft's values."""

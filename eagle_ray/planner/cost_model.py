@@ -179,9 +179,11 @@ class StepCosts:
     per_sequence: float = 0.0
     lookup: CostCurve = field(default_factory=lambda: CostCurve([1, 64], [LOOKUP_S, 64 * LOOKUP_S]))
     _measured_overhead: CostCurve = field(init=False, compare=False)  # plain_overhead at the start
+    _measured_draft_overhead: CostCurve = field(init=False, compare=False)  # likewise
 
     def __post_init__(self) -> None:
         self._measured_overhead = CostCurve(self.plain_overhead.rows, self.plain_overhead.seconds)
+        self._measured_draft_overhead = CostCurve(self.draft_overhead.rows, self.draft_overhead.seconds)
         self.plain_overhead.trusts_first = True
 
     def verify_seconds(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
@@ -264,12 +266,13 @@ class StepCosts:
         """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
-    def update(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
+    def update(self, outcome: StepOutcome, predicted: StepTimes, max_overhead: float = math.inf) -> None:
         """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
 
         Args:
             predicted: its predicted seconds.
-            usual: its overhead is typical; otherwise it only lowers the overhead curves.
+            max_overhead: how many times the measured overhead may be taken for typical; with 0 it only lowers the
+                curves.
         """
         seconds = outcome.seconds
         self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
@@ -284,9 +287,12 @@ class StepCosts:
                 self.expand.update(outcome.level_rows, ratio)
         if outcome.plan.lookups_only and outcome.depth:
             return  # it has less overhead than a step in which a model drafts
-        if usual or seconds.overhead < predicted.overhead:
-            rest = self.draft_overhead if outcome.depth else self.plain_overhead
-            rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)
+        drafts, size = outcome.depth > 0, outcome.batch_size
+        rest = self.draft_overhead if drafts else self.plain_overhead
+        measured = self._measured_draft_overhead if drafts else self._measured_overhead
+        max_s = max(max_overhead * measured(size), predicted.overhead)
+        if seconds.overhead < predicted.overhead or max_s > predicted.overhead:
+            rest.update(size, min(seconds.overhead, max_s) / predicted.overhead)
 
 
 def costs_text(costs: StepCosts) -> str:

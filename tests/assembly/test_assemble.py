@@ -113,6 +113,8 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them():
         load_target(ModelConfig(quantization="fp8", device="cpu"))
     with pytest.raises(ConfigError, match=r"model\.quantization: fp8 is for plain weights of LlamaForCausalLM, "):
         quantize_target(random_model(FAMILIES["gemma2"]), "cpu")
+    with pytest.raises(ConfigError, match="and the target is Qwen3MoeForCausalLM"):
+        quantize_target(random_model(FAMILIES["qwen3_moe"]), "cpu")
 
 
 def test_a_target_is_rounded_to_fp8_layer_by_layer_but_for_its_embedding_and_lm_head():

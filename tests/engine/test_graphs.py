@@ -31,6 +31,7 @@ from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
 from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, some_params, some_prompts
 from tests.support.kernels import compile_fails
+from tests.support.operations import device_operations
 from tests.support.toy_models import head3, llama_engine, run
 
 
@@ -428,6 +429,16 @@ def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
     assert (graphs.num_captured, graphs.num_replayed) == (1, 1)
     for numbers in ((7.0, 8.0), (1.0, 2.0, 3.0), (4.0, 5.0), (6.0, 7.0)):
         assert ran(*numbers)[0].tolist() == [2 * number for number in numbers] + [200] * (4 - len(numbers))
+
+
+def test_inputs_of_a_dtype_are_copied_together():
+    """Five vectors of integers and two of floats; one of a rectangle's columns has gaps."""
+    vectors = [torch.arange(3) + i for i in range(5)] + [torch.ones(3), torch.zeros(3)]
+    inputs = [*(PaddedInput(x, (4,)) for x in vectors), PaddedInput(torch.ones(2, 3, dtype=torch.int64), (4, 4))]
+    buffers = InputBuffers(inputs)
+    assert device_operations(lambda: buffers.fill(inputs)) == {"_foreach_copy_": 3}
+    assert [x.tolist() for x in buffers.tensors[:5]] == [[i, i + 1, i + 2, 0] for i in range(5)]
+    assert buffers.tensors[-1].sum() == buffers.tensors[-1][:2, :3].sum() == 6
 
 
 def test_a_corner_that_shrinks_in_one_direction_leaves_padding():

@@ -17,7 +17,8 @@ from eagle_ray.kernels import fused_layer, grouped_experts
 from eagle_ray.kernels.fp8 import FP8
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.topk_topp import cut_floor
-from eagle_ray.kernels.draft_level import append_level
+from eagle_ray.kernels.draft_level import append_level, update_fit
+from eagle_ray.methods.calibration import Calibration
 from eagle_ray.kernels.fused_layer import add_rms_norm, commit, rotate_and_write, silu_mul
 from eagle_ray.kernels.sample import sample_rows
 from eagle_ray.kernels.topk import Push, log_probs_of, top_k
@@ -69,6 +70,7 @@ for call in (
     lambda: top_k(logits[:, None], 10, push),
     lambda: cut_floor(logits[:, None, :32768], real, whole, real, real, 64),
     lambda: append_level(buffers, 10, 1, *level, torch.ones(6, 2, 3)),
+    lambda: update_fit(buffers, Calibration(7).fit, torch.zeros(4, 8, dtype=torch.int64), whole, 7),
     lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
 ):
     found |= {name: asdict(used) for name, used in resources(call, capability).items()}
@@ -92,6 +94,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
         *("_cut_floor", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
         *("_route", "_group_pairs", "_grouped_product", "_weighted_sum"),
+        *("_sum_samples", "_take_steps"),
         *("_silu_mul_fp8", "_scaled_rows", "_dequantize_int4"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}

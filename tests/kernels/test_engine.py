@@ -15,8 +15,9 @@ from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.kernels import availability
-from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
+from eagle_ray.kernels import availability, work_list
+from eagle_ray.kernels.tree_metadata import PackedRows, tile_shape
+from eagle_ray.kernels.work_list import Reading, WorkList
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -47,6 +48,23 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
     assert set(heads) == {4}  # the target's and the head's
     assert heads[4] >= 2 * max(s.stats.num_steps for s in kernels)
+
+
+@pytest.mark.parametrize("tree", [(), pytest.param((4, 2, 2), marks=pytest.mark.slow)])
+def test_replays_over_contexts_that_grow_past_a_part(tree, monkeypatch):
+    """A pass is captured once and replayed over lists that differ: one long context among short ones, then alone."""
+    monkeypatch.setattr(work_list, "PART_POSITIONS", 32)
+    prompts = [[3 + i * 7 % 90 for i in range(61)], [5, 9], [6]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (6, 2, 3)]
+
+    def outputs(kernels: str) -> list[list[int]]:
+        monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
+        made = llama_engine(2, *tree, graphs=True, fused=True, device=DEVICE)
+        done = run(made, prompts, params)
+        assert made.graphs.num_replayed > made.graphs.num_captured > 0
+        return [s.output_ids for s in done]
+
+    assert outputs("triton") == outputs("portable")
 
 
 @pytest.mark.parametrize("planner", ["plain", pytest.param("uniform", marks=pytest.mark.slow)])
@@ -172,7 +190,7 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
     seq = torch.tensor([0, 0, 1, 3, 3, -1])
     with WatchOperations() as operations, WatchCopies() as copies:
         trees = trees_of(seq, 4)
-        TileSchedule.of(trees, 6, 4, 16)
+        WorkList.of(trees, Reading(6, 4, 1, 16, None, tile_shape(4, 16, 16, torch.float32, (9, 0)), 16))
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_ray.kernels import grouped_experts
-from eagle_ray.kernels.grouped_experts import TileShape
+from eagle_ray.kernels.grouped_experts import ProductTile
 from eagle_ray.models.target import TargetModel
 from tests.support.families import (
     CHUNKS,
@@ -124,8 +124,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
 
 @pytest.mark.parametrize("num_pairs, num_experts", [(1, 8), (8, 8), (40, 3), (1000, 7)])
 def test_there_are_tiles_enough_however_pairs_are_spread(num_pairs, num_experts):
-    shape = TileShape.of(num_pairs, num_experts, torch.bfloat16)
-    bound = shape.most_tiles(num_pairs, num_experts)
+    shape = ProductTile.of(num_pairs, num_experts, torch.bfloat16)
+    bound = shape.max_tiles(num_pairs, num_experts)
     ones = min(num_pairs, num_experts)
     skewed = [num_pairs - ones + 1, *[1] * (ones - 1)]
     even = [num_pairs // num_experts + (e < num_pairs % num_experts) for e in range(num_experts)]

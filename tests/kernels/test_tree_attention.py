@@ -7,16 +7,9 @@ from hypothesis import strategies as st
 
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
-from eagle_ray.kernels.tree_metadata import (
-    TileSchedule,
-    TileShape,
-    busy_share,
-    num_splits,
-    tile_shape,
-)
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from tests.support.forests import Forest, trees_of
+from tests.support.forests import Forest
 from tests.support.kernels import DEVICE
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -102,9 +95,15 @@ def test_contexts_in_parts_and_at_the_edges_of_blocks_and_tiles(lengths):
 
 
 @pytest.mark.parametrize("rectangle", [False, True])
-def test_the_host_knows_no_length_but_a_bound(rectangle):
-    """As in a captured pass: parts for the longest that there may be, of which short sequences use few."""
-    check(Forest([0, 130, 700], [3, 3, 1], 1, 2, bound=6000, rectangle=rectangle, padding=0 if rectangle else 2))
+def test_the_host_knows_no_length(rectangle):
+    """As in a captured pass, which serves contexts of any length."""
+    check(Forest([0, 130, 700], [3, 3, 1], 1, 2, unknown=True, rectangle=rectangle, padding=0 if rectangle else 2))
+
+
+@pytest.mark.parametrize("rectangle", [False, True])
+@pytest.mark.parametrize("window, firsts, sinks", [(None, None, True), (600, None, False), (None, [900, 0, 1], False)])
+def test_one_long_context_among_short_ones(window, firsts, sinks, rectangle):
+    check(Forest([2900, 20, 300], [5, 5, 2], 2, 4, window=window, firsts=firsts, sinks=sinks, rectangle=rectangle))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -119,38 +118,3 @@ def test_what_no_sequence_wrote_reaches_no_row(stale, window):
 @pytest.mark.parametrize("window", [None, 5000])
 def test_long_contexts(dtype, window):
     check(Forest([32_000, 9_000, 0], [20, 3, 2], 1, 4, dtype=dtype, window=window, firsts=[1, 700, 0]))
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 12), st.sampled_from([16, 64]))
-def test_tiles_hold_every_row_once(counts, group, size):
-    counts = counts if any(counts) else [1]
-    seq = torch.tensor([b for b, n in enumerate(counts) for _ in range(n)] + [-1])
-    tiles = TileSchedule.of(trees_of(seq, len(counts)), len(seq), group, size)
-    places = [(b, m) for b, begin in zip(tiles.trees.tolist(), tiles.begins.tolist(), strict=True) if b < len(counts)
-              for m in range(begin, min(begin + size, counts[b] * group))]  # fmt: skip
-    assert sorted(places) == [(b, m) for b, n in enumerate(counts) for m in range(n * group)]
-    assert len(tiles.trees) == tiles.count
-
-
-@given(st.integers(1, 4000), st.integers(0, 40_000), st.integers(1, 200))
-def test_splits_are_worth_their_work_and_fill_the_cores(programs, columns, cores):
-    shape = TileShape(64, 64, 4, 3, per_core=2)
-    splits = num_splits(programs, columns, shape, cores)
-    assert splits == 1 or columns // splits >= 128
-    if programs < 8 * 2 * cores:
-        shares = [busy_share(programs * n, 2 * cores) for n in range(1, max(min(columns // 128, 64), 1) + 1)]
-        assert shares[splits - 1] >= 0.9 * max(shares)
-
-
-@pytest.mark.parametrize("batch, at_least", [(1, 0.55), (4, 0.85), (16, 0.85), (64, 0.85), (128, 0.85), (256, 0.8)])
-def test_plain_batches_of_any_size_keep_a_gpu_busy(batch, at_least):
-    """An 8B model's 8 key/value heads on an H100, contexts of 4,096: with one part 64 sequences leave a third idle."""
-    shape = tile_shape(4, 128, 128, torch.bfloat16, (9, 0))
-    splits = num_splits(batch * 8, 4096, shape, 132)
-    assert busy_share(batch * 8 * splits, 132 * shape.per_core) >= at_least
-    assert batch < 64 or splits <= 4
-
-
-def test_one_tree_in_a_long_context_fills_a_gpu():
-    shape = tile_shape(60 * 4, 128, 128, torch.bfloat16, (9, 0))
-    assert num_splits(2 * 8, 16_000, shape, 132) * 2 * 8 >= 120

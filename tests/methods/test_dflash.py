@@ -261,7 +261,7 @@ def test_a_long_job_of_any_plans_needs_a_hundred_graphs_at_most(tmp_path):
     params = [SamplingParams(**kinds[i % 4], max_tokens=1 + i % 40, ignore_eos=True, seed=i) for i in range(70)]
     prompts = [(ids * 30)[: 1 + 13 * i % 80] for i, ids in enumerate(some_prompts(70))]
     check_lossless(engine, oracle_of(prompts, params))
-    assert engine.counters.num_steps - engine.counters.num_plain_steps > 10
+    assert engine.counters.num_steps - engine.counters.num_plain_steps > 5
     assert graphs.num_captured == ahead and graphs.num_replayed > 50
 
 

@@ -142,13 +142,21 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
     assert costs.row_seconds(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
 
 
-@pytest.mark.parametrize(("usual", "taken", "rises"), [(True, 0.3, True), (False, 0.3, False), (False, 0.02, False)])
-def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken, rises):
+@pytest.mark.parametrize(("most", "taken", "rises"), [(math.inf, 0.3, True), (0.0, 0.3, False), (0.0, 0.02, False)])
+def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(most, taken, rises):
     costs = some_costs()
     outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
-    costs.update(outcome, costs.predict(outcome), usual)
+    costs.update(outcome, costs.predict(outcome), most)
     assert (costs.draft_overhead(4) > 0.1) == rises
     assert (costs.draft_overhead(4) < 0.1) == (taken < 0.1)
+
+
+def test_what_is_learned_of_overhead_has_a_limit_where_one_is_set():
+    costs = some_costs()
+    outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, 0.9))
+    for _ in range(100):
+        costs.update(outcome, costs.predict(outcome), 1.7)
+    assert costs.draft_overhead(4) == pytest.approx(1.7 * some_costs().draft_overhead(4), rel=0.02)
 
 
 def test_what_each_sampled_row_takes_is_learned_from_plain_steps():

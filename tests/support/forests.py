@@ -21,8 +21,8 @@ from tests.support.kernels import DEVICE
 class Forest:
     """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
 
-    rectangle: rows are B x N. bound: all that the host knows of the lengths, for the kernels. stale: what positions
-    hold that no sequence has written. stored: the dtype of the cache, if it is not the rows'.
+    rectangle: rows are B x N. unknown: the host does not know the lengths. stale: what positions hold that no sequence
+    has written. stored: the dtype of the cache, if it is not the rows'.
     """
 
     lengths: list[int]
@@ -38,7 +38,7 @@ class Forest:
     softcap: float | None = None
     sinks: bool = False
     firsts: list[int] | None = None
-    bound: int | None = None
+    unknown: bool = False
     stale: float | None = None
     stored: torch.dtype | None = None
     seed: int = 0
@@ -48,6 +48,12 @@ class Forest:
 
         In fp32 torch's own attention on a GPU may be as far from the exact numbers as the kernels.
         """
+        planted = self.planted()
+        ours, theirs = planted.by_kernels(), planted.by_torch()
+        return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), planted.real
+
+    def planted(self) -> Planted:
+        """Return one layer's trees, rows and caches."""
         torch.manual_seed(self.seed)
         cache, batch = self._filled(), DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
         parents = [torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)]) for n in self.counts]
@@ -67,14 +73,11 @@ class Forest:
         first = None if self.firsts is None else torch.tensor(self.firsts, device=DEVICE)
         rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
         rows = None if self.rectangle and min(self.counts) == num_nodes else rows
-        known = batch if self.bound is None else replace(batch, host_lengths=[self.bound] * len(self.lengths))
-        kernels = TritonTreeMetadata(cache, known, cells, pack_ancestors(ancestors), depths, depths, rows, first)
-        ours = kernels.attend(query, key, value, attention)
-        exact = self._exact(cache)
+        unknown = replace(batch, host_lengths=[]) if self.unknown else batch
+        kernels = TritonTreeMetadata(cache, unknown, cells, pack_ancestors(ancestors), depths, depths, rows, first)
         unpack = seq.clamp(min=0) * num_nodes + node
-        portable = TreeMetadata(exact, batch, cells, ancestors, depths, depths, row_of, unpack, first)
-        theirs = portable.attend(query.double(), key.double(), value.double(), attention)
-        return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), seq >= 0
+        portable = TreeMetadata(cache, batch, cells, ancestors, depths, depths, row_of, unpack, first)
+        return Planted(kernels, portable, query, key, value, attention, seq >= 0)
 
     def _filled(self) -> KVCache:
         """Every slot in blocks that lie anywhere, the columns past its length too."""
@@ -99,13 +102,6 @@ class Forest:
         for pool in (cache.keys[0], cache.values[0]):
             pool[~written] = self.stale
 
-    def _exact(self, cache: KVCache) -> KVCache:
-        """The same numbers in fp64."""
-        exact = KVCache(cache.blocks, 1, self.kv_heads, self.key_dim, torch.float64, DEVICE, self.value_dim)
-        exact.keys.copy_(cache.keys)
-        exact.values.copy_(cache.values)
-        return exact
-
     def _ancestors(self, parents: list[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:
         """By walking up, one node at a time."""
         seen = torch.zeros(len(parents), num_nodes, num_nodes, dtype=torch.bool)
@@ -128,8 +124,33 @@ class Forest:
         return torch.tensor(seq, device=DEVICE), torch.tensor(node, device=DEVICE), row_of.to(DEVICE)
 
 
+@dataclass(frozen=True)
+class Planted:
+    """A forest's rows [1, heads, R, d], and the two ways in which they attend over its cache."""
+
+    kernels: TritonTreeMetadata
+    portable: TreeMetadata
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attention: AttentionParams
+    real: Tensor
+
+    def by_kernels(self) -> Tensor:
+        return self.kernels.attend(self.query, self.key, self.value, self.attention)
+
+    def by_torch(self) -> Tensor:
+        """In fp64, over the numbers that the cache holds."""
+        cache, (key_dim, value_dim) = self.kernels.cache, (self.key.shape[-1], self.value.shape[-1])
+        exact = KVCache(cache.blocks, 1, self.key.shape[1], key_dim, torch.float64, DEVICE, value_dim)
+        exact.keys.copy_(cache.keys)
+        exact.values.copy_(cache.values)
+        portable = replace(self.portable, cache=exact)
+        return portable.attend(self.query.double(), self.key.double(), self.value.double(), self.attention)
+
+
 def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
     """Nothing but where rows lie."""
     nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
     rows = PackedRows.of(seq, batch)
-    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)
+    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0)

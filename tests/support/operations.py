@@ -16,13 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.kernels import draft_level, flash_decoding, fused_layer, grouped_experts, sample, topk, topk_topp
+from eagle_ray.kernels import (
+    draft_level,
+    flash_decoding,
+    fused_layer,
+    grouped_experts,
+    sample,
+    topk,
+    topk_topp,
+    work_list,
+)
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.kernels import DEVICE
 
-LAUNCHING = (draft_level, flash_decoding, fused_layer, grouped_experts, sample, topk, topk_topp)
+LAUNCHING = (draft_level, flash_decoding, fused_layer, grouped_experts, sample, topk, topk_topp, work_list)
 NO_WORK = {  # views, and memory that nothing is written to
     "view",
     "_unsafe_view",

@@ -2,8 +2,8 @@
 
     python3 -m jobs.bench.gpu.kernel_sections NAME --out DIR [--smoke]
 
-    attention     tree attention of an 8B's layer: rows of a tree, context and batch, one long context among short ones,
-                  and plain rows by torch's `varlen_attn`
+    attention     tree attention of an 8B's layer: rows of a tree, context and batch, long contexts among short ones,
+                  plain rows by torch's `varlen_attn`, and whether repeats and other batches give the same bits
     fp8           `scaled_mm` with a scale for each row and each column and bf16, in an 8B's four shapes
     prefill       prompt tokens per second: one long prompt, some, many short ones, one in chunks
     moe           two layers of Qwen3-30B-A3B's shape: are their steps captured, and what does a step cost
@@ -81,8 +81,11 @@ def measure_attention(scale: Scale, findings: Findings) -> None:
         for context in contexts:
             if batch * (context + 64) <= MOST_CELLS:
                 _time_contexts(scale, findings, [context] * batch, row_counts, f"{batch} x {context}")
-    uneven = [contexts[-1], *[contexts[0]] * (3 if scale.is_smoke else 63)]
-    _time_contexts(scale, findings, uneven, row_counts[:2], f"one of {contexts[-1]} among {len(uneven) - 1}")
+    others = 3 if scale.is_smoke else 63
+    uneven = [contexts[-1], *[contexts[0]] * others]
+    mixed = [contexts[0] // 4 + i * contexts[-1] // (4 * others) for i in range(others + 1)]
+    _time_contexts(scale, findings, uneven, row_counts[:3], f"one of {contexts[-1]} among {others} of {contexts[0]}")
+    _time_contexts(scale, findings, mixed, row_counts[:3], f"{len(mixed)} from {mixed[0]} to {mixed[-1]}")
 
 
 @torch.inference_mode()
@@ -98,7 +101,8 @@ def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_cou
     cache.values.normal_()
     read = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim * cache.keys.dtype.itemsize
     for num_rows in row_counts:
-        attend = _attend(scale, cache, lengths, num_rows)
+        rows = _random_rows(scale, len(lengths) * num_rows)
+        attend = _attend(scale, cache, lengths, num_rows, rows)
         seconds = seconds_of(_replayed(attend, device), device, REPEATS)
         findings.add(
             "tree attention",
@@ -108,10 +112,45 @@ def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_cou
             gb_per_s=read / seconds / 1e9,
             tflops=4 * sum(lengths) * num_rows * shape.num_heads * shape.head_dim / seconds / 1e12,
         )
+        if len(set(lengths)) > 1:
+            _compare_bits(scale, findings, cache, lengths, num_rows, rows, name)
     _time_varlen(scale, findings, lengths, name)
 
 
-def _attend(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> Callable[[], Any]:
+def _compare_bits(
+    scale: Scale,
+    findings: Findings,
+    cache: KVCache,
+    lengths: list[int],
+    num_rows: int,
+    rows: list[torch.Tensor],
+    name: str,
+) -> None:
+    """Add how many repeats differ from the first in any bit, and whether the first context's rows are as alone."""
+    attend = _attend(scale, cache, lengths, num_rows, rows)
+    first = attend()
+    repeats = [attend() for _ in range(2 if scale.is_smoke else 50)]
+    alone = _attend(scale, cache, lengths[:1], num_rows, [each[:, :, :num_rows] for each in rows])()
+    findings.add(
+        "attention bits",
+        contexts=name,
+        rows=num_rows,
+        repeats=len(repeats),
+        differing=sum(not torch.equal(first, again) for again in repeats),
+        as_alone=torch.equal(first[:, :, :num_rows], alone),
+    )
+
+
+def _random_rows(scale: Scale, size: int) -> list[torch.Tensor]:
+    """Return queries, keys and values [1, heads, size, d]."""
+    shape = scale.shape
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    return [torch.randn(1, n, size, shape.head_dim, dtype=scale.dtype, device=scale.device) for n in heads]
+
+
+def _attend(
+    scale: Scale, cache: KVCache, lengths: list[int], num_rows: int, rows: list[torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     """Return the attention of a chain of num_rows rows behind each context."""
     shape, device, batch = scale.shape, scale.device, len(lengths)
     at = DecodeSlots.of(list(range(batch)), lengths, device)
@@ -119,12 +158,9 @@ def _attend(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> 
     depths = torch.arange(num_rows, device=device).expand(batch, -1).contiguous()
     columns = (at.lengths[:, None] + depths).flatten()
     cells = cache.slot_mapping(at.slots.repeat_interleave(num_rows), columns)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    size = batch * num_rows
-    query, key, value = (torch.randn(1, n, size, shape.head_dim, dtype=scale.dtype, device=device) for n in heads)
     metadata = tree_metadata(cache, at, cells, ancestors.contiguous(), depths, depths)
     rule = AttentionParams(0, shape.head_dim**-0.5)
-    return lambda: metadata.attend(query, key, value, rule)
+    return lambda: metadata.attend(*rows, rule)
 
 
 def _replayed(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:

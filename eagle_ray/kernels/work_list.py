@@ -1,0 +1,262 @@
+"""WorkList: which program of tree attention reads which part of which context, decided on the device.
+
+The parts of a context depend on its own length alone, and they are added in the order of their numbers. So a row's sum
+is the same in any batch; which program computes a part is free:
+
+    positions   0            256            512            768      length
+                |--- part 0 ---|--- part 1 ---|--- part 2 ---|- part 3 with the tree -|
+    cut         a program for each part; the last one to finish adds the parts up
+    whole       one program for all of them, one after another: where there is work enough without cutting
+
+A part has PART_POSITIONS, or as many tiles more as keep a context within `TileShape.parts`. Parts begin at multiples of
+their size, whatever the first visible position is. A context is cut if one program that reads all of it would have more
+than 1/SHARES of an even share of the batch, and if there is memory for its sums.
+
+A work is an item of the list and a key/value head. Programs draw works in order: contexts that are read whole, then
+full parts, at last the parts at the ends, which are shorter. Nothing here is known on the host but bounds, so a
+captured pass serves contexts of any length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from jaxtyping import Int32
+from torch import Tensor, float32, int32
+
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.tree_metadata import KernelTrees, TileShape
+
+PART_POSITIONS = 256  # of the shortest part: 128 KB of an 8B's keys and values, whose fp32 sums have 2 KB a row
+SHARES = 4  # of an even share: as many whole contexts, one after another, balance without being cut
+MAX_SUMS_BYTES = 1 << 27  # of sums of parts in a launch; what has no room is read whole
+TREES = 128  # trees that the list's programs look at together
+FIELDS = tl.constexpr(4)  # of an item: tree, its first place, part or WHOLE, first row of its sums
+WHOLE = tl.constexpr(-1)
+VARYING = [
+    "lengths",
+    "first",
+    "starts",
+    "counts",
+    "window",
+    "num_trees",
+    "num_nodes",
+    "num_rows",
+    "num_positions",
+    "max_positions",
+    "own",
+    "room",
+    "at_once",
+]  # compiled once, whatever their values and alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
+
+    window: of the layer. at_once: programs that the GPU runs at a time.
+    """
+
+    num_rows: int
+    heads: int
+    kv_heads: int
+    value_dim: int
+    window: int | None
+    tile: TileShape
+    at_once: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def part_tiles(self) -> int:
+        """Return the tiles of the shortest part."""
+        return max(PART_POSITIONS // self.tile.keys, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Items, and what programs count while they work on them.
+
+    Attributes:
+        items: tree, first of its nodes x heads, part (WHOLE for all of them), and where the sums of its parts
+            begin, in rows of `heads` sums.
+        counts: number of items; works drawn, 0 between launches.
+        arrivals: parts that are there, by key/value head and first place of a tile; 0 between launches.
+        room: rows of sums; the first ones are the programs' own, for contexts that they read whole.
+        programs: to be launched.
+    """
+
+    items: Int32[Tensor, "C 4"]
+    counts: Int32[Tensor, " 2"]
+    arrivals: Int32[Tensor, " heads*R"]
+    room: int
+    programs: int
+
+    @classmethod
+    def of(cls, trees: KernelTrees, reading: Reading) -> WorkList:
+        """Make the list in one launch; lists are kept in `trees.work_lists`, since layers share them."""
+        tile, num_rows, group = reading.tile, reading.num_rows, reading.group
+        num_parts, num_tiles = _max_parts(trees, reading), _max_tiles(trees, num_rows, group, tile.rows)
+        capacity = min(
+            trees.num_trees * tile.parts + num_tiles * (2 + _tail_parts(trees, reading)), num_tiles * num_parts
+        )
+        programs = min(reading.at_once, capacity * reading.kv_heads)
+        own = -(-programs * tile.fold * tile.rows // reading.heads)
+        row_bytes = reading.heads * (reading.value_dim + 2) * float32.itemsize
+        room = own + min(num_rows * num_parts, MAX_SUMS_BYTES // row_bytes)
+        like = trees.lengths
+        items = like.new_empty(capacity, FIELDS.value, dtype=int32)
+        counts, arrivals = (like.new_empty(size, dtype=int32) for size in (2, reading.heads * num_rows))
+        starts, rows = (None, None) if trees.rows is None else (trees.rows.starts, trees.rows.counts)
+        launch(list_work, (trees.num_trees,))(
+            items, counts, arrivals, trees.lengths, trees.first, starts, rows, reading.window, trees.num_trees,
+            trees.num_nodes, num_rows, trees.num_positions, trees.max_positions, own, room, reading.at_once,
+            GROUP=group, KV_HEADS=reading.kv_heads, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+            PART_TILES=reading.part_tiles, PARTS=tile.parts, SHARES=SHARES, TREES=TREES,
+        )  # fmt: skip
+        return cls(items, counts, arrivals, room, programs)
+
+
+def work_list(trees: KernelTrees, reading: Reading) -> WorkList:
+    """Return the list of a layer's programs, made once for all layers of a pass that read alike."""
+    if reading not in trees.work_lists:
+        trees.work_lists[reading] = WorkList.of(trees, reading)
+    return trees.work_lists[reading]
+
+
+def _max_tiles(trees: KernelTrees, num_rows: int, group: int, size: int) -> int:
+    """Return a bound on the programs that take `size` rows x heads of one tree each, for one key/value head."""
+    if trees.rows is None:
+        return trees.num_trees * -(-trees.num_nodes * group // size)
+    return min(trees.num_trees + num_rows * group // size, -(-group // size) * num_rows)
+
+
+def _max_parts(trees: KernelTrees, reading: Reading) -> int:
+    """Return a bound on the parts of any context."""
+    size = reading.tile.keys * reading.part_tiles
+    return min(reading.tile.parts + 1 + _tail_parts(trees, reading), trees.max_positions // size + 1)
+
+
+def _tail_parts(trees: KernelTrees, reading: Reading) -> int:
+    """Return a bound on the parts that tree positions may add to those of the committed ones."""
+    return trees.num_positions // (reading.tile.keys * reading.part_tiles) + 2
+
+
+@triton.jit(do_not_specialize=VARYING)
+def list_work(
+    items, totals, arrivals, lengths, first, starts, counts, window, num_trees, num_nodes, num_rows, num_positions,
+    max_positions, own, room, at_once, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TREES: tl.constexpr,
+):  # fmt: skip
+    """Write the items of one tree where those of the trees before it end, and set its arrivals to zero."""
+    tree = tl.program_id(0)
+    index = tl.arange(0, TREES)
+    all_tiles = tl.full((), 0, tl.int64)
+    for begin in range(0, num_trees, TREES):
+        trees = begin + index
+        _, num_tiles, _, read = _sizes(
+            trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
+            GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
+        )  # fmt: skip
+        all_tiles += tl.sum((num_tiles * read).to(tl.int64))
+    share = all_tiles * KV_HEADS
+
+    sums_end = own
+    all_whole, all_full, all_ends = 0, 0, 0
+    whole_at, full_at, ends_at = 0, 0, 0
+    tiles, parts, is_cut, sums_at = 0, 0, 0, 0  # of this tree
+    for begin in range(0, num_trees, TREES):
+        trees = begin + index
+        num_nodes_of, num_tiles, num_parts, read = _sizes(
+            trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
+            GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
+        )  # fmt: skip
+        is_long = (num_parts > 1) & (read.to(tl.int64) * (SHARES * at_once) > share)
+        rows = tl.where(is_long, num_nodes_of * num_parts, 0)
+        ends = sums_end + tl.cumsum(rows)
+        cut = is_long & (ends <= room)
+        whole = tl.where((num_parts > 1) & ~cut, num_tiles, 0)
+        full = tl.where(cut, num_tiles * (num_parts - 1), 0)
+        last = num_tiles - whole
+        before, is_own = trees < tree, trees == tree
+        whole_at += tl.sum(tl.where(before, whole, 0))
+        full_at += tl.sum(tl.where(before, full, 0))
+        ends_at += tl.sum(tl.where(before, last, 0))
+        all_whole += tl.sum(whole)
+        all_full += tl.sum(full)
+        all_ends += tl.sum(last)
+        tiles += tl.sum(tl.where(is_own, num_tiles, 0))
+        parts += tl.sum(tl.where(is_own, num_parts, 0))
+        is_cut += tl.sum((is_own & cut).to(tl.int32))
+        sums_at += tl.sum(tl.where(is_own, ends - rows, 0))
+        sums_end += tl.sum(rows)
+    if tree == 0:
+        tl.store(totals, all_whole + all_full + all_ends)
+        tl.store(totals + 1, 0)
+
+    start = tree * num_nodes if starts is None else tl.load(starts + tree).to(tl.int32)
+    full_at += all_whole
+    ends_at += all_whole + all_full
+    num_first = tl.where(is_cut > 0, tiles * (parts - 1), tl.where(parts > 1, tiles, 0))  # not the parts at the end
+    first_at = tl.where(is_cut > 0, full_at, whole_at)
+    num_items = tl.where(is_cut > 0, tiles * parts, tiles)
+    for begin in range(0, num_items, TREES):
+        item = begin + index
+        at = tl.where(item < num_first, first_at + item, ends_at + item - num_first)
+        fields = items + at * FIELDS
+        there = item < num_items
+        per_part = tl.maximum(tiles, 1)
+        tl.store(fields, tree + index * 0, mask=there)
+        tl.store(fields + 1, item % per_part * BLOCK_M, mask=there)
+        tl.store(fields + 2, tl.where(is_cut > 0, item // per_part, WHOLE), mask=there)
+        tl.store(fields + 3, sums_at + index * 0, mask=there)
+    for begin in range(0, tiles, TREES):
+        tile = begin + index
+        for kv_head in range(KV_HEADS):
+            place = (kv_head * num_rows + start) * GROUP + tile * BLOCK_M
+            tl.store(arrivals + place, index * 0, mask=tile < tiles)
+
+
+@triton.jit
+def _sizes(
+    trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return nodes of trees, tiles of their rows, parts of their contexts, and tiles of keys that a program reads."""
+    there = trees < num_trees
+    count = tl.where(there, num_nodes, 0)
+    if counts is not None:
+        count = tl.load(counts + trees, mask=there, other=0).to(tl.int32)
+    _, _, part_tiles, begin, end = span(
+        trees, there, count, lengths, first, window, num_positions, max_positions,
+        GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
+    )  # fmt: skip
+    num_parts = tl.cdiv(end, part_tiles) - begin // part_tiles
+    return count, tl.cdiv(count * GROUP, BLOCK_M), num_parts, end - begin
+
+
+@triton.jit
+def span(
+    trees, there, count, lengths, first, window, num_positions, max_positions,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return committed positions, the first visible one, the tiles of a part, and the tiles [begin, end) to read.
+
+    The size of parts depends on committed positions and rows of the tree itself: not on the batch, and not on the tree
+    positions that a captured pass has.
+    """
+    length = tl.load(lengths + trees, mask=there, other=0).to(tl.int32)
+    low = length * 0
+    if first is not None:
+        low = tl.load(first + trees, mask=there, other=0).to(tl.int32)
+    if window is not None:
+        low = tl.maximum(low, length - window + 1)
+    begin = tl.minimum(low, length) // BLOCK_N
+    max_parts = tl.maximum(PARTS // tl.maximum(tl.cdiv(count * GROUP, BLOCK_M), 1), 1)
+    part_tiles = tl.maximum(tl.cdiv(length // BLOCK_N - begin, max_parts), PART_TILES)
+    end = tl.cdiv(tl.minimum(length + num_positions, max_positions), BLOCK_N)
+    return length, low, part_tiles, begin, tl.maximum(end, begin + 1)
