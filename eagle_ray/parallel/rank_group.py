@@ -202,7 +202,7 @@ class CudaCollectives:
 def _symmetric_memory(group: Any) -> Any:
     """Return torch's module of symmetric memory, or None if this torch or these GPUs lack it."""
     try:
-        from torch.distributed import _symmetric_memory
+        from torch.distributed import _symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())
         symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device=device), group)
