@@ -108,7 +108,8 @@ class LearnedState:
 
 def _newest(versions: Mapping[StoragePath, FileVersion]) -> list[StoragePath]:
     """Return the newest files, the newest last: one at least, then as many as are of use."""
-    newest, num_bytes = [], 0
+    newest: list[StoragePath] = []
+    num_bytes = 0
     for file in sorted(versions, key=lambda file: file.name, reverse=True)[:MAX_READ]:
         num_bytes += versions[file].size
         if newest and num_bytes > MAX_READ_BYTES:
