@@ -34,7 +34,7 @@ log = logging.getLogger("eagle_ray")
 LEARNED, SUFFIX = "learned-", ".safetensors"
 INTERVAL_S, IDLE_INTERVAL_S = 60.0, 2.0  # between writes while rows are in flight, and while none is
 MAX_READ = 8  # files: of the workers of one attempt
-MAX_READ_BYTES = 5 << 20  # of all files that are read: more texts than a suffix index keeps would be read in vain
+MAX_READ_BYTES = 5 << 20  # of all files that are read: a suffix index keeps no more texts
 MAX_BYTES = 64 << 20  # of a file; 500,000 tokens take 2 MB
 
 
