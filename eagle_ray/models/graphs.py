@@ -277,7 +277,7 @@ class CudaGraphRunner:
         return function(*buffers.tensors) if graph is None else graph.replay()
 
     def replays(self, kind: Hashable) -> bool:
-        """Return whether passes of this kind, key[0], may be replayed: captures of it have not always failed."""
+        """Return whether passes of this kind, key[0], may be replayed: its last captures have not all failed."""
         return self._refusals[kind] < MAX_FAILURES
 
     @property
