@@ -133,6 +133,8 @@ def build_rank(
         memory = memory.smallest(ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
+    if engine.grammars is not None and member is not None and not member.leads:
+        engine.grammars.has_time_limit = False
     if member is None or member.leads:
         plan_drafts(engine, speculative, start)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graph_warmup import capture
+from eagle_ray.engine.graph_warmup import capture, capture_pairs
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
@@ -96,8 +96,8 @@ def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, s
     content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()
     followers = Followers(COMMAND, size, content, args.owns_process)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
-    ranks.why_lost = followers.why_lost
-    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close))
+    ranks.why_lost, ranks.when_met = followers.why_lost, followers.note_meeting
+    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close, followers.tell_if_stuck))
 
 
 def run_follower() -> None:
@@ -154,10 +154,14 @@ class Commands:
         self._engine.learned_state()
 
     def load_learned(self, state: dict[str, torch.Tensor]) -> None:
-        self._engine.load_learned(state)
+        with suppress(ValueError, KeyError):  # the leader has refused it, too: the file is left out
+            self._engine.load_learned(state)
 
     def capture(self) -> None:
         capture(self._engine)
+
+    def capture_pairs(self) -> None:
+        capture_pairs(self._engine)
 
     def keep_graphs(self, is_on: bool) -> None:
         self._keeping.close()

@@ -11,7 +11,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.config import ModelConfig
-from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.errors import ConfigError, RankError
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PromptBatch, TargetModel
@@ -132,6 +132,14 @@ def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
         own = {name: size for name, size in sizes.items() if name not in shared}
         assert 2 * sum(own.values()) == numel + padded
         assert all(sizes[name] == stored[name].numel() for name in shared)
+
+
+def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
+    ranks = RankGroup(0, 2, str(tmp_path / "meeting"))
+    reasons = iter([None] * 5)
+    ranks.why_lost = lambda seconds: next(reasons, "rank 1 was ended by signal 9")
+    with pytest.raises(RankError, match="rank 0 of 2: rank 1 was ended by signal 9"):
+        load_causal_lm(checkpoint("llama"), torch.float32, "cpu", ranks=ranks)
 
 
 @pytest.mark.parametrize(
