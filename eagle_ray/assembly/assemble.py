@@ -128,7 +128,7 @@ def build_rank(
     causal_lm = load_target(model, args, start, tokenizer, ranks)
     weights = load_draft(model, speculative, causal_lm, start)
     args = args.within(model_limits(model))
-    memory = plan_memory(causal_lm, weights, speculative, args)
+    memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if ranks is not None:
         memory = memory.smallest(ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)

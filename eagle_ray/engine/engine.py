@@ -129,11 +129,6 @@ class Engine:
         return fallbacks(self.target, self.drafter, self.graphs)
 
     @property
-    def has_ranks(self) -> bool:
-        """Return whether several processes share the target, so that only this engine may run it."""
-        return self.lockstep is not ALONE
-
-    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 

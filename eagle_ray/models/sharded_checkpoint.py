@@ -127,13 +127,13 @@ def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> Quantized
     if weight.order is not None:
         raise EngineError(
             f"tensor {name}.qweight: its groups have inputs that are apart (desc_act), which ranks cannot share. Set "
-            "execution.tensor_parallel to 1, or take a checkpoint without desc_act."
+            "tensor_parallel to 1, or take a checkpoint without desc_act."
         )
     size = weight.group_size
     if part.begin % size or part.end % size:
         raise EngineError(
             f"tensor {name}.qweight: groups of {size} inputs, and a rank's {part.end - part.begin} are no whole number "
-            "of them. Set execution.tensor_parallel to less."
+            "of them. Set tensor_parallel to less."
         )
     codes = weight.codes[:, part.begin : part.end].contiguous()
     groups = slice(part.begin // size, part.end // size)

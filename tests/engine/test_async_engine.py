@@ -194,7 +194,7 @@ def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
 
 
 class LostRank(Alone):
-    """A lockstep of several ranks: of one that is lost while a step waits for it, or already when a sequence is added."""
+    """A lockstep of several ranks, of which one is lost during a step, or before a sequence is added."""
 
     def __init__(self, is_lost=False):
         self.is_lost, self.say = is_lost, None
