@@ -52,6 +52,14 @@ def stop_after(monkeypatch):
     return stop
 
 
+def test_a_target_that_does_not_fit_into_a_gpu_is_refused_before_it_is_loaded(make_config, monkeypatch):
+    monkeypatch.setattr(train_head_module, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(train_head_module, "load_target", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 1000))
+    with pytest.raises(ConfigError, match="model.target: the target takes .* training does not split it"):
+        run(make_config())
+
+
 @pytest.mark.parametrize("method", ["eagle2", "eagle3"])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_a_resumed_run_repeats_the_numbers_bit_for_bit(make_config, tmp_path, stop_after, monkeypatch, method, kind):
