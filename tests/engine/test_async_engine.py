@@ -210,7 +210,13 @@ class LostRank(Alone):
 def test_a_step_that_waits_for_a_lost_rank_for_ever_holds_nobody():
     inner, released, is_stuck = llama_engine(2), threading.Event(), threading.Event()
     inner.lockstep = lockstep = LostRank()
-    inner.step = lambda: is_stuck.set() or released.wait(60) or []
+
+    def step():
+        is_stuck.set()
+        released.wait(60)
+        return []
+
+    inner.step = step
 
     async def main():
         engine = AsyncEngine(inner)

@@ -56,6 +56,15 @@ def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(monkeypatc
         assert not followers_of(os.getpid())
 
 
+def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call():
+    with LLM(tensor_parallel=2, **SETTINGS) as llm:
+        [follower] = followers_of(os.getpid())
+        follower.kill()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
+                llm.generate(PROMPTS[:2])
+
+
 PROGRAM = """
 import sys
 from eagle_ray import LLM, SamplingParams

@@ -56,7 +56,7 @@ def test_a_target_that_does_not_fit_into_a_gpu_is_refused_before_it_is_loaded(ma
     monkeypatch.setattr(train_head_module, "device_type", lambda model: "cuda")
     monkeypatch.setattr(train_head_module, "load_target", lambda model: pytest.fail("loaded"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, 1000))
-    with pytest.raises(ConfigError, match="model.target: the target takes .* training does not split it"):
+    with pytest.raises(ConfigError, match=r"model\.target: the target takes .* training does not split it"):
         run(make_config())
 
 
