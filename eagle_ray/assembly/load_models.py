@@ -225,11 +225,14 @@ def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> t
 
 
 def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
-    """Return why a GPU has no room for the target's weights, or for those of one rank; None if it has."""
+    """Return why a GPU has no room for the target's weights, or for those of one rank; None if it has.
+
+    Free memory is not looked at, which would take some on each of the GPUs.
+    """
     path = download(model.target, "target")
     config = load_config(path)
     needed = target_bytes_of(path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks)
-    room = min(int(MEMORY_SHARE * torch.cuda.mem_get_info(number)[0]) for number in range(num_ranks))
+    room = int(MEMORY_SHARE * min(torch.cuda.get_device_properties(i).total_memory for i in range(num_ranks)))
     if needed is None or needed <= room:
         return None
     what = "the target" if num_ranks == 1 else f"one of {num_ranks} ranks"

@@ -1,6 +1,7 @@
 """Shards: each rank's part of a target computes with the others what the whole computes, by as few sums as possible."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
 def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, size):
     path = checkpoint("llama")
     monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room, room))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
     model = ModelConfig(target=str(path), dtype="bfloat16")
     assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
 
