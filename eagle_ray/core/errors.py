@@ -5,9 +5,12 @@ Anything else that is raised is a bug and is not caught, but where one row must 
 """
 
 import json
+import re
 
 WIDE_ENCODINGS = ("UTF-16", "UTF-32")
 ENCODING_BYTES = 64  # of a file's start that tell its encoding
+# torch says either, of a device or of the host, in a RuntimeError of one class or another
+OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
 
 
 class RequestError(Exception):

@@ -64,10 +64,14 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
 
 def capture(engine: Engine) -> None:
-    """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds."""
+    """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds.
+
+    The drafter has learned nothing then: what is captured drafts on padding.
+    """
     engine.lockstep.tell("capture")
     graphs = _graphs(engine)
     _run(graphs, list(_passes(engine, graphs)), engine.lockstep)
+    engine.drafter.reset_learning()
 
 
 def capture_fixed(engine: Engine) -> None:

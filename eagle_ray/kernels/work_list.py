@@ -1,7 +1,7 @@
 """WorkList: which program of tree attention reads which part of which context, decided on the device.
 
-The parts of a context depend on its own length alone, and they are added in the order of their numbers. So a row's sum
-is the same in any batch; which program computes a part is free:
+The parts of a context depend on its own length and its tree's rows alone, and they are added in the order of their
+numbers. So a row's sum is the same in any batch; which program computes a part is free:
 
     positions   0            256            512            768      length
                 |--- part 0 ---|--- part 1 ---|--- part 2 ---|- part 3 with the tree -|

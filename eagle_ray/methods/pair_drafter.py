@@ -387,7 +387,7 @@ class PairDrafter(Drafter, ABC):
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         runner = self._runner
-        size, bound = runner.draft_size(len(roots), plan.width), runner.context(at.max_length)
+        size, bound = self._padded_size(len(roots), plan.width), runner.context(at.max_length)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
@@ -415,6 +415,10 @@ class PairDrafter(Drafter, ABC):
         at = idle_batch(1, self._target, max_length, SamplingParams()).at
         first, starts = self._first_positions(at)
         self._runner.record(*self._pairs_pass(at, first, starts, num_rows, max_pairs))
+
+    def _padded_size(self, num_sequences: int, width: int) -> int:
+        """Return the sequences of the pass that is replayed for a whole draft of this width."""
+        return self._runner.draft_size(num_sequences, width)
 
     def _max_pairs(self, plan: DraftPlan) -> int:
         """Return the maximum of pairs per sequence that a replayed draft reads: what the deepest draft can leave."""

@@ -17,7 +17,8 @@ into those of the first call. So errors in padding, buckets or the lifetime of r
 
 If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the pass is captured once
 more on the portable path. If that fails, or CUDA refuses, this pass runs eagerly and all others are still captured:
-MoE layers of a target, for example, copy to the host on some GPUs, but its draft head does not. Either is logged once.
+torch's product of some MoE layers, for example, copies to the host on some GPUs, but a draft head does not. Either is
+logged once. After MAX_FAILURES in a row no other pass of its kind is captured, and those that are go on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.core.errors import OUT_OF_MEMORY
 from eagle_ray.core.sampling_batch import ALL_KINDS, Kind, PaddedInput
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels.availability import is_triton_error, turn_off
@@ -129,7 +131,7 @@ class CudaGraphRunner:
         num_captured, num_replayed: numbers of captures and replays.
         seconds, bytes: time and device memory that captures took.
         failures: why captures failed, by key; these passes run eagerly.
-        agrees: returns whether a capture has succeeded on all ranks of the engine; is given whether it has here.
+        agrees: returns whether something holds on all ranks of the engine; is given whether it does here.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
@@ -145,7 +147,8 @@ class CudaGraphRunner:
         self.seconds = 0.0
         self.failures: dict[tuple[Hashable, ...], str] = {}
         self.agrees: Callable[[bool], bool] = bool
-        self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass
+        self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass, on any rank
+        self._lacked_memory = False  # when the last capture failed here
 
     @classmethod
     def of(cls, target: TargetModel) -> CudaGraphRunner:
@@ -277,8 +280,8 @@ class CudaGraphRunner:
         return function(*buffers.tensors) if graph is None else graph.replay()
 
     def replays(self, kind: Hashable) -> bool:
-        """Return whether passes of this kind, key[0], may be replayed: its last captures have not all failed."""
-        return self._refusals[kind] < MAX_FAILURES
+        """Return whether passes of this kind, key[0], may be replayed: some are captured, or may be."""
+        return self._refusals[kind] < MAX_FAILURES or any(key[0] == kind for key in self._graphs)
 
     @property
     def failure(self) -> str | None:
@@ -315,11 +318,14 @@ class CudaGraphRunner:
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self.used_bytes()
+        self._lacked_memory = False
         graph = self.try_capture(key, function, inputs)
         is_captured = self.agrees(graph is not None) if self.on_cuda else True
         if graph is None or not is_captured:
             self.failures.setdefault(key, "another rank could not")
+            self._refusals[key[0]] += self.agrees(not self._lacked_memory)  # which says nothing of smaller passes
             return None
+        self._refusals[key[0]] = 0
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
         if self._is_keeping:
@@ -342,17 +348,16 @@ class CudaGraphRunner:
                 return self.try_capture(key, function, inputs)
             self._note_failure(key, error)
             return None
-        self._refusals[key[0]] = 0
         return graph
 
     def may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        return key not in self.failures and self.replays(key[0])
+        return key not in self.failures and self._refusals[key[0]] < MAX_FAILURES
 
     def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
         """Remember that a capture failed; log the first of each kind of pass."""
         is_first = all(other[0] != key[0] for other in self.failures)
         self.failures[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._refusals[key[0]] += not isinstance(error, torch.OutOfMemoryError)
+        self._lacked_memory = bool(OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
         level = logging.WARNING if is_first else logging.INFO
         log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
 

@@ -161,7 +161,8 @@ class StepCosts:
     Attributes:
         verify: the target's pass by rows, without sequences and context.
         attention_per_token: added for each cached token.
-        catch_up: the drafter's first pass, by the rows that it reads pairs with, level 1 included.
+        catch_up: the drafter's first pass, by the rows that it reads pairs with, level 1 included
+            (replayed, that is two passes, of which the second is padded by sequences).
         expand: each further level, by rows.
         plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by sequences.
         attention_per_row: added for each cached token and each row of its sequence beyond the first.

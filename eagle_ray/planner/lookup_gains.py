@@ -29,7 +29,7 @@ from eagle_ray.planner.probe_schedule import ProbeSchedule
 LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
 FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
-TRIAL_COST = 1.0  # plain steps that a trial may lose
+LOOKUP_TRIAL_LOSS = 1.0  # plain steps that a trial may lose
 MIN_FORESEEN = 0.3  # of the tokens, for a trial out of turn
 MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
@@ -91,7 +91,7 @@ class LookupGains:
         """
         self._trial_s += cost_s
         self._trial_steps -= 1
-        if self._trial_s > TRIAL_COST * plain_s:
+        if self._trial_s > LOOKUP_TRIAL_LOSS * plain_s:
             self._trial_steps = 0
 
     def fade(self) -> None:

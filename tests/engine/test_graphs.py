@@ -506,6 +506,40 @@ def test_a_kind_of_pass_that_cannot_be_recorded_leaves_the_others_recorded(monke
     assert f"{refused!r} passes failed (operation not permitted" in (ours.graphs.failure or "")
 
 
+@pytest.mark.parametrize(("error", "is_given_up"), [("not permitted", True), ("CUBLAS_STATUS_ALLOC_FAILED", False)])
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_what_is_recorded_goes_on_after_failures_on_any_rank(monkeypatch, error, is_given_up, fails_here):
+    """No more passes of the kind are recorded then, unless memory was short, which says nothing of smaller ones."""
+    graphs = CudaGraphRunner("cuda", 8, 512, fused=True)
+    is_failing = False
+
+    def recorded(function: object, inputs: InputBuffers, pool: str) -> EagerGraph:
+        if is_failing and fails_here:
+            raise RuntimeError(error)
+        return EagerGraph(function, inputs)
+
+    def all_ranks(holds_here: bool) -> bool:
+        """As if a second rank failed where this one does not."""
+        if fails_here or not is_failing:
+            return holds_here
+        asked.append(holds_here)
+        return len(asked) % 2 == 0 and is_given_up  # of each failure: was it captured, was there memory
+
+    asked: list[bool] = []
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: kind)
+    monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
+    graphs.agrees = all_ranks
+    inputs = [PaddedInput(torch.tensor([1.0]), (1,))]
+    assert graphs.record(("verify", 0), torch.neg, inputs)
+    is_failing = True
+    assert not any(graphs.record(("verify", size), torch.neg, inputs) for size in range(1, 5))
+    assert len(graphs.failures) == (graphs_module.MAX_FAILURES if is_given_up else 4)
+    assert graphs.replays("verify") and graphs.run(("verify", 0), torch.neg, inputs).item() == -1
+    is_failing = False
+    assert graphs.record(("verify", 9), torch.neg, inputs) != is_given_up
+
+
 def test_a_kernel_that_cannot_be_compiled_is_recorded_by_the_portable_path(monkeypatch, caplog):
     """Triton's error is not CUDA's: graphs stay on, one line says that kernels are off."""
     ours = engine((12, 4, 4), 2)

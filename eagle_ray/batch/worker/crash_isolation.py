@@ -34,7 +34,7 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.core.errors import ConfigError, EngineError, RankError, UnfitDevice
+from eagle_ray.core.errors import OUT_OF_MEMORY, ConfigError, EngineError, RankError, UnfitDevice
 from eagle_ray.requests.columns import location_text
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
 from eagle_ray.storage.store import DISK_FULL, StorageError
@@ -46,8 +46,6 @@ LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
-# torch says either, of a device or of the host, in a RuntimeError of one class or another
-OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
 RANK_UNFIT = re.compile(r"failed \((UnfitDevice|ConfigError|EngineError): (.*?)\)?$")  # another rank of the engine
 DEVICE = re.compile(
     r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE

@@ -47,7 +47,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan, Frontier
 
 SHORT = 4  # levels of the block that is recorded besides the longest
-NARROW = 4  # nodes of each level of the tree that is recorded besides the widest: a block takes as long for any
+NARROW_TREE = 4  # nodes of each level of the tree that is recorded besides the widest: a block takes as long for any
 
 
 class DFlashDrafter(PairDrafter):
@@ -77,9 +77,9 @@ class DFlashDrafter(PairDrafter):
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
+        depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW_TREE, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
-        for size in self._runner.sizes(self._size, self._target.cache.num_slots):
+        for size in self._runner.sizes(self._padded_size, self._target.cache.num_slots):
             for plan in dict.fromkeys(self.recorded_plan(plan, size) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
@@ -93,12 +93,12 @@ class DFlashDrafter(PairDrafter):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self.recorded_plan(plan, self._size(len(roots)))
+        recorded = self.recorded_plan(plan, self._padded_size(len(roots)))
         return super()._replayed(at, roots, recorded, sampling)
 
-    def _size(self, num_sequences: int) -> int:
+    def _padded_size(self, num_sequences: int, width: int = NARROW_TREE) -> int:
         """Return the sequences of the replayed pass, whatever the plan's width."""
-        return self._runner.draft_size(num_sequences, NARROW)
+        return self._runner.draft_size(num_sequences, NARROW_TREE)
 
     def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
@@ -108,7 +108,7 @@ class DFlashDrafter(PairDrafter):
         """
         if plan.static_tree is not None:
             return plan
-        width = self._runner.draft_width(max(plan.width, NARROW), plan.children, size)
+        width = self._runner.draft_width(max(plan.width, NARROW_TREE), plan.children, size)
         is_narrow = width < plan.children
         is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
         depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
