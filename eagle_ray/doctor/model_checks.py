@@ -213,10 +213,10 @@ def _remedy_of_weights(
     if itemsize == 4 and need - (plan.target + plan.draft) // 2 <= room:
         return "set model.dtype to bfloat16: its weights are half as large"
     if plan.memory.on_gpu:
-        least = max(ceil(num_ranks * need / (GPU_SHARE * plan.memory.free)), int(num_gpus) + 1)
-        if gpus := next((size for size in sizes if size >= least), None):
+        needed = max(ceil(num_ranks * need / (GPU_SHARE * plan.memory.free)), int(num_gpus) + 1)
+        if gpus := next((size for size in sizes if size >= needed), None):
             return f"set execution.gpus_per_actor to {gpus}: as many ranks share every layer"
         if num_ranks == 1:
-            return f"set execution.gpus_per_actor to {least}: the layers are spread over them"
+            return f"set execution.gpus_per_actor to {needed}: the layers are spread over them"
         return "take a smaller or a quantised model: no larger number of ranks can share this one"
     return f"use a machine with {gib(need)} free, or a smaller model"

@@ -8,8 +8,8 @@ closes its pipes; one that is stopped or hangs beats no more, and is killed afte
 ends all of them, and the leader gets a RankError where it sends or computes next. The end of the leader ends the
 followers at once, stopped ones too (`end_with_parent`). A leader that waits in a collective on a GPU does not come back
 from it: GRACE_S later its process ends, if that is the engine's alone (`owns_process`), so that the process above
-starts another; otherwise who has asked for it is told (`tell_if_stuck`). Followers kill a leader of such a process that
-is silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used: ranks
+starts another; otherwise `tell_if_stuck` has named what is called. Followers kill a leader of such a process that is
+silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used: ranks
 meet in a file of a directory that is removed, by a later start if this one is killed.
 """
 
@@ -43,7 +43,7 @@ FIRST_BEAT_S = 120.0  # from the start of a process to its first beat: it import
 EXIT_S = 2.0  # from the end of a pipe to that of its process
 GRACE_S = 10.0  # from the loss of a rank to the end of a process that does not notice it
 DIRECTORY = "eagle-ray-ranks-"  # how the names of directories begin in which ranks meet
-SWEEP_S = 60.0  # age at which a directory that nobody holds is a killed leader's
+SWEEP_S = 60.0  # age at which a directory that no process locks is a killed leader's
 BEAT = b""
 
 
@@ -116,7 +116,7 @@ class Followers:
     def __init__(self, command: str, size: int, content: Any, owns_process: bool = False):
         _sweep()
         directory = tempfile.mkdtemp(prefix=DIRECTORY)
-        held = _held(directory)
+        lock = _locked(directory)
         self.meeting = os.path.join(directory, "ranks")
         self._have_met = False
         self._when_stuck: Callable[[str], None] = lambda reason: None
@@ -132,7 +132,7 @@ class Followers:
         self._thread.start()
         self._is_started.wait()
         self._finalizer = weakref.finalize(
-            self, _end, self._processes, self.pipes, self._watches, directory, held, self._is_closed
+            self, _end, self._processes, self.pipes, self._watches, directory, lock, self._is_closed
         )
 
     @property
@@ -235,7 +235,7 @@ def _end(
     pipes: list[Connection],
     watches: list[Connection],
     directory: str,
-    held: int | None,
+    lock: int | None,
     is_closed: threading.Event,
 ) -> None:
     is_closed.set()
@@ -246,11 +246,11 @@ def _end(
     for pipe in (*pipes, *watches):
         pipe.close()
     shutil.rmtree(directory, ignore_errors=True)
-    if held is not None:
-        os.close(held)
+    if lock is not None:
+        os.close(lock)
 
 
-def _held(directory: str) -> int | None:
+def _locked(directory: str) -> int | None:
     """Return an open directory that is locked while this process lives; None if another process holds it."""
     number = os.open(directory, os.O_RDONLY)
     try:
@@ -265,9 +265,9 @@ def _sweep() -> None:
     """Remove the directories of leaders that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*"):
         with suppress(OSError):  # another user's, or removed meanwhile
-            if time.time() - directory.stat().st_mtime > SWEEP_S and (held := _held(str(directory))) is not None:
+            if time.time() - directory.stat().st_mtime > SWEEP_S and (lock := _locked(str(directory))) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
-                os.close(held)
+                os.close(lock)
 
 
 def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:
