@@ -46,7 +46,7 @@ def test_more_gpus_where_the_weights_do_not_fit():
 def test_the_next_number_of_ranks_that_can_share_the_target():
     plan = on_gpu(6 * G)
     assert "execution.gpus_per_actor to 4: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=1)
-    assert "execution.gpus_per_actor to 8: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=2)
+    assert "execution.gpus_per_actor to 8: as many ranks" in remedy(plan, 1, 2, 4, [1, 2, 4, 8], num_ranks=4)
     assert "quantised model" in remedy(plan, 1, 2, 2, [1, 2], num_ranks=2)
 
 

@@ -197,7 +197,7 @@ def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
         num_ranks(model, EngineArgs(tensor_parallel=2))
 
 
-@pytest.mark.parametrize("room, size", [(10**9, 2), (10**5, 1)])
+@pytest.mark.parametrize("room, size", [(10**9, 2), (10**4, 1)])
 def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, size):
     path = checkpoint("llama")
     monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
