@@ -57,6 +57,15 @@ def test_later_sources_win(tmp_path):
     assert (config.seed, sampling.n) == (1, 1)
 
 
+@pytest.mark.parametrize("key", ["report.baseline_rows", "report.verify_rows"])
+def test_rows_are_not_decoded_again_over_ranks(key):
+    assert refusal(f"{key}=3", "execution.tensor_parallel=2").startswith(
+        f"{key}: rows are decoded again in one process"
+    )
+    for ranks in ("auto", 1):
+        assert load(f"{key}=3", f"execution.tensor_parallel={ranks}").execution.tensor_parallel == ranks
+
+
 def test_values_are_yaml_and_what_is_no_yaml_is_itself():
     config = load("sampling.min_p=1e-3", "sampling.stop=[a, b]", "input.path=*.x", "execution.actors={min: 1, max: 2}")
     assert config.sampling.min_p == 0.001

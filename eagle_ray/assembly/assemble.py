@@ -128,11 +128,13 @@ def build_rank(
     causal_lm = load_target(model, args, start, tokenizer, ranks)
     weights = load_draft(model, speculative, causal_lm, start)
     args = args.within(model_limits(model))
-    memory = plan_memory(causal_lm, weights, speculative, args)
+    memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if ranks is not None:
         memory = memory.smallest(ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
+    if engine.grammars is not None and member is not None and not member.leads:
+        engine.grammars.has_time_limit = False
     if member is None or member.leads:
         plan_drafts(engine, speculative, start)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)

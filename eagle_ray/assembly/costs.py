@@ -12,6 +12,7 @@ import torch
 from eagle_ray.assembly.model_memory import weight_bytes
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import RankError
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
@@ -49,9 +50,11 @@ def plan_drafts(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
 
 @contextmanager
 def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
-    """Let the engine decode plainly if its planner cannot be made. A failed step of the engine itself is raised."""
+    """Let the engine decode plainly if its planner cannot be made. A failed step or a lost rank is raised."""
     try:
         yield
+    except RankError:
+        raise
     except Exception as error:
         if not engine.is_intact:
             raise

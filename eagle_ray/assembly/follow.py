@@ -1,6 +1,6 @@
 """Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
 
-    size = num_ranks(model, args)                       # execution.tensor_parallel, checked before anything is loaded
+    size = num_ranks(model, args)                       # tensor_parallel, checked before anything is loaded
     member = lead(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
     bundle = ...                                        # of this rank's part of the target, with member.lockstep
 
@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.load_models import check_device, device_type
+from eagle_ray.assembly.load_models import check_device, device_type, why_no_room
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graph_warmup import capture
+from eagle_ray.engine.graph_warmup import capture, capture_pairs
+from eagle_ray.models.gpu_linears import FP8_MULTIPLE
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
@@ -67,25 +69,36 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
         return 1
     path = download(model.target, "target")
     config = load_config(path)
-    file, quantization = gguf_in(path), quantization_of(config)
-    group_size = group_size_of({} if file is not None else quantization)
+    group_size = inputs_together(model, path, config)
     if wanted == "auto":
         size = int(args.num_gpus)
         try:
             check_shards(config, size, group_size)
+            reason = why_no_room(model, size)
         except ConfigError as error:
-            log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, error)
-            return 1
-        return size
+            reason = str(error)
+        if reason is not None:
+            log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, reason)
+        return size if reason is None else 1
     check_shards(config, wanted, group_size)
     if on_gpu and (args.num_gpus not in (1, wanted) or torch.cuda.device_count() < wanted):
         seen = min(torch.cuda.device_count(), int(args.num_gpus) if args.num_gpus > 1 else torch.cuda.device_count())
         fitting = ", ".join(str(size) for size in fitting_sizes(config, group_size) if size <= seen)
         raise ConfigError(
-            f"execution.tensor_parallel: {wanted}, and the engine has {seen} GPUs, one for each rank. Set it to one of "
-            f"{fitting}, or execution.gpus_per_actor to {wanted}."
+            f"tensor_parallel: {wanted}, and the engine has {seen} GPUs, one for each rank. Set it to one of "
+            f"{fitting}, or give the engine {wanted} GPUs."
         )
     return wanted
+
+
+def inputs_together(model: ModelConfig, path: Path, config: Any) -> int | None:
+    """Return how many inputs of a layer ranks cannot take apart, for check_shards; None for plain weights.
+
+    path: of the target. config: of the target.
+    """
+    if model.quantization == "fp8":
+        return FP8_MULTIPLE
+    return group_size_of({} if gguf_in(path) is not None else quantization_of(config))
 
 
 def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
@@ -96,8 +109,8 @@ def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, s
     content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()
     followers = Followers(COMMAND, size, content, args.owns_process)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
-    ranks.why_lost = followers.why_lost
-    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close))
+    ranks.why_lost, ranks.when_met = followers.why_lost, followers.note_meeting
+    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close, followers.tell_if_stuck))
 
 
 def run_follower() -> None:
@@ -154,10 +167,14 @@ class Commands:
         self._engine.learned_state()
 
     def load_learned(self, state: dict[str, torch.Tensor]) -> None:
-        self._engine.load_learned(state)
+        with suppress(ValueError, KeyError):  # the leader has refused it, too: the file is left out
+            self._engine.load_learned(state)
 
     def capture(self) -> None:
         capture(self._engine)
+
+    def capture_pairs(self) -> None:
+        capture_pairs(self._engine)
 
     def keep_graphs(self, is_on: bool) -> None:
         self._keeping.close()

@@ -11,13 +11,15 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
-from eagle_ray.assembly.model_memory import reserved_bytes
+from eagle_ray.assembly.memory_plan import MEMORY_SHARE
+from eagle_ray.assembly.model_memory import reserved_bytes, target_bytes_of
 from eagle_ray.assembly.placement import dispatch_layers
 from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
@@ -213,6 +215,28 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
     dtype, reason = auto_dtype(load_config(path), path, device)
     log.info("model.dtype auto: %s on this CPU (%s)", str(dtype).removeprefix("torch."), reason)
     return dtype
+
+
+def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> torch.dtype:
+    """Return the dtype in which the target would be loaded. path, config: of the target."""
+    if model.dtype == "auto" and model.quantization == "fp8":
+        return torch.bfloat16
+    return getattr(torch, model.dtype) if model.dtype != "auto" else auto_dtype(config, path, device)[0]
+
+
+def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
+    """Return why a GPU has no room for the target's weights, or for those of one rank; None if it has.
+
+    Free memory is not looked at, which would take some on each of the GPUs.
+    """
+    path = download(model.target, "target")
+    config = load_config(path)
+    needed = target_bytes_of(path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks)
+    room = int(MEMORY_SHARE * min(torch.cuda.get_device_properties(i).total_memory for i in range(num_ranks)))
+    if needed is None or needed <= room:
+        return None
+    what = "the target" if num_ranks == 1 else f"one of {num_ranks} ranks"
+    return f"{what} takes {needed / 1e9:.1f} GB, and a GPU has room for {room / 1e9:.1f} GB"
 
 
 def _gigabytes(path: Path) -> str:

@@ -59,6 +59,13 @@ class DeviceMemory:
         of_share = int(share * total)
         return cls(of_share, min(free + loaded, of_share), others_room)
 
+    def of_rank(self, num_ranks: int) -> DeviceMemory:
+        """Return the memory of one of a worker's ranks: a GPU of its own, or a share of the machine's."""
+        if num_ranks == 1:
+            return self
+        share = 1 if self.on_gpu else num_ranks
+        return replace(self, total=self.total // share, free=self.free // share, others_room=0)
+
     @property
     def reserve(self) -> int:
         """Return the bytes of a card that no worker plans with."""
@@ -235,8 +242,8 @@ class MemoryPlan:
         tokens = "room for full sequences" if self.kv_tokens is None else f"{self.kv_tokens:,} KV tokens"
         return f"{counted(self.slots, 'slot')}, {tokens}"
 
-    def describe(self) -> str:
-        """Return the bytes by use as one line."""
+    def describe(self, subject: str = "a worker") -> str:
+        """Return the bytes by use as one line. subject: what takes them."""
         length = self.lengths.guaranteed or self.lengths.max_model_len
         of_slot = f"{gib(self.lengths.of_guaranteed * self.kv_per_token)} a slot of {length} tokens"
         elsewhere = f" ({gib(self.elsewhere)} on other GPUs)" if self.elsewhere else ""
@@ -249,7 +256,7 @@ class MemoryPlan:
             (self.all_graphs, f"CUDA graphs {gib(self.all_graphs)}"),
             (self.process, f"Python and its packages {gib(self.process)}"),
         ]
-        text = f"a worker takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"
+        text = f"{subject} takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"
         reserve = 0 if self.memory is None else self.memory.reserve
         return f"{text}; {gib(reserve)} of the card stay free" if reserve else text
 

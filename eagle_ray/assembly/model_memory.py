@@ -34,6 +34,7 @@ from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
+from eagle_ray.parallel.shard import shard_config
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
@@ -48,9 +49,15 @@ MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
 
 def plan_memory(
-    causal_lm: CausalLM, weights: nn.Module | None, speculative: SpeculativeConfig, args: EngineArgs
+    causal_lm: CausalLM,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    args: EngineArgs,
+    has_ranks: bool = False,
 ) -> MemoryPlan:
     """Return the plan of an engine over models in memory, and log a GPU's, whose pass is measured if a setting is auto.
+
+    has_ranks: the target is one rank's part.
 
     Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not even one fits.
     """
@@ -79,7 +86,8 @@ def plan_memory(
     try:
         plan = MemoryPlan.of(sizes, lengths, target, draft, of_pass, memory).sized(args.slots, args.kv_tokens)
     except EngineError as error:
-        raise UnfitDevice(str(error)) from error
+        in_turn = "; or set tensor_parallel to 1, which places layers on GPUs in turn" if has_ranks else ""
+        raise UnfitDevice(f"{error}{in_turn}") from error
     log.log(logging.INFO if on_gpu else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
     return plan
 
@@ -94,8 +102,9 @@ def plan_checkpoint(
     lengths: SequenceLengths,
     memory: DeviceMemory | None = None,
     process: int = 0,
+    num_ranks: int = 1,
 ) -> MemoryPlan | None:
-    """Return the plan of one worker of a job, or None if weights are missing; none are read.
+    """Return the plan of one worker of a job, or of one of its ranks; None if weights are missing. None are read.
 
     Args:
         target, drafts: directories.
@@ -104,17 +113,19 @@ def plan_checkpoint(
         dtype: of weights and cache.
         memory: None: the slots and tokens are a CPU's.
         process: bytes before anything is loaded.
+        num_ranks: of the worker.
 
     Raises:
         EngineError: a file of weights cannot be read.
     """
     execution, speculative = config.execution, config.speculative
-    target_bytes = target_bytes_of(target, shape, dtype, device, config.model)
+    target_bytes = target_bytes_of(target, shape, dtype, device, config.model, num_ranks)
     of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
     if target_bytes is None or None in of_drafts:
         return None
     draft_bytes = sum(size or 0 for size in of_drafts)
     parts = check_drafts(speculative.merged_methods, drafts, shape) if drafts else []
+    shape = shape if num_ranks == 1 else shard_config(shape, num_ranks)
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
     args = EngineArgs.of_worker(execution, num_gpus=1)
@@ -123,7 +134,7 @@ def plan_checkpoint(
     if on_gpu:
         of_pass = _estimated_pass(shape, dtype.itemsize, args.prefill_tokens_on("cuda"))
     else:
-        target_bytes += 0 if gguf_in(target) else _packed_copy(target, shape, dtype)
+        target_bytes += 0 if gguf_in(target) or num_ranks > 1 else _packed_copy(target, shape, dtype)
     plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
     try:
         return plan.sized(execution.slots, execution.kv_tokens)
@@ -207,15 +218,29 @@ def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     return sum(sizes) + sum(layer_bytes(module) for module in packed if outside is None)
 
 
-def target_bytes_of(target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig) -> int | None:
-    """Return the bytes of a target's tensors in memory, or None if it has no weights.
-
-    Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
-    what they take in its files, unless no kernel of the device reads them: then they are restored to `dtype`.
+def target_bytes_of(
+    target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig, num_ranks: int = 1
+) -> int | None:
+    """Return the bytes of a target's tensors in memory, or of one rank's part; None if it has no weights.
 
     Args:
         shape: the target's config.
         model: of which dtype and quantization are read.
+        num_ranks: each has its part of all tensors, and the whole embedding.
+    """
+    whole = _whole_bytes_of(target, shape, dtype, device, model)
+    if whole is None or num_ranks == 1:
+        return whole
+    embedding = shape.vocab_size * shape.hidden_size * dtype.itemsize
+    shared = whole if shape.tie_word_embeddings else whole - embedding
+    return embedding + -(-shared // num_ranks)
+
+
+def _whole_bytes_of(target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig) -> int | None:
+    """Return the bytes of all tensors.
+
+    Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
+    what they take in its files, unless no kernel of the device reads them: then they are restored to `dtype`.
     """
     file = gguf_in(target)
     if file is not None:

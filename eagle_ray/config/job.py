@@ -378,8 +378,9 @@ class EnginesConfig(StrictModel):
         endpoint.
     tensor_parallel: number of processes, the ranks, that share every layer of the target, one on each GPU of the
         engine, or on a CPU. It must divide the target's heads, key/value heads and the width of its MLP. auto is the
-        number of GPUs if there are several and the target can be split; other targets have their layers placed on the
-        GPUs in turn, which is slower. Outputs are those of one process, but for rounding.
+        number of GPUs if there are several, the target can be split and a rank's weights fit into a GPU; other targets
+        have their layers placed on the GPUs in turn, which is slower. Outputs are those of one process, but for
+        rounding.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 

@@ -434,6 +434,14 @@ def _all_keys(root: type[BaseModel], section: str = "") -> Iterator[str]:
 def _check_report(config: JobConfig) -> None:
     if config.report.verify_rows and not config.output.store_token_ids:
         raise ConfigError("report.verify_rows: it compares stored token ids: set output.store_token_ids to true")
+    ranks = config.execution.tensor_parallel
+    for name in ("baseline_rows", "verify_rows"):
+        if ranks not in ("auto", 1) and getattr(config.report, name):
+            raise ConfigError(
+                f"report.{name}: rows are decoded again in one process, and execution.tensor_parallel is {ranks}. Set "
+                f"report.{name} to 0; or execution.tensor_parallel to auto: then the target's layers are placed on the "
+                "GPUs in turn for that"
+            )
 
 
 def _check_storage(config: JobConfig) -> None:

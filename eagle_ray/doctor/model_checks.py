@@ -6,6 +6,7 @@ The hub is not contacted: a model that is not on this machine is reported as suc
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -15,7 +16,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
+from eagle_ray.assembly.follow import inputs_together
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
+from eagle_ray.assembly.load_models import planned_dtype
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.model_memory import plan_checkpoint, process_bytes
 from eagle_ray.config import JobConfig
@@ -24,7 +27,8 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.loader import auto_dtype, load_config
+from eagle_ray.models.loader import load_config
+from eagle_ray.parallel.shard import MODEL_TYPES, check_shards, fitting_sizes
 from eagle_ray.report.text import gib
 from eagle_ray.storage.store import StorageError
 
@@ -87,30 +91,63 @@ def directory_of(name: str, part: str) -> Path | None:
 
 def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
     """Return the dtype in which the pair would be loaded. name: model.dtype."""
-    if name == "auto" and here.config.model.quantization == "fp8":
-        return torch.bfloat16
-    return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
+    return planned_dtype(here.config.model.model_copy(update={"dtype": name}), device, here.target, here.shape)
 
 
 def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> Finding:
-    """Compare the memory that one worker takes with the memory that is available."""
-    execution, speculative = here.config.execution, here.config.speculative
-    limits, there = model_limits(here.config.model), memory_of(workers, device)
-    lengths = limits.lengths(speculative, execution.kv_tokens)
-    models = here.config, here.target, here.drafts, here.shape, device, dtype
+    """Compare the memory that one worker, or each of its ranks, takes with the memory that is available."""
     try:
-        plan = plan_checkpoint(*models, lengths, there, process_bytes(device))
+        num_ranks, plan = _planned(here, workers, device, dtype)
+    except ConfigError as error:
+        return Finding("memory", "the target cannot be split", problem=str(error))
     except EngineError as error:
         return Finding("memory", "the weights cannot be looked at", problem=str(error))
     if plan is None:
         return Finding("memory", "the weights are not here, so what they take is not known")
-    says, facts = plan.describe(), asdict(plan) | {"total": plan.total}
-    if there is None:
-        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(plan.total)} free"
+    each = "a worker" if num_ranks == 1 else f"each of a worker's {num_ranks} ranks"
+    says, facts = plan.describe(each), asdict(plan) | {"total": plan.total, "ranks": num_ranks}
+    if plan.memory is None:
+        todo = f"no GPU of the cluster can be seen from here: {each} needs {gib(plan.total)} free"
         return Finding("memory", says, facts, advice=todo)
-    room = there.room + there.others_room
-    problem = None if plan.fits else remedy(plan, num_sharing(workers, device), dtype.itemsize, workers.plan.num_gpus)
+    room = plan.memory.room + plan.memory.others_room
+    sharing, num_gpus = num_sharing(workers, device), workers.plan.num_gpus
+    problem = None if plan.fits else remedy(plan, sharing, dtype.itemsize, num_gpus, _sizes(here), num_ranks)
     return Finding("memory", f"{says}; it would have {gib(room)}", facts | {"room": room}, problem)
+
+
+def _planned(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> tuple[int, MemoryPlan | None]:
+    """Return the ranks of a worker and the plan of each, as a start chooses them. Raises as ranks_of does."""
+    execution, there = here.config.execution, memory_of(workers, device)
+    lengths = model_limits(here.config.model).lengths(here.config.speculative, execution.kv_tokens)
+
+    def plan_of(num_ranks: int) -> MemoryPlan | None:
+        memory = None if there is None else there.of_rank(num_ranks)
+        models = here.config, here.target, here.drafts, here.shape, device, dtype
+        return plan_checkpoint(*models, lengths, memory, process_bytes(device), num_ranks)
+
+    num_ranks = ranks_of(here, workers, device)
+    plan = plan_of(num_ranks)
+    if num_ranks > 1 and execution.tensor_parallel == "auto" and plan is not None and not plan.fits:
+        in_turn = plan_of(1)
+        return (num_ranks, plan) if in_turn is None or not in_turn.fits else (1, in_turn)
+    return num_ranks, plan
+
+
+def ranks_of(here: PairHere, workers: PlannedWorkers, device: str) -> int:
+    """Return the ranks of each worker. Raises ConfigError if they cannot share the target."""
+    wanted, num_gpus = here.config.execution.tensor_parallel, int(workers.plan.num_gpus)
+    if wanted == "auto":
+        return num_gpus if device == "cuda" and num_gpus in _sizes(here) else 1
+    if wanted > 1:
+        check_shards(here.shape, wanted, inputs_together(here.config.model, here.target, here.shape))
+    return wanted
+
+
+def _sizes(here: PairHere) -> list[int]:
+    """Return the numbers of ranks that can share the target: 1 for one that is not split."""
+    if here.shape.model_type not in MODEL_TYPES:
+        return [1]
+    return fitting_sizes(here.shape, inputs_together(here.config.model, here.target, here.shape))
 
 
 def memory_of(workers: PlannedWorkers, device: str) -> DeviceMemory | None:
@@ -137,13 +174,22 @@ def num_sharing(workers: PlannedWorkers, device: str) -> int:
     return round(1 / plan.num_gpus) if plan.num_gpus < 1 else 1
 
 
-def remedy(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float) -> str:
+def remedy(
+    plan: MemoryPlan,
+    num_sharing: int,
+    itemsize: int,
+    num_gpus: float,
+    sizes: Sequence[int] = (),
+    num_ranks: int = 1,
+) -> str:
     """Return the smallest change with which the worker would fit, if one is known.
 
     Args:
         num_sharing: workers that share its memory.
         itemsize: bytes of a number of model.dtype.
         num_gpus: of the worker.
+        sizes: numbers of ranks that can share the target.
+        num_ranks: of the worker; the plan is one rank's.
     """
     slots = bisect_left(range(1, plan.slots + 1), True, key=lambda n: not plan.with_slots(n).fits)
     if slots:
@@ -152,10 +198,12 @@ def remedy(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float) -
     length = max(plan.tokens_that_fit(1) - plan.lengths.tree_columns, 0) // 64 * 64
     if length:
         return f"set execution.slots to 1 and model.max_model_len to {length}"
-    return _remedy_of_weights(plan, num_sharing, itemsize, num_gpus)
+    return _remedy_of_weights(plan, num_sharing, itemsize, num_gpus, sizes, num_ranks)
 
 
-def _remedy_of_weights(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float) -> str:
+def _remedy_of_weights(
+    plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float, sizes: Sequence[int], num_ranks: int
+) -> str:
     """Return the remedy if the weights alone are too large."""
     assert plan.memory is not None, "a worker whose memory is unknown needs no remedy"
     room, need = plan.memory.room + plan.memory.others_room, plan.with_slots(1).total
@@ -165,6 +213,10 @@ def _remedy_of_weights(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gp
     if itemsize == 4 and need - (plan.target + plan.draft) // 2 <= room:
         return "set model.dtype to bfloat16: its weights are half as large"
     if plan.memory.on_gpu:
-        gpus = ceil(need / (GPU_SHARE * plan.memory.free))
-        return f"set execution.gpus_per_actor to {max(gpus, int(num_gpus) + 1)}: the layers are spread over them"
+        needed = max(ceil(num_ranks * need / (GPU_SHARE * plan.memory.free)), int(num_gpus) + 1)
+        if gpus := next((size for size in sizes if size >= needed), None):
+            return f"set execution.gpus_per_actor to {gpus}: as many ranks share every layer"
+        if num_ranks == 1:
+            return f"set execution.gpus_per_actor to {needed}: the layers are spread over them"
+        return "take a smaller or a quantised model: no larger number of ranks can share this one"
     return f"use a machine with {gib(need)} free, or a smaller model"

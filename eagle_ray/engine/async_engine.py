@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from eagle_ray.core.counters import EngineCounters
-from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.core.errors import EngineError, RankError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.runtime import release_memory
@@ -128,6 +128,7 @@ class StepLoop:
     Attributes:
         engine: None once the thread has ended.
         error: why no request is taken any more.
+        is_over: the thread has ended, or will never come back from a step.
         lock: held to put a call in while the thread is sure to see it.
     """
 
@@ -136,11 +137,18 @@ class StepLoop:
         self.inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the end
         self.calls: dict[Sequence, PendingRequest] = {}
         self.error: EngineError | None = None
+        self.is_over = threading.Event()
         self.lock = threading.Lock()
         self._last: tuple[EngineCounters, Occupancy] | None = None
 
     def run(self) -> None:
         """Step until the end is in the inbox or a step fails. Then free the engine's memory."""
+        try:
+            self._step_until_end()
+        finally:
+            self.is_over.set()
+
+    def _step_until_end(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
         error = EngineError("the engine was closed")
         try:
@@ -151,13 +159,17 @@ class StepLoop:
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
             traceback.clear_frames(fault.__traceback__)  # their variables hold the engine
-        with self.lock:
-            self.error = error
         self._fail_all(error)
         self._last = self.counters(), replace(self.occupancy(), num_running=0, num_blocks_used=0)
         self._alive.close()
         self.engine = None
         release_memory()
+
+    def give_up(self, reason: str) -> None:
+        """Fail all requests, in another thread: this one's step waits on a device for a rank that is lost."""
+        self._fail_all(EngineError(f"the engine failed: {reason}"))
+        self.inbox.put(None)  # should it come back after all
+        self.is_over.set()
 
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
@@ -188,6 +200,8 @@ class StepLoop:
             self._alive.add(call.sequence)
         except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
             call.finish(error)
+            if isinstance(error, RankError):
+                raise
         else:
             call.sequence.listener = call.listener
             self.calls[call.sequence] = call
@@ -214,10 +228,13 @@ class StepLoop:
             handle(call)
 
     def _fail_all(self, error: EngineError) -> None:
-        """Fail all requests in flight and those that arrived too late."""
+        """Take no more requests, and fail all that are in flight and those that arrived too late."""
+        with self.lock:
+            self.error = self.error or error
         late = []
-        while not self.inbox.empty():
-            late.append(self.inbox.get())
+        with suppress(queue.Empty):
+            while True:
+                late.append(self.inbox.get_nowait())
         waiting: list[PendingRequest | PendingCall] = [*self.calls.values()]
         for call in [*waiting, *(order[1] for order in late if order is not None)]:
             call.finish(error)
@@ -235,6 +252,7 @@ class AsyncEngine:
         self._post: LoopMailbox | None = None
         self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")  # other work never waits for grammars
         self._thread = threading.Thread(target=self.step_loop.run, name="eagle-ray-engine", daemon=True)
+        engine.lockstep.tell_if_stuck(self.step_loop.give_up)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self.step_loop.inbox.put, None)
         self._finalizer.atexit = False  # a daemon thread ends with the process
@@ -312,9 +330,14 @@ class AsyncEngine:
         return self.step_loop.occupancy()
 
     def close(self) -> None:
-        """End the thread after its current step, wait for it, and free the engine's memory."""
+        """End the thread after its current step, wait for it, and free the engine's memory.
+
+        A thread whose step never ends, because a rank is lost, is left behind.
+        """
         self.step_loop.inbox.put(None)
-        self._thread.join()
+        self.step_loop.is_over.wait()
+        if self.inner is None:
+            self._thread.join()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:

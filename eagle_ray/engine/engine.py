@@ -129,11 +129,6 @@ class Engine:
         return fallbacks(self.target, self.drafter, self.graphs)
 
     @property
-    def has_ranks(self) -> bool:
-        """Return whether several processes share the target, so that only this engine may run it."""
-        return self.lockstep is not ALONE
-
-    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -259,7 +254,7 @@ class Engine:
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
         plan, stops, has_foreseen = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
         if has_foreseen and not self.lockstep.leads:
-            self.foreseen(batch)
+            self._ask(lambda: self.foreseen(batch), lambda: None)  # it raises here if it did for the leader's planner
         if stops is None:
             return plan
         should_stop = stops

@@ -82,10 +82,18 @@ def capture_fixed(engine: Engine) -> None:
     graphs = _graphs(engine)
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
         steps = list(_steps(engine, graphs, bench))
-        pairs = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
         engine.lockstep.tell("keep_graphs", True)
-        _run(graphs, [*(partial(_take, bench, steps, i) for i in range(len(steps))), *pairs])
+        _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
         engine.lockstep.tell("keep_graphs", False)
+        capture_pairs(engine)
+
+
+def capture_pairs(engine: Engine) -> None:
+    """Capture the passes that read pending pairs, however many, on every rank."""
+    engine.lockstep.tell("capture_pairs")
+    graphs = _graphs(engine)
+    parts = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
+    _run(graphs, parts, engine.lockstep)
 
 
 class ProxyPlanner(ScriptedPlanner):

@@ -8,6 +8,7 @@ Nothing of a rank's size in all is ever on the host twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def load_shard(
     model = empty_model(shape, dtype)
     with torch.device("meta"):
         model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
-    build_model(shape, ShardedCheckpoint(whole, shard), dtype, device, dequantize, model=model)
+    build_model(shape, ShardedCheckpoint(whole, shard, ranks.check), dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
 
@@ -68,10 +69,15 @@ class PlainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ShardedCheckpoint:
-    """What one rank reads of a checkpoint. Raises EngineError as that does."""
+    """What one rank reads of a checkpoint. Raises EngineError as that does.
+
+    Attributes:
+        check: is called before each tensor, and raises if there is no use in reading it.
+    """
 
     whole: Checkpoint
     shard: Shard
+    check: Callable[[], None] = lambda: None
 
     def names(self) -> list[str]:
         return self.whole.names()
@@ -81,6 +87,7 @@ class ShardedCheckpoint:
         return self.whole.tensor_names() | {LM_HEAD}
 
     def projection(self, name: str) -> Weight:
+        self.check()
         weight = self.whole.projection(name)
         part = self.shard.part_of(f"{name}.weight", weight.shape)
         if part is None:
@@ -90,6 +97,7 @@ class ShardedCheckpoint:
         return _fp8_part(weight, part) if isinstance(weight, Fp8Weight) else cut_out(weight, part)
 
     def tensor(self, name: str) -> Tensor:
+        self.check()
         is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
         source = EMBEDDING if is_tied else name
         if isinstance(self.whole, PlainCheckpoint):
@@ -119,13 +127,13 @@ def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> Quantized
     if weight.order is not None:
         raise EngineError(
             f"tensor {name}.qweight: its groups have inputs that are apart (desc_act), which ranks cannot share. Set "
-            "execution.tensor_parallel to 1, or take a checkpoint without desc_act."
+            "tensor_parallel to 1, or take a checkpoint without desc_act."
         )
     size = weight.group_size
     if part.begin % size or part.end % size:
         raise EngineError(
             f"tensor {name}.qweight: groups of {size} inputs, and a rank's {part.end - part.begin} are no whole number "
-            "of them. Set execution.tensor_parallel to less."
+            "of them. Set tensor_parallel to less."
         )
     codes = weight.codes[:, part.begin : part.end].contiguous()
     groups = slice(part.begin // size, part.end // size)

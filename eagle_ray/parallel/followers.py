@@ -6,13 +6,16 @@
 Each follower has two pipes. One carries the leader's commands, the other a beat each way every BEAT_S. A rank that dies
 closes its pipes; one that is stopped or hangs beats no more, and is killed after SILENCE_S. The end of one follower
 ends all of them, and the leader gets a RankError where it sends or computes next. The end of the leader ends the
-followers at once, stopped ones too (`end_with_parent`). If the leader's process is the engine's alone
-(`owns_process`), followers kill a leader that is silent, and a leader that does not come back from a collective ends
-itself: then the process above starts another. No port is used: ranks meet in a file of a directory that is removed.
+followers at once, stopped ones too (`end_with_parent`). A leader that waits in a collective on a GPU does not come back
+from it: GRACE_S later its process ends, if that is the engine's alone (`owns_process`), so that the process above
+starts another; otherwise `tell_if_stuck` has named what is called. Followers kill a leader of such a process that is
+silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used: ranks
+meet in a file of a directory that is removed, by a later start if this one is killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -28,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from eagle_ray.core.child_process import describe_exit, end_with_parent, start_child
@@ -38,6 +42,8 @@ SILENCE_S = 15.0  # without a beat; long enough for a rank whose interpreter wai
 FIRST_BEAT_S = 120.0  # from the start of a process to its first beat: it imports torch before
 EXIT_S = 2.0  # from the end of a pipe to that of its process
 GRACE_S = 10.0  # from the loss of a rank to the end of a process that does not notice it
+DIRECTORY = "eagle-ray-ranks-"  # how the names of directories begin in which ranks meet
+SWEEP_S = 60.0  # age at which a directory that no process locks is a killed leader's
 BEAT = b""
 
 
@@ -108,8 +114,12 @@ class Followers:
     """
 
     def __init__(self, command: str, size: int, content: Any, owns_process: bool = False):
-        self._directory = tempfile.mkdtemp(prefix="eagle-ray-ranks-")
-        self.meeting = os.path.join(self._directory, "ranks")
+        _sweep()
+        directory = tempfile.mkdtemp(prefix=DIRECTORY)
+        lock = _locked(directory)
+        self.meeting = os.path.join(directory, "ranks")
+        self._have_met = False
+        self._when_stuck: Callable[[str], None] = lambda reason: None
         self.pipes: list[Connection] = []
         self._watches: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
@@ -122,7 +132,7 @@ class Followers:
         self._thread.start()
         self._is_started.wait()
         self._finalizer = weakref.finalize(
-            self, _end, self._processes, self.pipes, self._watches, self._directory, self._is_closed
+            self, _end, self._processes, self.pipes, self._watches, directory, lock, self._is_closed
         )
 
     @property
@@ -134,6 +144,17 @@ class Followers:
         """Return why a follower has ended, waiting for that to be known; None if none has."""
         self._is_lost.wait(seconds)
         return self._reason
+
+    def note_meeting(self) -> None:
+        """Note that all ranks have loaded their weights and compute together from now on."""
+        self._have_met = True
+
+    def tell_if_stuck(self, call: Callable[[str], None]) -> None:
+        """Let `call` be called with a reason if a rank is lost and the leader does not close this within GRACE_S.
+
+        It is called by another thread, and only if the process is not the engine's alone.
+        """
+        self._when_stuck = call
 
     def close(self) -> None:
         """End the followers and wait for their end. May be called again."""
@@ -187,8 +208,12 @@ class Followers:
             self._reason = f"rank {number} {reason}"
             log.error("%s: all ranks end", self._reason)
         self._is_lost.set()
-        if self._owns_process and not self._is_closed.wait(GRACE_S):
-            os._exit(1)
+        while not self._have_met and not self._is_closed.wait(BEAT_S):
+            pass  # the leader still reads its weights: it looks for a lost rank meanwhile
+        if not self._is_closed.wait(GRACE_S):
+            if self._owns_process:
+                os._exit(1)
+            self._when_stuck(self._reason or "a rank is lost")
         return False
 
 
@@ -210,6 +235,7 @@ def _end(
     pipes: list[Connection],
     watches: list[Connection],
     directory: str,
+    lock: int | None,
     is_closed: threading.Event,
 ) -> None:
     is_closed.set()
@@ -220,6 +246,28 @@ def _end(
     for pipe in (*pipes, *watches):
         pipe.close()
     shutil.rmtree(directory, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(directory: str) -> int | None:
+    """Return an open directory that is locked while this process lives; None if another process holds it."""
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def _sweep() -> None:
+    """Remove the directories of leaders that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            if time.time() - directory.stat().st_mtime > SWEEP_S and (lock := _locked(str(directory))) is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)
 
 
 def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:
@@ -247,7 +295,7 @@ def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:
 
 
 def _beat(watch: Connection, start: FollowerStart, lock: threading.Lock) -> None:
-    """Exchange beats with the leader. End this process if the leader is gone or silent."""
+    """Exchange beats with the leader. End this process if the leader is gone, or is silent in a process of its own."""
     silence = _Silence()
     try:
         while True:
@@ -257,11 +305,11 @@ def _beat(watch: Connection, start: FollowerStart, lock: threading.Lock) -> None
             if has_beat:
                 _received(watch)
                 time.sleep(BEAT_S / 2)
-            if silence.passed(has_beat):
+            if silence.passed(has_beat) and start.owns_process:
                 break
     except (EOFError, OSError):
         os._exit(1)
     log.error("rank %d of %d ends: rank 0 does not answer for %.0f s", start.rank, start.size, SILENCE_S)
-    if start.owns_process and os.getppid() == start.leader:
+    if os.getppid() == start.leader:
         os.kill(start.leader, signal.SIGKILL)
     os._exit(1)

@@ -76,6 +76,10 @@ class Lockstep(Protocol):
         """Compare what the ranks have computed. Raises RankError if a follower has something else."""
         ...
 
+    def tell_if_stuck(self, call: Callable[[str], None]) -> None:
+        """Let `call` be called with a reason, by another thread, if a rank is lost and this one does not come back."""
+        ...
+
     def close(self) -> None:
         """End the followers."""
         ...
@@ -110,6 +114,9 @@ class Alone:
     def check(self, checksum: Callable[[], int]) -> None:
         pass
 
+    def tell_if_stuck(self, call: Callable[[str], None]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -124,10 +131,17 @@ class Leader(Alone):
         pipes: to the followers, in order.
         why_lost: returns why a follower has ended, if that is known within some seconds.
         end: ends the followers.
+        tell_if_stuck: as the method.
     """
 
-    def __init__(self, pipes: Sequence[Connection], why_lost: Callable[[float], str | None], end: Callable[[], None]):
-        self._pipes, self._why_lost, self._end = pipes, why_lost, end
+    def __init__(
+        self,
+        pipes: Sequence[Connection],
+        why_lost: Callable[[float], str | None],
+        end: Callable[[], None],
+        tell_if_stuck: Callable[[Callable[[str], None]], None] = lambda call: None,
+    ):
+        self._pipes, self._why_lost, self._end, self._tell_if_stuck = pipes, why_lost, end, tell_if_stuck
         self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
         self._num_added = 0
 
@@ -165,6 +179,9 @@ class Leader(Alone):
 
     def check(self, checksum: Callable[[], int]) -> None:
         self._send("check", checksum())
+
+    def tell_if_stuck(self, call: Callable[[str], None]) -> None:
+        self._tell_if_stuck(call)
 
     def close(self) -> None:
         self._end()

@@ -62,6 +62,7 @@ class RankGroup:
     Attributes:
         num_reduces, num_gathers: calls so far.
         why_lost: returns why a rank has ended, if that is known within some seconds.
+        when_met: is called once all ranks have come.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
@@ -71,6 +72,7 @@ class RankGroup:
         self._collectives: Collectives | None = None
         self.num_reduces = self.num_gathers = 0
         self.why_lost: Callable[[float], str | None] = lambda seconds: None
+        self.when_met: Callable[[], None] = lambda: None
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         """Return the sum of all ranks' parts. Raises RankError if a rank is lost."""
@@ -87,6 +89,11 @@ class RankGroup:
         own = torch.tensor(list(numbers), dtype=torch.int64)
         parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
         return torch.stack(parts).amin(0).tolist()
+
+    def check(self) -> None:
+        """Raise RankError if a rank is known to be lost. For where this one computes nothing together."""
+        if (reason := self.why_lost(0.0)) is not None:
+            raise RankError(f"rank {self.rank} of {self.size}: {reason}")
 
     def close(self) -> None:
         """Leave the group; ranks that wait for this one get an error."""
@@ -123,12 +130,12 @@ class RankGroup:
         store.set(names[self.rank], "")
         ends_at = time.monotonic() + START_TIMEOUT_S
         while not store.check(names):
-            reason = self.why_lost(0.0)
-            if reason is None and time.monotonic() > ends_at:
+            self.check()
+            if time.monotonic() > ends_at:
                 reason = f"not all ranks have loaded their weights within {START_TIMEOUT_S:.0f} s"
-            if reason is not None:
                 raise RankError(f"rank {self.rank} of {self.size}: {reason}")
             time.sleep(POLL_S)
+        self.when_met()
 
     def store(self, name: str) -> Any:
         """Return a store by which the ranks meet. name: of the group that they make."""

@@ -40,18 +40,18 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     """Raise ConfigError if a target of this config cannot be split over `size` ranks.
 
     Args:
-        group_size: inputs that share a scale, of a quantised target.
+        group_size: inputs that ranks cannot take apart, of a quantised target.
     """
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
-            f"execution.tensor_parallel: {size}, and the target is {config.model_type!r}. Targets of "
+            f"tensor_parallel: {size}, and the target is {config.model_type!r}. Targets of "
             f"{', '.join(MODEL_TYPES)} are split; set it to 1 for others."
         )
     faults = _faults(config, size, group_size)
     if faults:
         fitting = ", ".join(str(each) for each in fitting_sizes(config, group_size))
         raise ConfigError(
-            f"execution.tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. Set it to one "
+            f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. Set it to one "
             f"of {fitting}."
         )
 
@@ -65,10 +65,9 @@ def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
     kv_heads, heads, width = _kv_heads(config), config.num_attention_heads, config.intermediate_size
     numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads, f"MLP of {width}": width}
     if group_size is not None:
-        block = math.lcm(group_size, INPUT_BLOCK)
         inputs = {"MLP": width, "heads": heads * head_dim(config)}
         numbers |= {
-            f"{name} of {number} in groups of {block}": number // block if number % block == 0 else 1
+            f"{name} of {number} in groups of {group_size}": number // group_size if number % group_size == 0 else 1
             for name, number in inputs.items()
         }
     return [name for name, number in numbers.items() if number % size]
@@ -240,10 +239,10 @@ def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
 
 
 def group_size_of(quantization: Mapping[str, Any] | None) -> int | None:
-    """Return the inputs that share a scale in a checkpoint's quantization_config; None for plain weights."""
+    """Return the inputs that ranks cannot take apart, by a checkpoint's quantization_config; None for plain weights."""
     if quantization is None:
         return None
     groups = quantization.get("config_groups") or {}
     weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
     sizes = [quantization.get("group_size"), quantization.get("q_group_size"), weights.get("group_size")]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK)
+    return math.lcm(next((size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK), INPUT_BLOCK)

@@ -100,6 +100,9 @@ class GrammarCompiler:
         read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first grammar.
         vocab_size: of the target's logits.
         eos_ids: tokens that end an output; they are allowed where it may end.
+
+    Attributes:
+        has_time_limit: of COMPILE_TIMEOUT_S. A rank has none: it gets what its leader has compiled in time.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
@@ -110,6 +113,7 @@ class GrammarCompiler:
         self._cached: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(MAX_COMPILING)
+        self.has_time_limit = True
 
     def start(self, spec: GrammarSpec) -> GrammarState:
         """Return the state before the first token of an output.
@@ -169,8 +173,8 @@ class GrammarCompiler:
     def compile_matcher(self, spec: GrammarSpec) -> Matcher:
         """Compile a grammar in a thread of its own: a compilation cannot be interrupted, but need not be waited for."""
         _check_size(spec)
-        tokenizer = self._tokenizer()
-        if not self._free.acquire(timeout=COMPILE_TIMEOUT_S):
+        tokenizer, timeout_s = self._tokenizer(), COMPILE_TIMEOUT_S if self.has_time_limit else None
+        if not self._free.acquire(timeout=timeout_s):
             message = f"{spec.name}: {MAX_COMPILING} other grammars are being compiled. Try again"
             raise RequestError("grammar_queue_full", message)
         made: Future[Matcher] = Future()
@@ -189,7 +193,7 @@ class GrammarCompiler:
             self._free.release()
             raise
         try:
-            return made.result(COMPILE_TIMEOUT_S)
+            return made.result(timeout_s)
         except TimeoutError:
             message = f"{spec.name}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it"
             raise RequestError("bad_grammar", message) from None

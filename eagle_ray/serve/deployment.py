@@ -56,7 +56,7 @@ class Replica(AtNodeAddress):
         """runner: the BatchesReplica's, which Serve starts because it is an argument."""
         super().__init__()
         _log_to_stderr(config.logging.level)
-        self._service = Service.start(config, plan, keys)
+        self._service = Service.start(config, plan, keys, owns_process=True)
         self._store = store
         self._name = serve.get_replica_context().replica_id.unique_id
         self._aggregator = aggregator

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from eagle_ray.assembly.assemble import build_in_thread
@@ -104,10 +105,15 @@ class Service:
         self.engine = AsyncEngine(engine)
 
     @classmethod
-    def start(cls, config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None) -> Service:
-        """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
+    def start(
+        cls, config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None, owns_process: bool = False
+    ) -> Service:
+        """Load the models. Raises ConfigError and EngineError as build_engine_from_config does.
+
+        owns_process: as in EngineArgs.
+        """
         serving = config.serving
-        args = EngineArgs.of_worker(serving, plan.num_gpus)
+        args = replace(EngineArgs.of_worker(serving, plan.num_gpus), owns_process=owns_process)
         pair = build_in_thread(config.model, config.speculative, args, plan.threads, serving.require_kernels)
         return cls(config, pair.engine, pair.tokenizer, keys)
 

@@ -13,8 +13,9 @@ from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.worker import baseline as module
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
 from eagle_ray.models.graphs import GRAPHS
+from eagle_ray.parallel.lockstep import ALONE
 from eagle_ray.sampling.sampler import gumbel_noise
-from tests.support.jobs import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows, with_changes
 from tests.support.workers import answers
 
 SETTINGS = {"sampling.temperature": 0.8, "sampling.n": 2, "execution.slots": 2}
@@ -39,6 +40,12 @@ def test_drafts_and_plain_decoding_are_timed_over_the_same_rows(job, rows):
     assert (found["rows"], found["slots"]) == (12, 2)
     assert found["output_tokens"] == sum(len(row.output_ids) for row in rows)
     assert found["speed_up"] == pytest.approx(found["tokens_per_s"] / found["plain_tokens_per_s"])
+
+
+def test_rows_that_ranks_have_made_are_decoded_again_in_one_process(job, rows):
+    twin = BaselineComparison(with_changes(job, execution={"tensor_parallel": 2}), WorkerPlan())
+    assert twin.draft_engine.lockstep is ALONE
+    assert twin.verify(rows)["identical"] == len(rows) > 0
 
 
 def test_neither_pass_finds_the_other_ones_prompts(job, rows):

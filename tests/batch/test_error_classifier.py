@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.batch.worker.crash_isolation import LOOK, SMALLER, classify_error
-from eagle_ray.core.errors import EngineError, UnfitDevice
+from eagle_ray.batch.worker.crash_isolation import LOOK, SMALLER, Fault, classify_error
+from eagle_ray.core.errors import EngineError, RankError, UnfitDevice
 
 
 def engine_error(cause: Exception) -> EngineError:
@@ -34,3 +34,17 @@ def engine_error(cause: Exception) -> EngineError:
 def test_faults_are_told_apart(error, says, is_own, wrapped):
     fault = classify_error(wrapped(error))
     assert says in fault.line and fault.is_local == is_own and "\n" not in fault.line
+
+
+@pytest.mark.parametrize(
+    ("reason", "line", "is_local", "is_transient"),
+    [
+        ("rank 1 failed (UnfitDevice: the GPU has 24 GB)", "the GPU has 24 GB", True, False),
+        ("rank 1 failed (EngineError: tensor x: odd\nmore)", "tensor x: odd", False, False),
+        ("rank 0 of 2: rank 1 was ended by signal 9", "rank 0 of 2: rank 1 was ended by signal 9", True, True),
+        ("rank 1 failed (RankError: its step)", "rank 1 failed (RankError: its step)", True, True),
+    ],
+)
+def test_what_ended_a_rank_is_what_ends_its_engine(reason, line, is_local, is_transient):
+    for error in (RankError(reason), engine_error(RankError(reason))):
+        assert classify_error(error) == Fault(line, is_local, is_transient)

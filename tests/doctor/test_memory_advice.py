@@ -43,6 +43,13 @@ def test_more_gpus_where_the_weights_do_not_fit():
     assert two.with_slots(4).fits and not two.fits
 
 
+def test_the_next_number_of_ranks_that_can_share_the_target():
+    plan = on_gpu(6 * G)
+    assert "execution.gpus_per_actor to 4: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=1)
+    assert "execution.gpus_per_actor to 8: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=2)
+    assert "quantised model" in remedy(plan, 1, 2, 2, [1, 2], num_ranks=2)
+
+
 def test_half_the_bytes_where_that_is_enough():
     wide = replace(on_gpu(20 * G), target=32 * G, draft=2 * G)
     assert "bfloat16" in remedy_of(wide, itemsize=4)

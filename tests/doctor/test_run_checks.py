@@ -148,6 +148,24 @@ def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     assert finding.facts["kv_tokens"] % 32 == 0
 
 
+def test_ranks_have_a_plan_each(monkeypatch):
+    """A rank has its part of the weights and of the cache, on a GPU of its own; what cannot be split is named."""
+    card = DeviceMemory(2 * 10**9, 2 * 10**9, others_room=10**9)
+    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+    two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
+    findings = {}
+    for ranks in ("auto", 1, 2):
+        _, here = pair_here(job(**{"execution.tensor_parallel": ranks}))
+        findings[ranks] = memory(here, two, "cuda", torch.bfloat16)
+    shared, whole = findings["auto"], findings[1]
+    assert shared == findings[2] and shared.says.startswith("each of a worker's 2 ranks takes")
+    assert shared.facts["ranks"] == 2 and shared.facts["memory"]["others_room"] == 0
+    assert whole.facts["kv_per_token"] / 2 <= shared.facts["kv_per_token"] < whole.facts["kv_per_token"]
+    assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"]
+    _, here = pair_here(job(**{"execution.tensor_parallel": 7}))
+    assert "tensor_parallel: 7 does not divide the target's" in memory(here, two, "cuda", torch.bfloat16).problem
+
+
 def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):
     target = shutil.copytree(PAIR / "target", tmp_path / "target")
     write_tokenizer(target)

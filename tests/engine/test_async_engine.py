@@ -6,9 +6,10 @@ import weakref
 
 import pytest
 
-from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.core.errors import EngineError, RankError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.parallel.lockstep import Alone
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.toy_models import llama_engine, run
 
@@ -190,3 +191,58 @@ def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
 
     other, running = asyncio.run(main())
     assert len(other.output_ids) <= 3 and running == 0
+
+
+class LostRank(Alone):
+    """A lockstep of several ranks, of which one is lost during a step, or before a sequence is added."""
+
+    def __init__(self, is_lost=False):
+        self.is_lost, self.say = is_lost, None
+
+    def tell_if_stuck(self, call):
+        self.say = call
+
+    def add(self, sequence):
+        if self.is_lost:
+            raise RankError("rank 1 was ended by signal 9")
+
+
+def test_a_step_that_waits_for_a_lost_rank_for_ever_holds_nobody():
+    inner, released, is_stuck = llama_engine(2), threading.Event(), threading.Event()
+    inner.lockstep = lockstep = LostRank()
+
+    def step():
+        is_stuck.set()
+        released.wait(60)
+        return []
+
+    inner.step = step
+
+    async def main():
+        engine = AsyncEngine(inner)
+        call = asyncio.ensure_future(engine.generate(Sequence("a", [5], SamplingParams())))
+        await asyncio.to_thread(is_stuck.wait, 30)
+        lockstep.say("rank 1 was ended by signal 9")
+        with pytest.raises(EngineError, match="signal 9"):
+            await asyncio.wait_for(call, 10)
+        with pytest.raises(EngineError, match="signal 9"):
+            await engine.generate(Sequence("b", [5], SamplingParams()))
+        assert not engine.is_alive
+        engine.close()
+        released.set()
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine():
+    inner = llama_engine(2)
+    inner.lockstep = LostRank(is_lost=True)
+
+    async def main():
+        engine = AsyncEngine(inner)
+        with pytest.raises(EngineError, match="signal 9"):
+            await asyncio.wait_for(engine.generate(Sequence("a", [5], SamplingParams())), 10)
+        engine.close()
+        assert not engine.is_alive
+
+    asyncio.run(main())

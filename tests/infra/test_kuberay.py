@@ -194,7 +194,7 @@ def test_pods_keep_to_the_restricted_level_and_are_not_moved_while_they_work(res
         assert template["spec"]["terminationGracePeriodSeconds"] > 60
 
 
-def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_memory_for_its_weights():
+def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_shared_memory_for_its_ranks():
     job = large_job()
     assert problems(job) == []
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -202,11 +202,18 @@ def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_memory_for_its_
     entrypoint = job["spec"]["entrypoint"].split()
     assert entrypoint[:6] == rayjob()["spec"]["entrypoint"].split()
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    no_graphs = ["--set", "execution.require_kernels=false"]  # of a target on several devices: no worker would start
-    assert entrypoint[6:] == ["--set", f"execution.gpus_per_actor={gpus}", *no_graphs]
-    weights = 141 * 10**9  # of Llama-3.3-70B in bf16
-    objects = int(workers["rayStartParams"]["object-store-memory"])
-    assert num_bytes(container["resources"]["limits"]["memory"]) > weights + objects
+    assert entrypoint[6:] == ["--set", f"execution.gpus_per_actor={gpus}"]
+    objects, shm = int(workers["rayStartParams"]["object-store-memory"]), shared_memory(workers["template"])
+    (of_one,) = rayjob()["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert shm > shared_memory(of_one["template"]) and shm - objects > gpus * 10**9
+    ranks = 16 * 10**9 + (gpus - 1) * 8 * 10**9  # infra/README.md
+    assert num_bytes(container["resources"]["limits"]["memory"]) > shm + ranks
+
+
+def shared_memory(template: dict[str, Any]) -> int:
+    """Return the bytes of a pod's /dev/shm."""
+    (size,) = [v["emptyDir"]["sizeLimit"] for v in template["spec"]["volumes"] if v["name"] == "shm"]
+    return num_bytes(size)
 
 
 def test_kustomize_makes_the_large_job_of_the_other():

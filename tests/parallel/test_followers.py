@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 from eagle_ray import LLM, SamplingParams
 from eagle_ray.core.errors import EngineError
 from eagle_ray.parallel import followers as followers_module
+from eagle_ray.parallel.followers import Followers
 from tests.support.ranks import followers_of, meetings, wait_until
 
 PROMPTS = [f"The number {i} is" for i in range(48)]
@@ -54,6 +56,15 @@ def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(monkeypatc
         assert not followers_of(os.getpid())
 
 
+def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call():
+    with LLM(tensor_parallel=2, **SETTINGS) as llm:
+        [follower] = followers_of(os.getpid())
+        follower.kill()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
+                llm.generate(PROMPTS[:2])
+
+
 PROGRAM = """
 import sys
 from eagle_ray import LLM, SamplingParams
@@ -81,13 +92,64 @@ def test_a_leader_that_dies_leaves_no_process(stops_follower):
         leader.wait()
 
 
-def test_a_follower_that_cannot_load_says_why(tmp_path):
-    """Rank 1 reads other rows than rank 0, of a file that is damaged only there."""
-    from eagle_ray.parallel.followers import Followers
-
+def test_a_follower_that_ends_early_says_how():
     followers = Followers("raise SystemExit(3)", 2, None)
     try:
         assert wait_until(lambda: followers.why_lost() is not None, 20)
         assert followers.why_lost() == "rank 1 ended with exit code 3"
     finally:
         followers.close()
+
+
+def test_a_leader_that_does_not_come_back_is_told(monkeypatch):
+    """Not before all ranks have met: until then it looks for itself."""
+    monkeypatch.setattr(followers_module, "GRACE_S", 0.1)
+    followers, reasons = Followers("raise SystemExit(3)", 2, None), []
+    followers.tell_if_stuck(reasons.append)
+    try:
+        assert wait_until(lambda: followers.why_lost() is not None, 20)
+        time.sleep(1.0)
+        assert not reasons
+        followers.note_meeting()
+        assert wait_until(lambda: bool(reasons), 10) and reasons == ["rank 1 ended with exit code 3"]
+    finally:
+        followers.close()
+
+
+PATIENT = """
+from eagle_ray.parallel import followers
+followers.SILENCE_S = 0.5
+followers.be_follower(lambda start, pipe: pipe.recv())
+"""
+
+
+def test_a_follower_waits_for_a_program_that_is_busy(monkeypatch):
+    """The leader's watch sends no beat within the test, as if the program's code held Python's lock."""
+    monkeypatch.setattr(followers_module, "BEAT_S", 1000.0)
+    followers = Followers(PATIENT, 2, None)
+    try:
+        [pid] = followers.pids
+        assert not wait_until(lambda: not psutil.pid_exists(pid) or followers.why_lost() is not None, 12)
+    finally:
+        followers.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_directories_of_killed_leaders_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago = time.time() - 3600
+    for name in ("eagle-ray-ranks-killed", "eagle-ray-ranks-new", "other"):
+        (tmp_path / name).mkdir()
+        if name != "eagle-ray-ranks-new":
+            os.utime(tmp_path / name, (long_ago, long_ago))
+    first = Followers("import time; time.sleep(60)", 2, None)
+    held = os.path.dirname(first.meeting)
+    os.utime(held, (long_ago, long_ago))
+    second = Followers("import time; time.sleep(60)", 2, None)
+    try:
+        assert not (tmp_path / "eagle-ray-ranks-killed").exists() and os.path.isdir(held)
+        assert (tmp_path / "eagle-ray-ranks-new").is_dir() and (tmp_path / "other").is_dir()
+    finally:
+        first.close()
+        second.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"eagle-ray-ranks-new", "other"}

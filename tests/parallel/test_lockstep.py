@@ -5,7 +5,9 @@ from dataclasses import replace
 from multiprocessing import Pipe
 
 import pytest
+import torch
 
+from eagle_ray.assembly import costs
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.costs import kinds_of
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -13,6 +15,9 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.start_log import StartLog
+from eagle_ray.engine.graph_warmup import capture_fixed
+from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.parallel.lockstep import Follower, Leader
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
@@ -137,6 +142,54 @@ def test_replayed_steps_that_overlap(tmp_path, plain, monkeypatch):
 
     outputs, _ = with_ranks(2, tmp_path, TINY, SpeculativeConfig(**UNIFORM, method="eagle2"), ARGS, work)
     assert outputs == plain
+
+
+def test_what_the_leader_shrugs_off_ends_no_rank(tmp_path, plain, monkeypatch):
+    """A file that does not fit, and a planner whose drafter cannot read on."""
+
+    def fails(self, *_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LookupDrafter, "foreseen", fails)
+
+    def work(engine):
+        with pytest.raises((ValueError, KeyError)):
+            engine.load_learned({"parameters": torch.zeros(1)})
+        engine.planner = budget_planner(engine)
+        outputs = [sequence.output_ids for sequence in run(engine, *cases())]
+        assert "ZeroDivisionError" in engine.counters.planner_error
+        return outputs
+
+    speculative = SpeculativeConfig(**UNIFORM, method="suffix")
+    assert with_ranks(2, tmp_path, TINY, speculative, ARGS, work)[0] == plain
+
+
+def test_all_ranks_record_a_fixed_plan_ahead(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", "on")
+
+    def work(engine):
+        capture_fixed(engine)
+        return engine.graphs.num_captured
+
+    captured, engines = with_ranks(2, tmp_path, TINY, SpeculativeConfig(**UNIFORM, method="eagle2"), ARGS, work)
+    keys = [list(engine.graphs.keys) for engine in engines]
+    assert captured and keys[0] == keys[1] and any(key[0] == "pairs" for key in keys[0])
+
+
+def test_a_lost_rank_is_no_fault_of_the_planner(monkeypatch):
+    def lost(*_):
+        raise RankError("rank 1 was ended by signal 9")
+
+    engine = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
+    monkeypatch.setattr(costs, "planner_for", lost)
+    with pytest.raises(RankError, match="signal 9"):
+        costs.plan_drafts(engine, SpeculativeConfig(**UNIFORM, method="eagle2"), StartLog())
+    assert engine.counters.planner_error is None
+
+
+def test_a_grammar_that_the_leader_has_compiled_has_time_on_the_others(tmp_path):
+    _, engines = with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
+    assert [engine.grammars.has_time_limit for engine in engines] == [True, False]
 
 
 def test_schemas_and_logprobs(tmp_path):

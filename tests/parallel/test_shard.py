@@ -1,17 +1,20 @@
 """Shards: each rank's part of a target computes with the others what the whole computes, by as few sums as possible."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from eagle_ray.assembly import follow
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
+from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
 from eagle_ray.config import ModelConfig
-from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.errors import ConfigError, RankError
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PromptBatch, TargetModel
@@ -134,6 +137,14 @@ def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
         assert all(sizes[name] == stored[name].numel() for name in shared)
 
 
+def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
+    ranks = RankGroup(0, 2, str(tmp_path / "meeting"))
+    reasons = iter([None] * 5)
+    ranks.why_lost = lambda seconds: next(reasons, "rank 1 was ended by signal 9")
+    with pytest.raises(RankError, match="rank 0 of 2: rank 1 was ended by signal 9"):
+        load_causal_lm(checkpoint("llama"), torch.float32, "cpu", ranks=ranks)
+
+
 @pytest.mark.parametrize(
     "size, changes, words",
     [
@@ -148,7 +159,7 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, siz
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu")
-    with pytest.raises(ConfigError, match=f"(?s)execution.tensor_parallel: {size}.*{words}"):
+    with pytest.raises(ConfigError, match=f"(?s)^tensor_parallel: {size}.*{words}"):
         num_ranks(model, EngineArgs(tensor_parallel=size))
 
 
@@ -158,6 +169,38 @@ def test_the_sizes_that_would_do_are_named():
     assert fitting_sizes(config) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=8192) == [1]
+
+
+def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
+    config = dict(SHAPE, intermediate_size=72, num_key_value_heads=2, model_type="llama", architectures=["X"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8")
+    with pytest.raises(ConfigError, match="MLP of 72 in groups of 16"):
+        num_ranks(model, EngineArgs(tensor_parallel=2))
+
+
+@pytest.mark.parametrize("room, size", [(10**9, 2), (10**5, 1)])
+def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, size):
+    path = checkpoint("llama")
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+    model = ModelConfig(target=str(path), dtype="bfloat16")
+    assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
+
+
+def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
+    for name in ("llama", "qwen2, tied"):
+        path = checkpoint(name)
+        planned = target_bytes_of(path, CONFIGS[name], torch.float32, "cpu", ModelConfig(target=str(path)), 2)
+        meetings = tmp_path / name
+        meetings.mkdir()
+
+        def size_of(ranks: RankGroup, path=path) -> int:
+            return weight_bytes(load_causal_lm(path, torch.float32, "cpu", ranks=ranks))
+
+        sizes = on_ranks(2, meetings, size_of)
+        assert planned == pytest.approx(max(sizes), rel=0.02)
 
 
 def test_one_rank_is_the_default_on_a_cpu():

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 
 import jsonschema
 import numpy as np
@@ -247,6 +248,21 @@ def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
     with pytest.raises(RequestError, match=r"json_schema: not compiled within 0\.05 s"):
         compiler.start(GrammarSpec("json_schema", "new"))
     released.set()
+
+
+def test_a_rank_waits_for_what_its_leader_has_compiled(monkeypatch):
+    compiler, matcher_of = GrammarCompiler(FILE.read_text, VOCAB, [END]), module.matcher_of
+
+    def slowly(spec, tokenizer):
+        time.sleep(0.3)
+        return matcher_of(spec, tokenizer)
+
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "matcher_of", slowly)
+    with pytest.raises(RequestError, match="not compiled within"):
+        compiler.start(GrammarSpec("regex", "ab"))
+    compiler.has_time_limit = False
+    assert written(compiler.start(GrammarSpec("regex", "ac")), 0) == "ac"
 
 
 def test_a_grammar_of_blank_lines_is_refused_at_once(compiler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,14 @@ def stop_after(monkeypatch):
         monkeypatch.setattr(train_head_module.TrainProgress, "show", interrupted)
 
     return stop
+
+
+def test_a_target_that_does_not_fit_into_a_gpu_is_refused_before_it_is_loaded(make_config, monkeypatch):
+    monkeypatch.setattr(train_head_module, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(train_head_module, "load_target", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    with pytest.raises(ConfigError, match=r"model\.target: the target takes .* training does not split it"):
+        run(make_config())
 
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle3"])

@@ -10,6 +10,7 @@ reset between turns. The drafting engine starts untrained, as in a new worker, s
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,6 @@ from eagle_ray.assembly.assemble import plain_engine
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.evaluation.timing import Timing, total
@@ -36,6 +36,7 @@ from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import gumbel_noise, process
 
+log = logging.getLogger("eagle_ray")
 DRAFTED, PLAIN = "drafted", "plain"
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 
@@ -50,16 +51,13 @@ class ChosenRow:
 
 
 class BaselineComparison:
-    """Loads the models. Raises as build_engine_bundle does, and ConfigError for a target that several ranks share."""
+    """Loads the models, on several GPUs with their layers in turn: both engines run the target, in one process.
+
+    Raises as build_engine_bundle does.
+    """
 
     def __init__(self, config: JobConfig, plan: WorkerPlan):
-        bundle = build_engine_bundle(config, plan)
-        if bundle.engine.has_ranks:
-            bundle.engine.close()
-            raise ConfigError(
-                "execution.tensor_parallel: a comparison with plain decoding needs the target in one process. Set it "
-                "to 1 for that, or report.baseline_rows and report.verify_rows to 0."
-            )
+        bundle = build_engine_bundle(_in_one_process(config, plan), plan)
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self.draft_engine = bundle.engine
         self.plain_engine = plain_engine(bundle.engine)
@@ -159,6 +157,15 @@ class BaselineComparison:
         logits = self._target.prefill(PromptBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
+
+
+def _in_one_process(config: JobConfig, plan: WorkerPlan) -> JobConfig:
+    """Return the configuration of an engine without ranks. On several GPUs it has no CUDA graphs."""
+    changes: dict[str, Any] = {"tensor_parallel": 1}
+    if plan.num_gpus > 1:
+        log.info("rows are decoded again with the target's layers on %g GPUs in turn, without ranks", plan.num_gpus)
+        changes["require_kernels"] = False
+    return config.model_copy(update={"execution": config.execution.model_copy(update=changes)})
 
 
 def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:

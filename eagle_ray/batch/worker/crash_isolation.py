@@ -46,6 +46,7 @@ LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
+RANK_UNFIT = re.compile(r"failed \((UnfitDevice|ConfigError|EngineError): (.*?)\)?$")  # another rank of the engine
 DEVICE = re.compile(
     r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
 )
@@ -305,6 +306,8 @@ def classify_error(error: Exception) -> Fault:
     if isinstance(cause, UnfitDevice):
         return Fault(str(cause), is_local=True)
     message = _message_of(cause)
+    if isinstance(cause, RankError) and (unfit := RANK_UNFIT.search(message)):
+        return Fault(unfit[2], is_local=unfit[1] == "UnfitDevice")
     if isinstance(cause, RankError) and not OUT_OF_MEMORY.search(message):
         return Fault(message, is_local=True, is_transient=True)
     if OUT_OF_MEMORY.search(message):
