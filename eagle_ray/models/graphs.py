@@ -114,8 +114,8 @@ class SizeRule:
 
 PLAIN = SizeRule((1, 2, 4, 8, 16, 32, 64), 17 / 16, 6 / 5)  # sequences of a plain pass: all multiples of 16 up to 256
 FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2.0)  # sequences of a draft's levels up to NARROW wide
-MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2, 4.0)  # of its wider ones
-PAIRS = SizeRule((8, 32, 64), 2, 2.0)  # pairs that a draft begins by reading
+MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2.0, 4.0)  # of its wider ones
+PAIRS = SizeRule((8, 32, 64), 2.0, 2.0)  # pairs that a draft begins by reading
 
 
 class CudaGraphRunner:
