@@ -85,9 +85,10 @@ def load_target(
     dtype = _dtype(model.dtype, device, path, model.quantization)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
-        reads_to = "cpu" if is_spread or model.quantization == "fp8" else device
-        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device, ranks)
-    if model.quantization == "fp8":
+        rounds = model.quantization == "fp8"
+        reads_to = "cpu" if is_spread or (rounds and ranks is None) else device
+        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device, ranks, rounds)
+    if rounds and ranks is None:
         with start.part("quantised", "rounding the target's weights to FP8"):
             quantize_target(causal_lm, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:

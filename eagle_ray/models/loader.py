@@ -65,6 +65,7 @@ def load_causal_lm(
     dequantize: bool = False,
     runs_on: str | None = None,
     ranks: RankGroup | None = None,
+    rounds: bool = False,
 ) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
@@ -74,11 +75,12 @@ def load_causal_lm(
         dequantize: whether weights that this engine can run as they are become dense ones.
         runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
         ranks: of which this one's part is read; None reads all.
+        rounds: whether plain weights of a rank's layers are rounded to FP8 as they are read.
     """
     config = load_config(path)
     if ranks is not None:
         own = auto_dtype(config, path, runs_on or device)[0] if isinstance(dtype, str) else dtype
-        model = load_shard(path, config, own, device, ranks, dequantize)
+        model = load_shard(path, config, own, device, ranks, dequantize, rounds)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
     checkpoint = quantized_checkpoint(path, config)

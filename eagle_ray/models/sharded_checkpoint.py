@@ -2,8 +2,8 @@
 
     model = load_shard(path, config, torch.float32, "cpu", ranks)       # a causal LM that computes with the other ranks
 
-Plain weights are read slice by slice from safetensors files. A quantised layer is read whole, one at a time, and cut.
-Nothing of a rank's size in all is ever on the host twice.
+Plain weights are read slice by slice from safetensors files, and rounded to FP8 on the device if that is asked for. A
+quantised layer is read whole, one at a time, and cut. Nothing of a rank's size in all is ever on the host twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import Checkpoint, build_model, empty_model, quantized_checkpoint
@@ -24,27 +25,38 @@ from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, padded_rows, shard_config
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 
 
 def load_shard(
-    path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, ranks: RankGroup, dequantize: bool = False
+    path: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: str,
+    ranks: RankGroup,
+    dequantize: bool = False,
+    rounds: bool = False,
 ) -> PreTrainedModel:
     """Return this rank's part of the causal LM in a directory, which check_shards has let pass, frozen on the device.
 
     Args:
         config: of the whole target.
         dequantize: whether all layers become dense ones.
+        rounds: whether plain weights of layers are rounded to FP8.
 
     Raises:
-        EngineError: the files cannot be read, or lack a tensor.
+        EngineError: the files cannot be read, or lack a tensor, or are to be rounded and are quantised already.
     """
     shard = Shard(ranks.rank, ranks.size, config.vocab_size)
     whole = quantized_checkpoint(path, config) or PlainCheckpoint(SafetensorFiles.open(path))
+    if rounds and not isinstance(whole, PlainCheckpoint):
+        raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")
     shape = shard_config(config, ranks.size)
     model = empty_model(shape, dtype)
     with torch.device("meta"):
         model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
-    build_model(shape, ShardedCheckpoint(whole, shard, ranks.check), dtype, device, dequantize, model=model)
+    checkpoint = ShardedCheckpoint(whole, shard, ranks.check, device if rounds else None)
+    build_model(shape, checkpoint, dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
 
@@ -73,20 +85,26 @@ class ShardedCheckpoint:
 
     Attributes:
         check: is called before each tensor, and raises if there is no use in reading it.
+        rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them as they are.
     """
 
     whole: Checkpoint
     shard: Shard
     check: Callable[[], None] = lambda: None
+    rounds_on: str | None = None
 
     def names(self) -> list[str]:
-        return self.whole.names()
+        if self.rounds_on is None:
+            return self.whole.names()
+        return [name.removesuffix(".weight") for name in self.whole.tensor_names() if name.endswith(PROJECTION)]
 
     def tensor_names(self) -> set[str]:
         """Return the names of the tensors, that of an lm_head tied to the embedding among them."""
         return self.whole.tensor_names() | {LM_HEAD}
 
     def projection(self, name: str) -> Weight:
+        if self.rounds_on is not None:
+            return fp8_weight(self.tensor(f"{name}.weight").to(self.rounds_on, torch.bfloat16))
         self.check()
         weight = self.whole.projection(name)
         part = self.shard.part_of(f"{name}.weight", weight.shape)

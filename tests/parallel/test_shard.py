@@ -15,6 +15,7 @@ from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, RankError
+from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PromptBatch, TargetModel
@@ -106,6 +107,22 @@ def test_quantised_projections_are_shared(tmp_path, dequantize, most):
     for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
         assert counts == [4, 1]
         assert error(logits, whole) < most and error(some_logits, some) < most
+
+
+def test_plain_weights_are_rounded_as_they_are_read(checkpoint, tmp_path):
+    """An output has a scale of its own on each rank: those of a whole layer if it is split by outputs."""
+    path = checkpoint("llama")
+    stored = load_file(path / "model.safetensors")
+
+    def work(ranks: RankGroup):
+        layer = load_causal_lm(path, torch.bfloat16, "cpu", ranks=ranks, rounds=True).base_model.layers[1]
+        return layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
+
+    ups, downs = zip(*on_ranks(2, tmp_path, work), strict=True)
+    up, down = (stored[f"model.layers.1.mlp.{name}_proj.weight"].bfloat16() for name in ("up", "down"))
+    assert torch.equal(torch.cat(ups), fp8_weight(up).dequantize().bfloat16())
+    for part, own in zip(down.chunk(2, 1), downs, strict=True):
+        assert torch.equal(own, fp8_weight(part).dequantize().bfloat16()) and not torch.equal(own, part)
 
 
 def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
