@@ -138,7 +138,7 @@ class CudaGraphRunner:
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
         self._sizes: dict[tuple[SizeRule, int], list[int]] = {}  # by rule and largest size
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
-        self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
+        self._graphs: OrderedDict[tuple[Hashable, ...], EagerGraph | CudaGraph] = OrderedDict()  # by last use
         self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
         self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
