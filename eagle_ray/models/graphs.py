@@ -113,9 +113,9 @@ class SizeRule:
 
 
 PLAIN = SizeRule((1, 2, 4, 8, 16, 32, 64), 17 / 16, 6 / 5)  # sequences of a plain pass: all multiples of 16 up to 256
-FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2)  # sequences of a draft's levels up to NARROW wide
-MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2, 4)  # of its wider ones
-PAIRS = SizeRule((8, 32, 64), 2, 2)  # pairs that a draft begins by reading
+FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2.0)  # sequences of a draft's levels up to NARROW wide
+MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2.0, 4.0)  # of its wider ones
+PAIRS = SizeRule((8, 32, 64), 2.0, 2.0)  # pairs that a draft begins by reading
 
 
 class CudaGraphRunner:
@@ -138,7 +138,7 @@ class CudaGraphRunner:
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
         self._sizes: dict[tuple[SizeRule, int], list[int]] = {}  # by rule and largest size
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
-        self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
+        self._graphs: OrderedDict[tuple[Hashable, ...], EagerGraph | CudaGraph] = OrderedDict()  # by last use
         self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
         self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
