@@ -21,6 +21,7 @@ from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.parallel.lockstep import Follower, Leader
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
+from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.engines import Whimsical, some_params, some_prompts
 from tests.support.ranks import with_ranks
@@ -68,6 +69,18 @@ class RandomSeconds:
     def observe(self, outcome) -> None:
         seconds = StepTimes(*(self._random.uniform(1e-4, 1e-2) for _ in range(3)))
         self._planner.observe(replace(outcome, seconds=seconds))
+
+
+class ReadsOn(UniformPlanner):
+    """Lets the drafter read on in the texts of every batch."""
+
+    def __init__(self, engine):
+        super().__init__(engine.bounds)
+        self._engine = engine
+
+    def plan(self, batch):
+        self._engine.foreseen(batch)
+        return super().plan(batch)
 
 
 def budget_planner(engine) -> BudgetPlanner:
@@ -155,7 +168,7 @@ def test_what_the_leader_shrugs_off_ends_no_rank(tmp_path, plain, monkeypatch):
     def work(engine):
         with pytest.raises((ValueError, KeyError)):
             engine.load_learned({"parameters": torch.zeros(1)})
-        engine.planner = budget_planner(engine)
+        engine.planner = ReadsOn(engine)
         outputs = [sequence.output_ids for sequence in run(engine, *cases())]
         assert "ZeroDivisionError" in engine.counters.planner_error
         return outputs
