@@ -197,10 +197,11 @@ def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
         num_ranks(model, EngineArgs(tensor_parallel=2))
 
 
-@pytest.mark.parametrize("room, size", [(10**9, 2), (10**4, 1)])
-def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, size):
+@pytest.mark.parametrize("room, num_seen, size", [(10**9, 2, 2), (10**4, 2, 1), (10**9, 1, 1)])
+def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, num_seen, size):
     path = checkpoint("llama")
     monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_seen)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
     model = ModelConfig(target=str(path), dtype="bfloat16")
     assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
