@@ -10,9 +10,10 @@ import pytest
 COUNT_TASKS = """
 import os, threading, torch
 from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.parallel.lockstep import ALONE
 
 class OneProduct:
-    has_work = True
+    has_work, lockstep = True, ALONE
     def step(self):
         before = len(os.listdir("/proc/self/task"))
         torch.randn(64, 2048) @ torch.randn(2048, 2048)
