@@ -68,7 +68,7 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
     if wanted == 1 or (wanted == "auto" and not (on_gpu and args.num_gpus > 1)):
         return 1
     if wanted == "auto" and torch.cuda.device_count() < args.num_gpus:
-        return 1  # whoever places layers in turn says how many GPUs are missing
+        return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
     config = load_config(path)
     group_size = inputs_together(model, path, config)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.load_models import device_type, load_target, why_no_room
+from eagle_ray.assembly.load_models import check_device, device_type, load_target, why_no_room
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
@@ -94,6 +94,7 @@ class HeadTraining:
         self.output = StoragePath.of(config.output.path)
         model = config.model.model_config_for(draft=None)
         threads = torch.get_num_threads()
+        check_device(model)
         if device_type(model) == "cuda" and (reason := why_no_room(model)) is not None:
             raise ConfigError(f"model.target: {reason}; training does not split it over GPUs. Take a smaller one.")
         self.causal_lm = load_target(model)
