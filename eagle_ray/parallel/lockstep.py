@@ -11,7 +11,7 @@ so before each of these, and the others follow:
 
 Messages go one way, so the leader never waits for an answer, and followers are behind it by microseconds.
 
-    Alone       an engine of one process: nothing is sent
+    ALONE       an engine of one process: nothing is sent
     Leader      rank 0
     Follower    every other rank
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence as TokenSequence
@@ -35,11 +35,14 @@ def _same(value: Any) -> Any:
     return value
 
 
-@runtime_checkable
-class Lockstep(Protocol):
-    """How one engine is kept in step with the others of its target."""
+class Lockstep:
+    """How one engine is kept in step with the others of its target; as it is, an engine of one process.
 
-    leads: bool
+    Attributes:
+        leads: this rank decides, and the others follow.
+    """
+
+    leads = True
 
     def agree(
         self,
@@ -54,77 +57,34 @@ class Lockstep(Protocol):
             name: of what is agreed on, the same on all ranks.
             pack: returns what is sent of an answer. unpack: makes the answer of that.
         """
-        ...
-
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Let the followers do what the leader does now."""
-        ...
-
-    def add(self, sequence: TokenSequence) -> None:
-        """Let the followers add a sequence that the leader's engine has added."""
-        ...
-
-    def abort(self, sequence: TokenSequence) -> None:
-        """Let the followers abort a sequence."""
-        ...
-
-    def retire(self, sequences: Sequence[TokenSequence]) -> None:
-        """Drop what is known of finished sequences."""
-        ...
-
-    def check(self, checksum: Callable[[], int]) -> None:
-        """Compare what the ranks have computed. Raises RankError if a follower has something else."""
-        ...
-
-    def tell_if_stuck(self, call: Callable[[str], None]) -> None:
-        """Let `call` be called with a reason, by another thread, if a rank is lost and this one does not come back."""
-        ...
-
-    def close(self) -> None:
-        """End the followers."""
-        ...
-
-
-class Alone:
-    """An engine of one process."""
-
-    leads = True
-
-    def agree(
-        self,
-        name: str,
-        ask: Callable[[], Answer],
-        pack: Callable[[Answer], Any] = _same,
-        unpack: Callable[[Any], Answer] = _same,
-    ) -> Answer:
         return ask()
 
     def tell(self, command: str, *arguments: Any) -> None:
-        pass
+        """Let the followers do what the leader does now."""
 
     def add(self, sequence: TokenSequence) -> None:
-        pass
+        """Let the followers add a sequence that the leader's engine has added."""
 
     def abort(self, sequence: TokenSequence) -> None:
-        pass
+        """Let the followers abort a sequence."""
 
     def retire(self, sequences: Sequence[TokenSequence]) -> None:
-        pass
+        """Drop what is known of finished sequences."""
 
     def check(self, checksum: Callable[[], int]) -> None:
-        pass
+        """Compare what the ranks have computed. Raises RankError if a follower has something else."""
 
     def tell_if_stuck(self, call: Callable[[str], None]) -> None:
-        pass
+        """Let `call` be called with a reason, by another thread, if a rank is lost and this one does not come back."""
 
     def close(self) -> None:
-        pass
+        """End the followers."""
 
 
-ALONE = Alone()
+ALONE = Lockstep()
 
 
-class Leader(Alone):
+class Leader(Lockstep):
     """Rank 0.
 
     Args:
@@ -195,7 +155,7 @@ class Leader(Alone):
             raise RankError(self._why_lost(REASON_S) or "a rank is lost") from error
 
 
-class Follower(Alone):
+class Follower(Lockstep):
     """A rank that does what the leader does.
 
     Args:
