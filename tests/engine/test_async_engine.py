@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.core.errors import EngineError, RankError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.parallel.lockstep import Alone
+from eagle_ray.parallel.lockstep import Lockstep
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.toy_models import llama_engine, run
 
@@ -193,7 +193,7 @@ def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
     assert len(other.output_ids) <= 3 and running == 0
 
 
-class LostRank(Alone):
+class LostRank(Lockstep):
     """A lockstep of several ranks, of which one is lost during a step, or before a sequence is added."""
 
     def __init__(self, is_lost=False):
