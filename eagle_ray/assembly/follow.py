@@ -139,6 +139,8 @@ class Commands:
 
     def __init__(self, engine: Engine, lockstep: Follower):
         self._engine, self._lockstep = engine, lockstep
+        if engine.grammars is not None:
+            lockstep.when_preparing = engine.grammars.prepare
         self._keeping = ExitStack()
 
     def run(self) -> None:
