@@ -146,8 +146,12 @@ class GrammarCompiler:
 
     def prepare(self, spec: GrammarSpec) -> None:
         """Begin to compile a grammar for a later start, in a thread, unless MAX_COMPILING are being compiled."""
-        if self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):
+            return
+        try:
             start_thread(partial(self._prepare, spec))
+        except RuntimeError:  # no memory for another thread: `start` raises it, if it is still so
+            self._free.release()
 
     def _prepare(self, spec: GrammarSpec) -> None:
         try:
