@@ -55,7 +55,9 @@ DRAFTS = {  # of the random target, by the method that reads it
     "recycling": "",
     "lookahead": "",
 }
-FOUR = ["eagle3", "medusa", "dflash, DSpark", "draft_model", "eagle2+suffix", "rest"]  # with 4 ranks, too
+FOUR = ["eagle2+suffix", "eagle3", "medusa", "dflash, DSpark", "draft_model", "rest"]  # with 4 ranks, too
+SIZES = [*((name, 2) for name in DRAFTS), (FOUR[0], 4)]
+SIZES += [pytest.param(name, 4, marks=pytest.mark.slow) for name in FOUR[1:]]
 MIN_ACCEPTED = 20  # of 48 sequences: their tokens would be equal, too, if no draft was ever right
 TINY = ModelConfig(device="cpu", max_model_len=192)
 SLOTS = 6
@@ -198,7 +200,7 @@ def small(tmp_path_factory) -> Small:
     return replace(own, plain=plain)
 
 
-@pytest.mark.parametrize("method, size", [*((name, 2) for name in DRAFTS), *((name, 4) for name in FOUR)])
+@pytest.mark.parametrize("method, size", SIZES)
 def test_whatever_drafts_the_tokens_are_those_of_one_process(tmp_path, small, method, size):
     """A follower ends if a step's checksum is not rank 0's."""
     kinds, method = DRAFTS[method], method.partition(",")[0]
