@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from eagle_ray.assembly import follow
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -42,6 +50,16 @@ CONFIGS = {
     "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
 }
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+MIXTURES = {
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3, sliding_window=7),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, norm_topk_prob=True),
+    "qwen3_moe, experts in two layers of three": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=8, mlp_only_layers=[1], tie_word_embeddings=True
+    ),
+}
+CONFIGS |= MIXTURES
 PROMPTS = [list(range(5, 45)), [7, 3, 9]]
 SOME = [5, 100, 7, 26, 51, 52]
 
