@@ -66,6 +66,7 @@ def load_shard(
         raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")
     shape = shard_config(config, ranks.size)
     model = empty_model(shape, dtype)
+    model.set_experts_implementation("eager")  # for the check of the model: the others refuse some widths
     with torch.device("meta"):
         model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
     checkpoint = ShardedCheckpoint(whole, shard, ranks.check, device if rounds else None)

@@ -12,8 +12,9 @@
     embeddings, norms, routers              not at all                the same everywhere
 
 So a layer takes two collectives, and the logits take one. A mixture of experts takes one for all of its experts and
-the shared one: their parts are weighed on each rank and added up there first, by ReducedBlock. The transformers modules of a rank are those of a smaller
-model: its config has the heads and the width of one rank, so KV caches and plans of memory are those of a rank, too.
+the shared one: their parts are weighed on each rank and added up there first, by ReducedBlock. The transformers modules
+of a rank are those of a smaller model: its config has the heads and the widths of one rank, so KV caches and plans of
+memory are those of a rank, too.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class GatheredHead(nn.Module):
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
-    """Let the model of one rank's parts compute with the others: wrap what each rank has some inputs of, and lm_head."""
+    """Let the model of one rank's parts compute with the others: wrap what adds up parts, and the lm_head."""
     for layer in model.base_model.layers:
         layer.self_attn.o_proj = ReducedLinear(layer.self_attn.o_proj, ranks)
         if hasattr(layer.mlp, "experts"):

@@ -60,6 +60,7 @@ MIXTURES = {
     ),
 }
 CONFIGS |= MIXTURES
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PROMPTS = [list(range(5, 45)), [7, 3, 9]]
 SOME = [5, 100, 7, 26, 51, 52]
 
@@ -155,11 +156,15 @@ def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
     assert on_ranks(2, tmp_path, work) == [True, True]
 
 
-def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
-    path = checkpoint("llama")
-    stored = load_file(path / "model.safetensors")
-    shared = {name for name in stored if "norm" in name or "embed" in name}
-    numel = sum(tensor.numel() for name, tensor in stored.items() if name not in shared)
+WHOLE = ("norm", "embed_tokens", "mlp.gate.", "part.gate.", "expert_gate.")  # embeddings, norms and routers
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path, name):
+    path = checkpoint(name)
+    stored = {name: p.numel() for name, p in load_causal_lm(path, torch.float32, "cpu").named_parameters()}
+    shared = {name: size for name, size in stored.items() if any(part in name for part in WHOLE)}
+    numel = sum(stored.values()) - sum(shared.values())
     padded = (SHAPE["vocab_size"] % 2) * SHAPE["hidden_size"]  # a row of zeros in the last rank's lm_head
 
     def work(ranks: RankGroup) -> dict[str, int]:
@@ -167,9 +172,9 @@ def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
         return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     for sizes in on_ranks(2, tmp_path, work):
-        own = {name: size for name, size in sizes.items() if name not in shared}
+        own = {name: size for name, size in sizes.items() if not any(part in name for part in WHOLE)}
         assert 2 * sum(own.values()) == numel + padded
-        assert all(sizes[name] == stored[name].numel() for name in shared)
+        assert sum(sizes.values()) - sum(own.values()) == sum(shared.values())
 
 
 def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
@@ -187,6 +192,19 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
         (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
         (2, {"intermediate_size": 385}, "MLP of 385"),
         (2, {"model_type": "gemma2"}, "'gemma2'"),
+        (2, {"model_type": "mixtral", "intermediate_size": 385}, "MLP of 385. Set it to one of 1"),
+        (
+            2,
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 25},
+            "moe_intermediate_size of 25. Set it to one of 1",
+        ),
+        (
+            2,
+            {"model_type": "qwen2_moe", "moe_intermediate_size": 25, "shared_expert_intermediate_size": 41},
+            "moe_intermediate_size of 25 and its shared_expert_intermediate_size of 41",
+        ),
+        (2, {"model_type": "qwen3_moe", "mlp_only_layers": [0], "intermediate_size": 385}, "MLP of 385"),
+        (2, {"model_type": "mixtral", "quantization_config": GPTQ}, "the experts of 'mixtral' are quantised"),
     ],
 )
 def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, size, changes, words):
@@ -206,12 +224,26 @@ def test_the_sizes_that_would_do_are_named():
     assert fitting_sizes(config, group_size=8192) == [1]
 
 
-def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
-    config = dict(SHAPE, intermediate_size=72, num_key_value_heads=2, model_type="llama", architectures=["X"])
+def test_the_sizes_of_mixtures_are_named():
+    """Those of Qwen3-235B-A22B, whose intermediate_size no layer has, of Mixtral-8x22B and of Qwen1.5-MoE-A2.7B."""
+    heads = dict(num_attention_heads=64, num_key_value_heads=4)
+    qwen3 = Qwen3MoeConfig(**SHAPE | heads | dict(moe_intermediate_size=1536, intermediate_size=12289))
+    assert fitting_sizes(qwen3) == [1, 2, 4]
+    assert fitting_sizes(qwen3, group_size=32) == [1]
+    heads = dict(num_attention_heads=48, num_key_value_heads=8)
+    assert fitting_sizes(MixtralConfig(**SHAPE | heads | dict(intermediate_size=16384))) == [1, 2, 4, 8]
+    heads = dict(num_attention_heads=16, num_key_value_heads=16)
+    widths = dict(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
+    assert fitting_sizes(Qwen2MoeConfig(**SHAPE | heads | widths)) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("family, words", [("llama", "MLP of 72 in groups of 16"), ("mixtral", "experts of 'mixtral'")])
+def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path, family, words):
+    config = dict(SHAPE, intermediate_size=72, num_key_value_heads=2, model_type=family, architectures=["X"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8")
-    with pytest.raises(ConfigError, match="MLP of 72 in groups of 16"):
+    with pytest.raises(ConfigError, match=words):
         num_ranks(model, EngineArgs(tensor_parallel=2))
 
 
@@ -226,7 +258,7 @@ def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatc
 
 
 def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
-    for name in ("llama", "qwen2, tied"):
+    for name in ("llama", "qwen2, tied", *MIXTURES):
         path = checkpoint(name)
         planned = target_bytes_of(path, CONFIGS[name], torch.float32, "cpu", ModelConfig(target=str(path)), 2)
         meetings = tmp_path / name
