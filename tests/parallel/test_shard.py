@@ -257,6 +257,22 @@ def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatc
     assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
 
 
+def test_ranks_of_a_mixture_have_gpus_of_one_kind(checkpoint, monkeypatch):
+    """Each chooses experts by a product of its own, and no checksum would see that two chose differently."""
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    args, auto = EngineArgs(tensor_parallel=2, num_gpus=2), EngineArgs(tensor_parallel="auto", num_gpus=2)
+    model = ModelConfig(target=str(checkpoint("qwen3_moe")), dtype="bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    assert num_ranks(model, args) == num_ranks(model, auto) == 2
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["H100", "H200"][device])
+    with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\)"):
+        num_ranks(model, args)
+    assert num_ranks(model, auto) == 1
+    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), args) == 2
+
+
 def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
     for name in ("llama", "qwen2, tied", *MIXTURES):
         path = checkpoint(name)
