@@ -1,4 +1,4 @@
-"""Experts: the mixture-of-experts MLP of a decoder layer, as Mixtral, Qwen2-MoE and Qwen3-MoE have it.
+"""Experts: the mixture-of-experts MLP of a decoder layer, as Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE have it.
 
     if is_moe_block(layer.mlp):
         experts = Experts.of(layer.mlp, ops, shared=None)
@@ -35,8 +35,12 @@ from eagle_ray.models.packed_linear import Projection, is_projection, merge_line
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import ReducedBlock
 
-BLOCKS = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
-ROUNDED = ("Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")  # to the model's dtype are the weights of their experts
+ROUNDED = (
+    "OlmoeSparseMoeBlock",
+    "Qwen2MoeSparseMoeBlock",
+    "Qwen3MoeSparseMoeBlock",
+)  # to the model's dtype are the weights of their experts
+BLOCKS = ("MixtralSparseMoeBlock", *ROUNDED)
 FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device
 ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
 MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row

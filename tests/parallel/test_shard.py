@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -222,6 +223,7 @@ def test_the_sizes_that_would_do_are_named():
     assert fitting_sizes(config) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=8192) == [1]
+    assert fitting_sizes(Gemma2Config(**SHAPE)) == [1]
 
 
 def test_the_sizes_of_mixtures_are_named():
