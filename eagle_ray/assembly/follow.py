@@ -35,7 +35,8 @@ from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, group_size_of
+from eagle_ray.parallel.shard import MIXTURES, advice, check_shards, fitting_sizes, group_size_of
+from eagle_ray.report.text import counted
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
@@ -86,10 +87,10 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
     check_shards(config, wanted, group_size)
     if on_gpu and (args.num_gpus not in (1, wanted) or torch.cuda.device_count() < wanted):
         seen = min(torch.cuda.device_count(), int(args.num_gpus) if args.num_gpus > 1 else torch.cuda.device_count())
-        fitting = ", ".join(str(size) for size in fitting_sizes(config, group_size) if size <= seen)
+        fitting = [size for size in fitting_sizes(config, group_size) if size <= seen]
         raise ConfigError(
-            f"tensor_parallel: {wanted}, and the engine has {seen} GPUs, one for each rank. Set it to one of "
-            f"{fitting}, or give the engine {wanted} GPUs."
+            f"tensor_parallel: {wanted}, and the engine has {counted(seen, 'GPU')}, one for each rank. "
+            f"{advice(fitting)}, or give the engine {wanted} GPUs."
         )
     if on_gpu:
         _check_kinds(config, wanted)

@@ -62,11 +62,15 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
         )
     faults = _faults(config, size, group_size)
     if faults:
-        fitting = ", ".join(str(each) for each in fitting_sizes(config, group_size))
         raise ConfigError(
-            f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. Set it to one "
-            f"of {fitting}."
+            f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. "
+            f"{advice(fitting_sizes(config, group_size))}."
         )
+
+
+def advice(sizes: Sequence[int]) -> str:
+    """Return what to do about a number of ranks, if these would do."""
+    return f"Set it to one of {', '.join(map(str, sizes))}" if len(sizes) > 1 else "Set it to 1, the only one that does"
 
 
 def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:

@@ -46,5 +46,6 @@ def test_faults_are_told_apart(error, says, is_own, wrapped):
     ],
 )
 def test_what_ended_a_rank_is_what_ends_its_engine(reason, line, is_local, is_transient):
+    is_end = "signal" in reason
     for error in (RankError(reason), engine_error(RankError(reason))):
-        assert classify_error(error) == Fault(line, is_local, is_transient)
+        assert classify_error(error) == Fault(line, is_local, is_transient, is_end)

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 
 import psutil
 import pytest
 
+from tests.support.clusters import MODEST, cluster_of, raylet_of, start_run
 from tests.support.jobs import ids_of, rows_of, small_job, start_driver, token_rows, wait_for_another_file
+from tests.support.processes import Watched, title_of
 from tests.support.ranks import followers_of, wait_until
 
 SETTINGS = {"execution.slots": 4, "execution.actors": 1, "execution.rows_per_file": 8, "model.device": "cpu"}
@@ -28,8 +32,26 @@ def test_a_job_over_two_ranks_has_the_rows_of_one(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("number, hits_leader", [(signal.SIGKILL, False), (signal.SIGSTOP, True)])
-def test_every_row_is_there_once_after_the_loss_of_a_rank(tmp_path, number, hits_leader):
+SLOW = pytest.mark.slow
+LOSSES = [
+    (signal.SIGKILL, False),
+    (signal.SIGSTOP, True),
+    pytest.param(signal.SIGKILL, True, marks=SLOW),
+    pytest.param(signal.SIGSTOP, False, marks=SLOW),
+]
+
+
+@pytest.fixture
+def watched(monkeypatch) -> Watched:
+    """Of all processes that the test starts: none of them is left at its end."""
+    seen = Watched()
+    monkeypatch.setenv(*next(iter(seen.environment.items())))
+    yield seen
+    assert wait_until(lambda: not seen.running(), 30), [title_of(pid) for pid in seen.running()]
+
+
+@pytest.mark.parametrize("number, hits_leader", LOSSES)
+def test_every_row_is_there_once_after_the_loss_of_a_rank(tmp_path, watched, number, hits_leader):
     rows = [row | {"max_tokens": 60, "ignore_eos": True} for row in token_rows(48)]
     config = small_job(tmp_path, rows, **SETTINGS, **{"execution.tensor_parallel": 2})
     driver = start_driver(config)
@@ -43,5 +65,73 @@ def test_every_row_is_there_once_after_the_loss_of_a_rank(tmp_path, number, hits
         driver.kill()
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert all(row["error_code"] is None for row in rows_of(config))
-    assert ("was ended by signal 9" if hits_leader else "rank 1 was ended by signal 9") in errors
-    assert wait_until(lambda: not psutil.pid_exists(follower.pid), 20)
+    is_named = number == signal.SIGKILL and not hits_leader
+    words = "rank 1 was ended by signal 9" if is_named else "rank 1 does not answer" if not hits_leader else "signal 9"
+    assert words in errors
+
+
+def kill(follower: psutil.Process) -> None:
+    follower.kill()
+
+
+def without_memory(follower: psutil.Process) -> None:
+    """Too little for torch's libraries."""
+    follower.rlimit(psutil.RLIMIT_AS, (256 << 20, 256 << 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hurt", [kill, without_memory])
+def test_every_row_is_there_once_after_a_rank_that_did_not_start(tmp_path, watched, hurt):
+    """The first two engines lose theirs as they start."""
+    config = small_job(tmp_path, token_rows(24), **SETTINGS, **{"execution.tensor_parallel": 2})
+    driver, lost = start_driver(config), set()
+    try:
+        while len(lost) < 2:
+            for follower in followers_of(driver.pid):
+                if follower.pid not in lost and follower.status() != psutil.STATUS_ZOMBIE:
+                    hurt(follower)
+                    lost.add(follower.pid)
+            assert driver.poll() is None
+            time.sleep(0.01)
+        printed, errors = driver.communicate(timeout=400)
+        assert printed.splitlines()[-1].startswith("0 "), errors
+    finally:
+        driver.kill()
+    assert ids_of(config) == sorted(row["id"] for row in token_rows(24))
+    assert all(row["error_code"] is None for row in rows_of(config))
+    assert "rank 1" in errors
+
+
+@pytest.mark.slow
+def test_the_ranks_of_an_actor_have_the_gpus_of_one_node(tmp_path, watched):
+    """Of two nodes, one has a single (fake) GPU, so all actors are on the other."""
+    settings = SETTINGS | {"execution.gpus_per_actor": 2, "execution.tensor_parallel": 2}
+    with cluster_of(1) as cluster:
+        node = cluster.add_node(**MODEST | {"num_gpus": 2})
+        config = small_job(tmp_path, token_rows(24), **settings, **{"execution.ray_address": cluster.address})
+        driver = start_run(config, tmp_path)
+        [follower] = found_soon(lambda: followers_of(raylet_of(node)))
+        leader = psutil.Process(follower.ppid())
+        seen = {process.environ()["CUDA_VISIBLE_DEVICES"] for process in (leader, follower)}
+        assert seen == {"0,1"} and leader.parent().ppid() == raylet_of(node)
+        _, errors = driver.communicate(timeout=300)
+        assert driver.returncode == 0, errors
+    assert len(rows_of(config)) == 24
+
+
+@pytest.mark.slow
+def test_gpus_of_two_nodes_are_refused_with_what_would_do(tmp_path):
+    with cluster_of(2) as cluster:
+        address = {"execution.ray_address": cluster.address}
+        for settings, key in (({"gpus_per_actor": 2}, "gpus_per_actor"), ({"tensor_parallel": 2}, "tensor_parallel")):
+            names = {f"execution.{name}": value for name, value in settings.items()} | {"execution.actors": 1}
+            config = small_job(tmp_path, token_rows(4), **names, **address)
+            driver = start_run(config, tmp_path)
+            _, errors = driver.communicate(timeout=120)
+            assert driver.returncode != 0 and f"execution.{key}: 2" in errors and "by node: 0, 1, 1" in errors
+            assert "Traceback" not in errors and "Set it to 1, or run it on nodes with 2 GPUs" in errors
+
+
+def found_soon(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    assert wait_until(lambda: bool(look()), 120)
+    return look()

@@ -190,6 +190,7 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
     "size, changes, words",
     [
         (4, {}, "2 key/value heads"),
+        (2, {"num_key_value_heads": 1}, "1 key/value heads. Set it to 1, the only one that does"),
         (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
         (2, {"intermediate_size": 385}, "MLP of 385"),
         (2, {"model_type": "gemma2"}, "'gemma2'"),

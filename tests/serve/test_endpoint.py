@@ -24,7 +24,8 @@ from eagle_ray.serve.endpoint_metrics import (
     merged_snapshot,
 )
 from tests.support.clusters import cluster_of
-from tests.support.processes import Watched, parent_of
+from tests.support.processes import Watched, is_running, parent_of
+from tests.support.ranks import followers_of
 from tests.support.serving import ROOT, Server, replicas, until
 
 
@@ -150,6 +151,59 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
     finally:
         server.process.terminate()
         server.process.wait(timeout=90)
+
+
+@pytest.mark.slow
+def test_an_endpoint_over_two_ranks_answers_as_one_process_and_comes_back_without_one(tmp_path):
+    bodies = [{"prompt": f"{i} is", "max_tokens": 20, "temperature": i % 2 * 0.8, "seed": i} for i in range(8)]
+    bodies.append({"prompt": "A", "max_tokens": 60, "json_schema": {"enum": ["x", "y"]}})
+    answers = []
+    for size in (1, 2):
+        server = Server(tmp_path, tensor_parallel=size)
+        try:
+            server.until_ready()
+            answers.append(answers_of(server, bodies))
+            if size == 2:
+                loses_a_rank(server, bodies[0])
+                assert answers_of(server, bodies) == answers[0]
+        finally:
+            server.process.terminate()
+            server.process.wait(timeout=90)
+    assert answers[0] == answers[1]
+
+
+def answers_of(server, bodies):
+    """Return the choices, which streams have, too."""
+    plain = [json.loads(server.ask("POST", "/v1/completions", body)[1])["choices"] for body in bodies]
+    for body, [choice] in zip(bodies, plain, strict=True):
+        events = server.ask("POST", "/v1/completions", body | {"stream": True})[1]
+        assert "".join(json.loads(e[6:])["choices"][0]["text"] for e in events.split("\n\n")[:-2]) == choice["text"]
+    return plain
+
+
+def loses_a_rank(server, short):
+    """Requests in flight fail with the reason, and the replica is replaced."""
+    heard, long = {}, {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+
+    def listen(streams):
+        heard[streams] = server.ask("POST", "/v1/completions", long | {"stream": streams})
+
+    reading = [threading.Thread(target=listen, args=[streams]) for streams in (True, False)]
+    for thread in reading:
+        thread.start()
+    until(lambda: server.metric("num_requests_running") == 2)
+    [replica] = replicas()
+    [follower] = followers_of(replica)
+    follower.kill()
+    for thread in reading:
+        thread.join()
+    status, body = heard[False]
+    assert status == 503 and "rank 1 was ended by signal 9" in json.loads(body)["error"]["message"]
+    last = json.loads(heard[True][1].strip().split("\n\n")[-1].removeprefix("data: "))
+    assert heard[True][0] == 200 and "rank 1 was ended by signal 9" in last["error"]["message"]
+    until(lambda: replica not in replicas())
+    server.until_ready()
+    assert not is_running(follower.pid)
 
 
 class Crowd:

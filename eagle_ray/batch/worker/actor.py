@@ -112,7 +112,10 @@ class EngineActor:
         except ProcessEnded as error:
             self._exit(engine.worker_id, error)
         except Exception as error:  # report any error in one line instead of a Ray traceback
-            self._cannot_start(as_config_error(error), classify_error(error))
+            fault = classify_error(error)
+            if fault.is_end:
+                self._exit(engine.worker_id, error)
+            self._cannot_start(as_config_error(error), fault)
         return engine
 
     def _use(self, engine: EngineProcess) -> None:
@@ -135,8 +138,8 @@ class EngineActor:
         finally:
             os._exit(1)
 
-    def _exit(self, worker_id: str, error: EngineError) -> NoReturn:
-        """Report the end of the engine's process, wait for the acknowledgement and end this one."""
+    def _exit(self, worker_id: str, error: Exception) -> NoReturn:
+        """Report the end of one of the engine's processes, wait for the acknowledgement and end this one."""
         try:
             self._progress.report_exit(worker_id, classify_error(error).line)
         finally:

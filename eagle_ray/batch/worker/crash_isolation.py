@@ -46,6 +46,7 @@ LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
+RANK_FAILED = " failed ("  # of a rank that says what has ended it
 RANK_UNFIT = re.compile(r"failed \((UnfitDevice|ConfigError|EngineError): (.*?)\)?$")  # another rank of the engine
 DEVICE = re.compile(
     r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
@@ -280,11 +281,13 @@ class Fault:
         line: what happened, and what to do if that is known.
         is_local: another worker may start without this error.
         is_transient: the same command may succeed later.
+        is_end: one of the engine's processes has ended or hangs, as its only one might.
     """
 
     line: str
     is_local: bool
     is_transient: bool = False
+    is_end: bool = False
 
 
 class WorkerError(EngineError):
@@ -309,7 +312,7 @@ def classify_error(error: Exception) -> Fault:
     if isinstance(cause, RankError) and (unfit := RANK_UNFIT.search(message)):
         return Fault(unfit[2], is_local=unfit[1] == "UnfitDevice")
     if isinstance(cause, RankError) and not OUT_OF_MEMORY.search(message):
-        return Fault(message, is_local=True, is_transient=True)
+        return Fault(message, is_local=True, is_transient=True, is_end=RANK_FAILED not in message)
     if OUT_OF_MEMORY.search(message):
         return Fault(f"its memory is too small ({message}): {SMALLER}", is_local=True, is_transient=True)
     if DEVICE.search(message):
