@@ -35,7 +35,7 @@ from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import MIXTURES, advice, check_shards, fitting_sizes, group_size_of
+from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, group_size_of, what_would_do
 from eagle_ray.report.text import counted
 from eagle_ray.storage.model_files import gguf_in
 
@@ -90,7 +90,7 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
         fitting = [size for size in fitting_sizes(config, group_size) if size <= seen]
         raise ConfigError(
             f"tensor_parallel: {wanted}, and the engine has {counted(seen, 'GPU')}, one for each rank. "
-            f"{advice(fitting)}, or give the engine {wanted} GPUs."
+            f"{what_would_do(fitting)}, or give the engine {wanted} GPUs."
         )
     if on_gpu:
         _check_kinds(config, wanted)

@@ -64,11 +64,11 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     if faults:
         raise ConfigError(
             f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. "
-            f"{advice(fitting_sizes(config, group_size))}."
+            f"{what_would_do(fitting_sizes(config, group_size))}."
         )
 
 
-def advice(sizes: Sequence[int]) -> str:
+def what_would_do(sizes: Sequence[int]) -> str:
     """Return what to do about a number of ranks, if these would do."""
     return f"Set it to one of {', '.join(map(str, sizes))}" if len(sizes) > 1 else "Set it to 1, the only one that does"
 

@@ -194,11 +194,11 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
         (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
         (2, {"intermediate_size": 385}, "MLP of 385"),
         (2, {"model_type": "gemma2"}, "'gemma2'"),
-        (2, {"model_type": "mixtral", "intermediate_size": 385}, "MLP of 385. Set it to one of 1"),
+        (2, {"model_type": "mixtral", "intermediate_size": 385}, "MLP of 385. Set it to 1, "),
         (
             2,
             {"model_type": "qwen3_moe", "moe_intermediate_size": 25},
-            "moe_intermediate_size of 25. Set it to one of 1",
+            "moe_intermediate_size of 25. Set it to 1, ",
         ),
         (
             2,
