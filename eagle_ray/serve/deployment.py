@@ -73,7 +73,7 @@ class Replica(AtNodeAddress):
     def check_health(self) -> None:
         super().check_health()
         if not self._service.is_alive:
-            raise RuntimeError("the engine has ended")
+            raise RuntimeError(str(self._service.engine.step_loop.error))
 
     async def _publish(self, snapshot: Snapshot) -> Snapshot:
         self._known = await self._aggregator.put.remote(self._name, snapshot, self._known)
