@@ -130,7 +130,8 @@ def build_rank(
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if ranks is not None:
-        memory = memory.smallest(ranks.minimum)
+        with start.part("ranks", f"waiting for the other {ranks.size - 1} of {ranks.size} ranks"):
+            memory = memory.smallest(ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     if engine.grammars is not None and member is not None and not member.leads:

@@ -130,6 +130,7 @@ def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, s
         )
     if device_type(model) == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    log.info("%d ranks share every layer of the target, each in a process of its own", size)
     content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()
     followers = Followers(COMMAND, size, content, args.owns_process)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
