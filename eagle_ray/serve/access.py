@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from eagle_ray.core.errors import ConfigError
 
@@ -225,6 +224,8 @@ class AtNodeAddress:
     """
 
     def __init__(self) -> None:
+        import ray  # here: the command reads keys before Ray's environment is prepared
+
         self._node_address = ray.util.get_node_ip_address()
         bind_grpc_servers(self._node_address)
         self._of_ray_core = exposed(self._node_address)  # on a cluster the worker's own port, see infra/README.md
@@ -236,9 +237,11 @@ class AtNodeAddress:
             return
         opened = exposed(self._node_address) - self._of_ray_core
         if opened:
+            from ray import __version__
+
             ports = ", ".join(sorted(str(listener) for listener in opened))
             raise RuntimeError(
-                f"Ray Serve {ray.__version__}: the replica listens on {ports}, beyond its node's address "
+                f"Ray Serve {__version__}: the replica listens on {ports}, beyond its node's address "
                 f"{self._node_address}. Install the Ray of infra/constraints.txt, and unset Serve's variables for "
                 "direct ingress and HAProxy."
             )

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -56,6 +58,12 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
         assert f"serving.port: 127.0.0.1:{port} cannot be had" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"serving\.port"):
         check_port("203.0.113.1", 1234)
+
+
+def test_the_command_imports_no_ray_before_its_environment_is_prepared():
+    """Otherwise a Ray of its own would listen beyond loopback, and the command would end."""
+    code = "import sys; from eagle_ray.cli import serve_endpoint; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
