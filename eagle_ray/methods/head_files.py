@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
-from eagle_ray.models.sharded_checkpoint import read_part
+from eagle_ray.models.sharded_checkpoint import read_slice
 from eagle_ray.parallel.draft_shards import DraftPart
 from eagle_ray.parallel.shard import cut_out
 from eagle_ray.storage.model_files import check_no_pointers
@@ -205,7 +205,7 @@ def _header(shape: Shape, dtype: str) -> TensorHeader:
 def _part_of_safetensors(part: DraftPart, file: Path) -> dict[str, Tensor]:
     with safe_open(file, "pt") as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        own = {key: read_part(stored, part.part_of(key, stored.get_shape())) for key, stored in slices.items()}
+        own = {key: read_slice(stored, part.part_of(key, stored.get_shape())) for key, stored in slices.items()}
         return {key: x.clone(memory_format=torch.contiguous_format) for key, x in own.items()}  # no views of the whole
 
 

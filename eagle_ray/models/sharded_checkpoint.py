@@ -121,14 +121,14 @@ class ShardedCheckpoint:
         if isinstance(self.whole, PlainCheckpoint):
             stored = self.whole.files.slice_of(source)
             part = self.shard.part_of(name, stored.get_shape())
-            tensor = read_part(stored, part)
+            tensor = read_slice(stored, part)
         else:
             tensor = self.whole.tensor(source)
             tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
         return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
 
 
-def read_part(stored: object, part: Part | None) -> Tensor:
+def read_slice(stored: object, part: Part | None) -> Tensor:
     """Return a part of a tensor in a file, or all of it. stored: safetensors' slice of it."""
     if part is None:
         return stored[:]  # type: ignore[index]  # safetensors has no types
