@@ -36,7 +36,7 @@ from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import check_shards, fitting_sizes, group_size_of
+from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, group_size_of
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
@@ -87,6 +87,7 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
         size = int(args.num_gpus)
         try:
             check_shards(config, size, group_size)
+            _check_kinds(config, size)
             reason = why_no_room(model, size)
         except ConfigError as error:
             reason = str(error)
@@ -100,6 +101,8 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
             f"tensor_parallel: {wanted}, and the engine has {num_gpus} GPUs, one for each rank. Set it to one of "
             f"{fitting}, or give the engine {wanted} GPUs."
         )
+    if on_gpu:
+        _check_kinds(config, wanted)
     return wanted
 
 
@@ -107,6 +110,16 @@ def _gpus_for(args: EngineArgs) -> int:
     """Return how many GPUs of this machine ranks may have: those of the engine, or all if it was given one."""
     num_seen = torch.cuda.device_count()
     return min(num_seen, int(args.num_gpus)) if args.num_gpus > 1 else num_seen
+
+
+def _check_kinds(config: Any, size: int) -> None:
+    """Raise ConfigError if experts would be chosen on GPUs of several kinds, whose products differ in a last bit."""
+    kinds = sorted({torch.cuda.get_device_name(i) for i in range(size) if config.model_type in MIXTURES})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"tensor_parallel: {size}, and the GPUs are of several kinds ({', '.join(kinds)}), on which ranks of a "
+            "mixture of experts could choose different ones. Give the engine GPUs of one kind, or set it to 1."
+        )
 
 
 def inputs_together(model: ModelConfig, path: Path, config: Any) -> int | None:

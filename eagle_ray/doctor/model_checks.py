@@ -28,7 +28,7 @@ from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import load_config
-from eagle_ray.parallel.shard import MODEL_TYPES, check_shards, fitting_sizes
+from eagle_ray.parallel.shard import check_shards, fitting_sizes
 from eagle_ray.report.text import gib
 from eagle_ray.storage.store import StorageError
 
@@ -145,8 +145,6 @@ def ranks_of(here: PairHere, workers: PlannedWorkers, device: str) -> int:
 
 def _sizes(here: PairHere) -> list[int]:
     """Return the numbers of ranks that can share the target: 1 for one that is not split."""
-    if here.shape.model_type not in MODEL_TYPES:
-        return [1]
     return fitting_sizes(here.shape, inputs_together(here.config.model, here.target, here.shape))
 
 

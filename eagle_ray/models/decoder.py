@@ -1,5 +1,5 @@
 """Run Llama-shaped decoder layers over packed rows: our own forward for llama, mistral, qwen2 and qwen3, and
-for mixtral, qwen2_moe and qwen3_moe, whose MLP is in experts.py.
+for mixtral, olmoe, qwen2_moe and qwen3_moe, whose MLP is in experts.py.
 
     decoder = Decoder.of(model, feature_layers)             # None for a model that transformers has to run
     hidden, features = decoder(tokens, positions, layout)   # rows of many sequences, [R, H] throughout
@@ -40,15 +40,15 @@ from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rota
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
-from eagle_ray.models.experts import Experts, is_moe_block
+from eagle_ray.models.experts import Experts, block_of, is_moe_block
 from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.models.quantized_decoder import QuantizedLayer, QuantizedLayers
 from eagle_ray.models.quantized_linear import QuantizedLinear
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MOE_CAUSAL_LMS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-CONFIG_WINDOWS = ("MistralAttention", "MixtralAttention")  # whose window is in the config alone
+MOE_CAUSAL_LMS = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+CONFIG_WINDOWS = ("MistralAttention", "MixtralAttention", "OlmoeAttention")  # whose window is in the config alone
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Rows = Tensor | ScaledRows  # what a projection reads
@@ -67,11 +67,16 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one layer, between its norm and the residual."""
+    """The attention of one layer, between its norm and the residual.
+
+    Attributes:
+        row_norms: of all queries of a row, and of all its keys, as OLMoE has them; none are norms of heads, in `shape`.
+    """
 
     qkv: Projection
     output: Projection
     shape: AttentionShape
+    row_norms: Sequence[Norm] = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> Attention:
@@ -81,6 +86,8 @@ class Attention:
         if type(module).__name__ in CONFIG_WINDOWS:
             window = getattr(attention.config, "sliding_window", None)
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        row_norms: list[Norm] = [norm for norm in norms if norm is not None and len(norm.weight) > attention.head_dim]
+        norms = [None, None] if row_norms else norms
         heads = attention.config.num_attention_heads
         shape = AttentionShape(
             layer=attention.layer_idx,
@@ -93,10 +100,17 @@ class Attention:
             k_norm=None if norms[1] is None else norms[1].weight,
             norm_eps=0.0 if norms[0] is None else norms[0].variance_epsilon,
         )
-        return cls(merge_linears([attention.q_proj, attention.k_proj, attention.v_proj]), attention.o_proj, shape)
+        qkv = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        return cls(qkv, attention.o_proj, shape, row_norms)
 
     def __call__(self, normed: Rows, rotary: Rotary, layout: AttentionMetadata) -> Float[Tensor, "R H"]:
-        return self.output(layout.attend_projected(self.qkv(normed), rotary, self.shape))
+        qkv = self.qkv(normed)
+        begin = 0
+        for norm in self.row_norms:
+            end = begin + len(norm.weight)
+            qkv[:, begin:end] = normed_sum(layer_ops, qkv[:, begin:end].contiguous(), None, norm)
+            begin = end
+        return self.output(layout.attend_projected(qkv, rotary, self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,7 @@ def mlp_of(module: nn.Module, ops: ModuleType) -> Mlp | Experts:
     """Build from the MLP of a decoder layer, dense or a mixture of experts."""
     if not is_moe_block(module):
         return Mlp.of(module, ops)
-    shared = getattr(module, "shared_expert", None)
+    shared = getattr(block_of(module), "shared_expert", None)
     return Experts.of(module, ops, None if shared is None else Mlp.of(shared, ops))
 
 
@@ -305,8 +319,9 @@ def is_llama_layer(module: nn.Module) -> bool:
     """Return whether Layer computes what this layer of a Llama-shaped model or head does."""
     layer = cast(LlamaDecoderLayer, module)
     projections = [getattr(layer.self_attn, name) for name in ATTENTION_PROJECTIONS]
-    mlp = getattr(layer.mlp, "shared_expert", None) if is_moe_block(layer.mlp) else layer.mlp
+    mlp = getattr(block_of(layer.mlp), "shared_expert", None) if is_moe_block(layer.mlp) else layer.mlp
     projections += [] if mlp is None else [getattr(mlp, name) for name in MLP_PROJECTIONS]
     has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)
-    is_silu = layer.self_attn.config.hidden_act in ("silu", "swish")
-    return is_silu and not has_hooks and all(is_projection(projection) for projection in projections)
+    config = layer.self_attn.config
+    is_usual = config.hidden_act in ("silu", "swish") and getattr(config, "clip_qkv", None) is None
+    return is_usual and not has_hooks and all(is_projection(projection) for projection in projections)

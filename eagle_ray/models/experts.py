@@ -1,4 +1,4 @@
-"""Experts: the mixture-of-experts MLP of a decoder layer, as Mixtral, Qwen2-MoE and Qwen3-MoE have it.
+"""Experts: the mixture-of-experts MLP of a decoder layer, as Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE have it.
 
     if is_moe_block(layer.mlp):
         experts = Experts.of(layer.mlp, ops, shared=None)
@@ -13,7 +13,8 @@ Each row goes through the top_k experts that its router scores highest:
 The pairs (row, choice) are sorted by expert once, and each expert multiplies its pairs together. Where Triton runs,
 that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or, where that would copy to the host and so
 could not be captured in a CUDA graph, each expert multiplies every row. Which of the three is known from device, dtype
-and sizes, before a capture starts. Weights are those of the transformers modules, in their memory.
+and sizes, before a capture starts. Weights are those of the transformers modules, in their memory. A rank has some of
+the `I` numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose alike.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ from torch import Tensor, nn
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
+from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import ReducedBlock
 
-BLOCKS = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
-ROUNDED = ("Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")  # to the model's dtype are the weights of their experts
+ROUNDED = (
+    "OlmoeSparseMoeBlock",
+    "Qwen2MoeSparseMoeBlock",
+    "Qwen3MoeSparseMoeBlock",
+)  # to the model's dtype are the weights of their experts
+BLOCKS = ("MixtralSparseMoeBlock", *ROUNDED)
 FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device
 ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
 MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row
@@ -49,6 +56,7 @@ class Experts:
         gate_up, down: of all experts; gate_up[e] is gate, then up.
         weights_dtype: to which the weights of the chosen experts are rounded.
         is_normalized: whether the weights of a row's experts add up to 1.
+        ranks: that each have some of the numbers of every expert and of `shared`; None if this process has all.
     """
 
     reader: Projection
@@ -59,16 +67,17 @@ class Experts:
     is_normalized: bool
     weights_dtype: torch.dtype
     ops: ModuleType
+    ranks: RankGroup | None = None
 
     @classmethod
     def of(cls, module: nn.Module, ops: ModuleType, shared: Callable[[Tensor], Tensor] | None) -> Experts:
-        """Build from a block of transformers for which is_moe_block is true.
+        """Build from a module for which is_moe_block is true.
 
         shared: what runs the block's shared expert, if it has one.
         """
-        block = cast(Any, module)
+        block = cast(Any, block_of(module))
         router = block.gate
-        is_rounded = type(module).__name__ in ROUNDED
+        is_rounded = type(block).__name__ in ROUNDED
         return cls(
             reader=_router_of(block),
             gate_up=block.experts.gate_up_proj.detach(),
@@ -78,10 +87,16 @@ class Experts:
             is_normalized=getattr(router, "norm_topk_prob", True),
             weights_dtype=router.weight.dtype if is_rounded else torch.float32,
             ops=ops,
+            ranks=module.ranks if isinstance(module, ReducedBlock) else None,
         )
 
     def __call__(self, normed: Tensor | ScaledRows) -> Float[Tensor, "R H"]:
         assert isinstance(normed, Tensor), "a router reads no rows in FP8"
+        delta = self._delta(normed)
+        return delta if self.ranks is None else self.ranks.reduce(delta)
+
+    def _delta(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
+        """Return what this process's numbers of the experts add."""
         logits = self.reader(normed)
         shared = None if self.shared is None else self.shared(normed)
         if use_triton(normed.device):
@@ -152,11 +167,16 @@ class Experts:
         return total.to(normed.dtype)
 
 
+def block_of(module: nn.Module) -> nn.Module:
+    """Return the block of transformers in a module that may add up the blocks of several ranks."""
+    return module.part if isinstance(module, ReducedBlock) else module
+
+
 def is_moe_block(module: nn.Module) -> bool:
-    """Return whether Experts computes what this module of a decoder layer does."""
-    if type(module).__name__ not in BLOCKS:
+    """Return whether Experts computes what this module of a decoder layer does, or a rank's part of it."""
+    block = cast(Any, block_of(module))
+    if type(block).__name__ not in BLOCKS:
         return False
-    block = cast(Any, module)
     names = {name for name, _ in block.experts.named_parameters()}
     shared = getattr(block, "shared_expert_gate", None)
     return names == {"gate_up_proj", "down_proj"} and (shared is None or is_projection(shared))

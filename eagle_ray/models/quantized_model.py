@@ -142,7 +142,7 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
     if model.config.tie_word_embeddings and isinstance(model.get_output_embeddings(), nn.Linear):
         model.tie_weights()
     missing = [name for name in missing if model.get_parameter(name).is_meta]
-    if any(".experts." in name for name in missing):
+    if checkpoint.names() and any(".experts." in name for name in missing):
         raise EngineError(
             f"{type(model).__name__}: quantised experts are not read here. Use a checkpoint with plain weights"
         )

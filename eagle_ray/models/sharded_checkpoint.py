@@ -4,15 +4,20 @@
 
 Plain weights are read slice by slice from safetensors files, and rounded to FP8 on the device if that is asked for. A
 quantised layer is read whole, one at a time, and cut. Nothing of a rank's size in all is ever on the host twice.
+Of a mixture of experts, files have tensors for each expert, or one of all of a layer; a model has the latter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -26,6 +31,14 @@ from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, padded_rows, 
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
+MIXTRAL_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.weight": ".gate_proj.weight",
+    ".w3.weight": ".up_proj.weight",
+    ".w2.weight": ".down_proj.weight",
+}  # of its files, and what transformers' modules and the files of other mixtures have in their place
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts; what they join
 
 
 def load_shard(
@@ -48,11 +61,12 @@ def load_shard(
         EngineError: the files cannot be read, or lack a tensor, or are to be rounded and are quantised already.
     """
     shard = Shard(ranks.rank, ranks.size, config.vocab_size)
-    whole = quantized_checkpoint(path, config) or PlainCheckpoint(SafetensorFiles.open(path))
+    whole = quantized_checkpoint(path, config) or PlainCheckpoint.open(path)
     if rounds and not isinstance(whole, PlainCheckpoint):
         raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")
     shape = shard_config(config, ranks.size)
     model = empty_model(shape, dtype)
+    model.set_experts_implementation("eager")  # for the check of the model: the others refuse some widths
     with torch.device("meta"):
         model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
     checkpoint = ShardedCheckpoint(whole, shard, ranks.check, device if rounds else None)
@@ -62,21 +76,64 @@ def load_shard(
 
 @dataclass(frozen=True, slots=True)
 class PlainCheckpoint:
-    """A directory of safetensors files with dense weights."""
+    """A directory of safetensors files with dense weights. Use `open` to build it.
+
+    Attributes:
+        stored: the tensors' names in the files, by those that transformers would give them.
+        num_experts: of each stack that is in the files as tensors of its experts, by its name.
+    """
 
     files: SafetensorFiles
+    stored: dict[str, str]
+    num_experts: dict[str, int]
+
+    @classmethod
+    def open(cls, directory: Path) -> PlainCheckpoint:
+        files = SafetensorFiles.open(directory)
+        stored = {_usual_name(name): name for name in files.file_of}
+        num_experts: Counter[str] = Counter()
+        for match in filter(None, map(EXPERT.fullmatch, stored)):
+            block, number, projection = match.groups()
+            stack = f"{block}.down_proj" if projection == "down" else f"{block}.gate_up_proj"
+            num_experts[stack] = max(num_experts[stack], int(number) + 1)
+        return cls(files, stored, dict(num_experts))
 
     def names(self) -> list[str]:
         return []
 
     def tensor_names(self) -> set[str]:
-        return set(self.files.file_of)
+        return self.stored.keys() | self.num_experts.keys()
 
     def projection(self, name: str) -> Tensor:
         return self.tensor(f"{name}.weight")
 
     def tensor(self, name: str) -> Tensor:
-        return self.files.tensor(name)
+        return self.files.tensor(self.stored.get(name, name))
+
+    def part(self, source: str, name: str, shard: Shard) -> Tensor:
+        """Read one rank's part of a tensor. name: the parameter's, which decides what part that is."""
+        block, _, kind = name.rpartition(".")
+        if name in self.num_experts:
+            return self._joined_experts(block, STACKS[kind], self.num_experts[name], shard)
+        stored = self.files.slice_of(self.stored.get(source, source))
+        if block.endswith(".experts"):
+            return _part_of_stack(stored, kind, shard)
+        return read_slice(stored, shard.part_of(name, stored.get_shape()))
+
+    def _joined_experts(
+        self, block: str, projections: Sequence[str], num_experts: int, shard: Shard
+    ) -> Float[Tensor, "E O I"]:
+        """Read a rank's part of every expert's own tensors."""
+        stack: Tensor | None = None
+        for expert in range(num_experts):
+            names = [f"{block}.{expert}.{projection}.weight" for projection in projections]
+            own = torch.cat([self.part(name, name, shard) for name in names])
+            stack = own.new_empty(num_experts, *own.shape) if stack is None else stack
+            if own.shape != stack.shape[1:]:
+                raise EngineError(f"the target's {names[0]} is no tensor of the shape of expert 0's")
+            stack[expert] = own
+        assert stack is not None, "a stack has experts"
+        return stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +176,37 @@ class ShardedCheckpoint:
         is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
         source = EMBEDDING if is_tied else name
         if isinstance(self.whole, PlainCheckpoint):
-            stored = self.whole.files.slice_of(source)
-            part = self.shard.part_of(name, stored.get_shape())
-            tensor = read_slice(stored, part)
+            tensor = self.whole.part(source, name, self.shard)
         else:
             tensor = self.whole.tensor(source)
             tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
         return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
 
 
-def read_slice(stored: object, part: Part | None) -> Tensor:
+def _usual_name(stored: str) -> str:
+    """Return the name that transformers would give to a tensor of a file."""
+    for mixtrals, usual in MIXTRAL_NAMES.items():
+        stored = stored.replace(mixtrals, usual)
+    return stored
+
+
+def _part_of_stack(stored: Any, kind: str, shard: Shard) -> Float[Tensor, "E O I"]:
+    """Return a rank's part of a tensor of all experts in a file. stored: safetensors' slice of it."""
+    _, num_out, num_in = stored.get_shape()
+    if kind == "down_proj":
+        return read_slice(stored, shard.equal_part(2, num_in))
+    width = num_out // 2
+    gate = shard.equal_part(1, width)
+    up = Part(1, gate.begin + width, gate.end + width)
+    return torch.cat([read_slice(stored, gate), read_slice(stored, up)], 1)
+
+
+def read_slice(stored: Any, part: Part | None) -> Tensor:
     """Return a part of a tensor in a file, or all of it. stored: safetensors' slice of it."""
     if part is None:
-        return stored[:]  # type: ignore[index]  # safetensors has no types
-    numbers = slice(part.begin, part.end)
-    rows: Tensor = stored[numbers] if part.dim == 0 else stored[:, numbers]  # type: ignore[index]
+        return stored[:]
+    before = (slice(None),) * part.dim
+    rows: Tensor = stored[(*before, slice(part.begin, part.end))]
     return padded_rows(rows, part.padding)
 
 

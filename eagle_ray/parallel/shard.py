@@ -6,13 +6,15 @@
 
     weight                                  split                     a rank's part computes
     q_proj, k_proj, v_proj                  rows, by key/value heads  its heads
-    gate_proj, up_proj                      rows                      its numbers of the MLP
+    gate_proj, up_proj                      rows                      its numbers of the MLP, of each expert's own
     o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
     lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
-    embeddings, norms                       not at all                the same everywhere
+    embeddings, norms, routers              not at all                the same everywhere
 
-So a layer takes two collectives, and the logits take one. The transformers modules of a rank are those of a smaller
-model: its config has the heads and the width of one rank, so KV caches and plans of memory are those of a rank, too.
+So a layer takes two collectives, and the logits take one. A mixture of experts takes one for all of its experts and
+the shared one: their parts are weighed on each rank and added up there first, by ReducedBlock. The transformers modules
+of a rank are those of a smaller model: its config has the heads and the widths of one rank, so KV caches and plans of
+memory are those of a rank, too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from torch import Tensor, nn
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.parallel.rank_group import RankGroup
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers our own forward runs
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES: dict[str, tuple[str, ...]] = {
+    "mixtral": (),  # the width of its experts is intermediate_size
+    "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("moe_intermediate_size",),
+}  # and the keys of the widths of their experts
+MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 BY_INPUTS = ("o_proj", "down_proj")
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
@@ -47,6 +55,11 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
             f"tensor_parallel: {size}, and the target is {config.model_type!r}. Targets of "
             f"{', '.join(MODEL_TYPES)} are split; set it to 1 for others."
         )
+    if _has_quantized_experts(config, group_size):
+        raise ConfigError(
+            f"tensor_parallel: {size}, and the experts of {config.model_type!r} are quantised, or are to be. Experts "
+            "are read in plain weights: take a checkpoint of those, and set model.quantization to none."
+        )
     faults = _faults(config, size, group_size)
     if faults:
         fitting = ", ".join(str(each) for each in fitting_sizes(config, group_size))
@@ -58,19 +71,39 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
 
 def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
     """Return every number of ranks over which a target of this config can be split, 1 among them."""
+    if config.model_type not in MODEL_TYPES or _has_quantized_experts(config, group_size):
+        return [1]
     return [size for size in range(1, _kv_heads(config) + 1) if not _faults(config, size, group_size)]
 
 
 def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
-    kv_heads, heads, width = _kv_heads(config), config.num_attention_heads, config.intermediate_size
-    numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads, f"MLP of {width}": width}
+    kv_heads, heads = _kv_heads(config), config.num_attention_heads
+    numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads}
+    widths = {"MLP" if key == "intermediate_size" else key: getattr(config, key) for key in _widths(config)}
+    numbers |= {f"{name} of {width}": width for name, width in widths.items()}
     if group_size is not None:
-        inputs = {"MLP": width, "heads": heads * head_dim(config)}
+        inputs = widths | {"heads": heads * head_dim(config)}
         numbers |= {
             f"{name} of {number} in groups of {group_size}": number // group_size if number % group_size == 0 else 1
             for name, number in inputs.items()
         }
     return [name for name, number in numbers.items() if number % size]
+
+
+def _widths(config: Any) -> list[str]:
+    """Return the keys of a config that are widths of its layers' MLPs and experts, which ranks share."""
+    keys = MIXTURES.get(config.model_type, ())
+    return [*keys, "intermediate_size"] if not keys or _has_dense_layer(config) else list(keys)
+
+
+def _has_dense_layer(config: Any) -> bool:
+    """Return whether a layer of a Qwen mixture has an MLP in place of experts."""
+    step, without = config.decoder_sparse_step, config.mlp_only_layers
+    return any(i in without or (i + 1) % step for i in range(config.num_hidden_layers))
+
+
+def _has_quantized_experts(config: Any, group_size: int | None) -> bool:
+    return config.model_type in MIXTURES and group_size is not None
 
 
 def _kv_heads(config: Any) -> int:
@@ -88,7 +121,8 @@ def shard_config(config: Any, size: int) -> Any:
     shape.head_dim = head_dim(config)
     shape.num_attention_heads = config.num_attention_heads // size
     shape.num_key_value_heads = _kv_heads(config) // size
-    shape.intermediate_size = config.intermediate_size // size
+    for key in _widths(config):
+        setattr(shape, key, getattr(config, key) // size)
     shape.tie_word_embeddings = False
     return shape
 
@@ -129,15 +163,16 @@ class Shard:
             end = min(begin + self.num_logits, self.vocab_size)
             return Part(0, begin, end, self.num_logits - (end - begin))
         if layer in BY_ROWS:
-            return self._equal_part(0, shape[0])
-        return self._equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None
+            return self.equal_part(0, shape[0])
+        return self.equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None
 
     def adds_bias(self, name: str) -> bool:
         """Return whether this rank adds a bias to what it computes; that of a sum is added once."""
         layer = name.rpartition(".")[0].rpartition(".")[2]
         return layer not in BY_INPUTS or self.rank == 0
 
-    def _equal_part(self, dim: int, number: int) -> Part:
+    def equal_part(self, dim: int, number: int) -> Part:
+        """Return this rank's part of `number` rows, or of another dimension, of which each rank has as many."""
         each = number // self.size
         return Part(dim, self.rank * each, (self.rank + 1) * each)
 
@@ -179,6 +214,21 @@ class ReducedLinear(nn.Module):
 
     def forward(self, inputs: Any) -> Float[Tensor, "*rows O"]:
         return self.ranks.reduce(self.part(inputs))
+
+
+class ReducedBlock(nn.Module):
+    """A mixture of experts of which each rank has some numbers of every expert: the ranks' outputs are added up.
+
+    Args:
+        part: the block of transformers over this rank's numbers.
+    """
+
+    def __init__(self, part: nn.Module, ranks: RankGroup):
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        return self.ranks.reduce(self.part(hidden))
 
 
 class GatheredHead(nn.Module):
@@ -230,10 +280,13 @@ class GatheredHead(nn.Module):
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
-    """Let the model of one rank's parts compute with the others: wrap its outputs, down projections and lm_head."""
+    """Let the model of one rank's parts compute with the others: wrap what adds up parts, and the lm_head."""
     for layer in model.base_model.layers:
         layer.self_attn.o_proj = ReducedLinear(layer.self_attn.o_proj, ranks)
-        layer.mlp.down_proj = ReducedLinear(layer.mlp.down_proj, ranks)
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = ReducedBlock(layer.mlp, ranks)
+        else:
+            layer.mlp.down_proj = ReducedLinear(layer.mlp.down_proj, ranks)
     model.lm_head = GatheredHead(model.lm_head, ranks, shard, shard.vocab_size)
     return model
 

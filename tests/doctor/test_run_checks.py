@@ -26,6 +26,7 @@ from eagle_ray.doctor.run_checks import findings_text
 from eagle_ray.doctor.system import Finding
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
+from tests.support.families import MOE, config_of, random_model
 from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 
@@ -164,6 +165,25 @@ def test_ranks_have_a_plan_each(monkeypatch):
     assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"]
     _, here = pair_here(job(**{"execution.tensor_parallel": 7}))
     assert "tensor_parallel: 7 does not divide the target's" in memory(here, two, "cuda", torch.bfloat16).problem
+
+
+def test_ranks_of_a_mixture_of_experts_have_a_plan_each(monkeypatch, tmp_path):
+    """Experts that are to be rounded to FP8 are not split: auto has the layers in turn, and a number is refused."""
+    random_model(config_of("qwen3_moe", **MOE)).save_pretrained(tmp_path)
+    card = DeviceMemory(2 * 10**9, 2 * 10**9, others_room=10**9)
+    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+    two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
+    own = {"model.target": str(tmp_path), "speculative.method": "none"}
+
+    def found(**settings: object) -> Finding:
+        return memory(pair_here(job(**own | settings))[1], two, "cuda", torch.bfloat16)
+
+    shared, whole = found(), found(**{"execution.tensor_parallel": 1})
+    assert (shared.facts["ranks"], whole.facts["ranks"]) == (2, 1)
+    assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"] * 0.7
+    rounded = {"model.quantization": "fp8"}
+    assert found(**rounded).facts["ranks"] == 1
+    assert "the experts of 'qwen3_moe' are" in found(**rounded, **{"execution.tensor_parallel": 2}).problem
 
 
 def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):

@@ -4,10 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from eagle_ray.kernels import grouped_experts
 from eagle_ray.kernels.grouped_experts import ProductTile
+from eagle_ray.models.decoder import Decoder
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.target import TargetModel
+from eagle_ray.parallel.rank_group import RankGroup
 from tests.support.families import (
     CHUNKS,
     MIXED,
@@ -23,6 +27,23 @@ from tests.support.operations import device_operations, tree_pass
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MAX_LAUNCHES = 16
+NARROW = [(5, 3, 6, 128, 1536 // 8), (4, 2, 4, 96, 768 // 8), (3, 2, 3, 64, 1408 // 16)]  # a rank's part of the widths
+RANKS = 4
+
+
+class OneOfSeveral(RankGroup):
+    """A rank by itself: what the others would add is left out."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank, RANKS, "nowhere")
+
+    def reduce(self, part):
+        self.num_reduces += 1
+        return part
+
+    def gather(self, part):
+        self.num_gathers += 1
+        return torch.cat([part] * self.size, -1)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,7 +119,7 @@ class Mixture:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("sizes", [(1, 1, 4, 32, 24), (9, 2, 5, 72, 40), (90, 3, 7, 64, 100)])
+@pytest.mark.parametrize("sizes", [(1, 1, 4, 32, 24), (9, 2, 5, 72, 40), (90, 3, 7, 64, 100), *NARROW])
 @pytest.mark.parametrize("has_shared", [True, False])
 def test_products_and_their_sum(sizes, has_shared, dtype):
     """Sizes that are no multiples of a tile, more pairs of an expert than a tile has, and experts without any."""
@@ -139,6 +160,42 @@ def test_there_are_tiles_enough_however_pairs_are_spread(num_pairs, num_experts)
 def test_a_whole_model_equals_transformers_own(name, fused):
     model = random_model(MIXED[name]).to(DEVICE)
     assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=1e-4)
+
+
+def of_ranks(name: str, num_layers: int) -> PreTrainedConfig:
+    """Return a config of which four ranks have parts: experts of 96 numbers, 24 on each."""
+    sizes = dict(moe_intermediate_size=96, intermediate_size=96, shared_expert_intermediate_size=96)
+    return config_of(name, **MOE | sizes, num_key_value_heads=4, num_hidden_layers=num_layers)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@torch.inference_mode()
+def test_the_parts_of_ranks_add_up(name, fused, tmp_path):
+    random_model(of_ranks(name, 1)).save_pretrained(tmp_path)
+    rows = random(11, 32)
+
+    def delta(ranks: RankGroup | None) -> torch.Tensor:
+        return Decoder.of(load_causal_lm(tmp_path, torch.float32, DEVICE, ranks=ranks)).layers[0].mlp(rows)
+
+    parts = [delta(OneOfSeveral(rank)) for rank in range(RANKS)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), delta(None), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@torch.inference_mode()
+def test_a_layer_of_a_rank_is_as_many_launches_and_two_sums(name, fused, tmp_path):
+    counts, num_reduces = {}, {}
+    for num_layers in (2, 4):
+        random_model(of_ranks(name, num_layers)).save_pretrained(tmp_path / str(num_layers))
+        ranks = OneOfSeveral(1)
+        model = load_causal_lm(tmp_path / str(num_layers), torch.float32, DEVICE, ranks=ranks)
+        target = TargetModel(model, 4, 64)
+        before = ranks.num_reduces
+        counts[num_layers] = device_operations(lambda target=target: tree_pass(target, plain=True))
+        num_reduces[num_layers] = ranks.num_reduces - before
+    two_layers = counts[4] - counts[2]
+    assert two_layers["_grouped_product"] == 4 and two_layers.total() / 2 <= MAX_LAUNCHES, two_layers
+    assert num_reduces == {2: 4, 4: 8} and ranks.num_gathers
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])

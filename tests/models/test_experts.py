@@ -8,7 +8,7 @@ from eagle_ray.models import experts as experts_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.experts import Experts, is_moe_block
 from eagle_ray.models.loader import load_causal_lm
-from tests.support.families import FAMILIES, MIXED, OTHERS, config_of, plain_copy, random_model
+from tests.support.families import FAMILIES, MIXED, MOE, OTHERS, config_of, plain_copy, random_model
 from tests.support.operations import WatchOperations
 
 
@@ -61,7 +61,7 @@ def test_rows_and_their_padding_do_not_touch_each_other():
     torch.testing.assert_close(padded[:9], ours(rows), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 @torch.inference_mode()
 def test_bf16_is_within_its_rounding(name):
     block, ours = mixture(name, torch.bfloat16)
@@ -80,7 +80,7 @@ def test_no_weight_is_held_twice(name):
     assert ours.reader.weight.data_ptr() == block.gate.weight.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_a_checkpoints_bytes_are_those_of_its_model_with_all_experts(name, tmp_path):
     """Its files have a tensor for each expert, which the loader joins; doctor counts those."""
     random_model(MIXED[name]).save_pretrained(tmp_path)
@@ -91,8 +91,9 @@ def test_a_checkpoints_bytes_are_those_of_its_model_with_all_experts(name, tmp_p
 
 
 def test_other_mixtures_are_left_to_transformers():
-    models = [random_model(config_of(name, **OTHERS[name])) for name in ("olmoe", "phimoe", "granitemoe")]
+    models = [random_model(config_of(name, **OTHERS[name])) for name in ("phimoe", "granitemoe")]
     models += [random_model(FAMILIES["gpt_oss"]), random_model(config_of("mixtral", hidden_act="gelu"))]
+    models += [random_model(config_of("olmoe", **MOE, clip_qkv=1.0))]
     assert not any(map(is_llama_shaped, models))
     biased = random_model(MIXED["mixtral"])
     experts = biased.model.layers[0].mlp.experts

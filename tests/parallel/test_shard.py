@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from eagle_ray.assembly import follow
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -42,6 +51,17 @@ CONFIGS = {
     "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
 }
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+MIXTURES = {
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3, sliding_window=7),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, norm_topk_prob=True),
+    "qwen3_moe, experts in two layers of three": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=8, mlp_only_layers=[1], tie_word_embeddings=True
+    ),
+}
+CONFIGS |= MIXTURES
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PROMPTS = [list(range(5, 45)), [7, 3, 9]]
 SOME = [5, 100, 7, 26, 51, 52]
 
@@ -137,11 +157,15 @@ def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
     assert on_ranks(2, tmp_path, work) == [True, True]
 
 
-def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
-    path = checkpoint("llama")
-    stored = load_file(path / "model.safetensors")
-    shared = {name for name in stored if "norm" in name or "embed" in name}
-    numel = sum(tensor.numel() for name, tensor in stored.items() if name not in shared)
+WHOLE = ("norm", "embed_tokens", "mlp.gate.", "part.gate.", "expert_gate.")  # embeddings, norms and routers
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path, name):
+    path = checkpoint(name)
+    stored = {name: p.numel() for name, p in load_causal_lm(path, torch.float32, "cpu").named_parameters()}
+    shared = {name: size for name, size in stored.items() if any(part in name for part in WHOLE)}
+    numel = sum(stored.values()) - sum(shared.values())
     padded = (SHAPE["vocab_size"] % 2) * SHAPE["hidden_size"]  # a row of zeros in the last rank's lm_head
 
     def work(ranks: RankGroup) -> dict[str, int]:
@@ -149,9 +173,9 @@ def test_a_rank_holds_its_part_and_no_more(checkpoint, tmp_path):
         return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     for sizes in on_ranks(2, tmp_path, work):
-        own = {name: size for name, size in sizes.items() if name not in shared}
+        own = {name: size for name, size in sizes.items() if not any(part in name for part in WHOLE)}
         assert 2 * sum(own.values()) == numel + padded
-        assert all(sizes[name] == stored[name].numel() for name in shared)
+        assert sum(sizes.values()) - sum(own.values()) == sum(shared.values())
 
 
 def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
@@ -169,6 +193,19 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
         (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
         (2, {"intermediate_size": 385}, "MLP of 385"),
         (2, {"model_type": "gemma2"}, "'gemma2'"),
+        (2, {"model_type": "mixtral", "intermediate_size": 385}, "MLP of 385. Set it to one of 1"),
+        (
+            2,
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 25},
+            "moe_intermediate_size of 25. Set it to one of 1",
+        ),
+        (
+            2,
+            {"model_type": "qwen2_moe", "moe_intermediate_size": 25, "shared_expert_intermediate_size": 41},
+            "moe_intermediate_size of 25 and its shared_expert_intermediate_size of 41",
+        ),
+        (2, {"model_type": "qwen3_moe", "mlp_only_layers": [0], "intermediate_size": 385}, "MLP of 385"),
+        (2, {"model_type": "mixtral", "quantization_config": GPTQ}, "the experts of 'mixtral' are quantised"),
     ],
 )
 def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, size, changes, words):
@@ -186,14 +223,29 @@ def test_the_sizes_that_would_do_are_named():
     assert fitting_sizes(config) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8]
     assert fitting_sizes(config, group_size=8192) == [1]
+    assert fitting_sizes(Gemma2Config(**SHAPE)) == [1]
 
 
-def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path):
-    config = dict(SHAPE, intermediate_size=72, num_key_value_heads=2, model_type="llama", architectures=["X"])
+def test_the_sizes_of_mixtures_are_named():
+    """Those of Qwen3-235B-A22B, whose intermediate_size no layer has, of Mixtral-8x22B and of Qwen1.5-MoE-A2.7B."""
+    heads = dict(num_attention_heads=64, num_key_value_heads=4)
+    qwen3 = Qwen3MoeConfig(**SHAPE | heads | dict(moe_intermediate_size=1536, intermediate_size=12289))
+    assert fitting_sizes(qwen3) == [1, 2, 4]
+    assert fitting_sizes(qwen3, group_size=32) == [1]
+    heads = dict(num_attention_heads=48, num_key_value_heads=8)
+    assert fitting_sizes(MixtralConfig(**SHAPE | heads | dict(intermediate_size=16384))) == [1, 2, 4, 8]
+    heads = dict(num_attention_heads=16, num_key_value_heads=16)
+    widths = dict(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
+    assert fitting_sizes(Qwen2MoeConfig(**SHAPE | heads | widths)) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("family, words", [("llama", "MLP of 72 in groups of 16"), ("mixtral", "experts of 'mixtral'")])
+def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path, family, words):
+    config = dict(SHAPE, intermediate_size=72, num_key_value_heads=2, model_type=family, architectures=["X"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8")
-    with pytest.raises(ConfigError, match="MLP of 72 in groups of 16"):
+    with pytest.raises(ConfigError, match=words):
         num_ranks(model, EngineArgs(tensor_parallel=2))
 
 
@@ -207,8 +259,24 @@ def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatc
     assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
 
 
+def test_ranks_of_a_mixture_have_gpus_of_one_kind(checkpoint, monkeypatch):
+    """Each chooses experts by a product of its own, and no checksum would see that two chose differently."""
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    args, auto = EngineArgs(tensor_parallel=2, num_gpus=2), EngineArgs(tensor_parallel="auto", num_gpus=2)
+    model = ModelConfig(target=str(checkpoint("qwen3_moe")), dtype="bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    assert num_ranks(model, args) == num_ranks(model, auto) == 2
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["H100", "H200"][device])
+    with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\)"):
+        num_ranks(model, args)
+    assert num_ranks(model, auto) == 1
+    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), args) == 2
+
+
 def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
-    for name in ("llama", "qwen2, tied"):
+    for name in ("llama", "qwen2, tied", *MIXTURES):
         path = checkpoint(name)
         planned = target_bytes_of(path, CONFIGS[name], torch.float32, "cpu", ModelConfig(target=str(path)), 2)
         meetings = tmp_path / name
