@@ -275,6 +275,8 @@ class Engine:
         allocation = self.lockstep.agree(
             "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
         )
+        if allocation.num_nodes == 1:  # the roots, which all ranks know
+            return allocation
         return replace(allocation, keep=self.lockstep.share(allocation.keep))
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
