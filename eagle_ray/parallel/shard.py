@@ -58,7 +58,7 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     if _has_quantized_experts(config, group_size):
         raise ConfigError(
             f"tensor_parallel: {size}, and the experts of {config.model_type!r} are quantised, or are to be. Experts "
-            "are read in plain weights: take a checkpoint of those, and set model.quantization to none."
+            "are split in plain weights: take those, and set model.quantization to none; or set tensor_parallel to 1."
         )
     faults = _faults(config, size, group_size)
     if faults:
