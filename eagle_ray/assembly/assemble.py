@@ -126,7 +126,7 @@ def build_rank(
     ranks = None if member is None else member.ranks
     tokenizer = load_tokenizer(model)
     causal_lm = load_target(model, args, start, tokenizer, ranks)
-    weights = load_draft(model, speculative, causal_lm, start)
+    weights = load_draft(model, speculative, causal_lm, start, ranks)
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if ranks is not None:

@@ -108,14 +108,21 @@ def load_target(
 
 
 def load_draft(
-    model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM, start: StartLog | None = None
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    causal_lm: CausalLM,
+    start: StartLog | None = None,
+    ranks: RankGroup | None = None,
 ) -> nn.Module | None:
-    """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does."""
+    """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does.
+
+    ranks: as of load_target; they may share the draft.
+    """
     if not reads_draft(speculative.merged_methods, model.drafts):
         return None
     config = causal_lm.config.get_text_config(decoder=True)
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
-        weights = load_drafts(speculative.merged_methods, draft_paths(model, speculative), config)
+        weights = load_drafts(speculative.merged_methods, draft_paths(model, speculative), config, ranks)
         weights.to(causal_lm.device, causal_lm.dtype)
         pack_draft(weights, causal_lm)
     return weights

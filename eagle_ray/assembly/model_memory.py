@@ -34,6 +34,7 @@ from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
+from eagle_ray.parallel.draft_shards import leave_out
 from eagle_ray.parallel.shard import shard_config
 from eagle_ray.storage.model_files import gguf_in
 
@@ -125,6 +126,8 @@ def plan_checkpoint(
         return None
     draft_bytes = sum(size or 0 for size in of_drafts)
     parts = check_drafts(speculative.merged_methods, drafts, shape) if drafts else []
+    if num_ranks > 1:
+        draft_bytes -= dtype.itemsize * leave_out(parts, num_ranks, device)
     shape = shape if num_ranks == 1 else shard_config(shape, num_ranks)
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))

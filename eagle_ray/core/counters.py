@@ -134,7 +134,7 @@ class EngineCounters:
 
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
     launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
-    num_prefill_passes: passes over prompt chunks alone.
+    num_prefill_passes: passes over prompt chunks alone. num_output_tokens: those of sequences in flight included.
     busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
     planner_error: why the planner failed, if it has: nothing is drafted from then on.
     fallbacks: why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs".

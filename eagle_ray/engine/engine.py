@@ -463,6 +463,7 @@ class Engine:
             is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
             if not is_last and sequence.is_simple:
                 sequence.output_ids += tokens
+                self.counters.num_output_tokens += len(tokens)
                 if sequence.listener is not None:
                     sequence.listener()
                 continue
@@ -492,6 +493,7 @@ class Engine:
         if is_finished:
             sequence.finished_at = time.monotonic()
         num_appended = len(tokens) - num_discarded
+        self.counters.num_output_tokens += num_appended
         if sequence.listener is not None and num_appended:
             if is_finished or sequence.has_live_stats:
                 self._unflushed.flush(sequence)
@@ -504,7 +506,6 @@ class Engine:
         self.lockstep.retire(finished)
         for sequence in finished:
             self._unflushed.flush(sequence)
-            self.counters.num_output_tokens += len(sequence.output_ids)
         self.counters.num_preemptions = self.scheduler.num_preemptions
         return finished
 

@@ -12,138 +12,13 @@
 #include <vector>
 
 #include "cpu_ops.h"
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;  // of the processor's vectors: wider ones are emulated, at ten times the cost
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
 constexpr int BLOCK = 4;              // queries that read a key together
 constexpr int ROWS_PER_TASK = 16;     // rows of one sequence that a thread takes at once
 constexpr int64_t SMALL = 1 << 14;    // numbers below which starting threads costs more than they save
-
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef float Floats16 __attribute__((vector_size(64)));
-typedef float Floats8 __attribute__((vector_size(32)));
-typedef float Floats4 __attribute__((vector_size(16)));
-
-inline Floats load(const float *from) { return *reinterpret_cast<const Floats *>(from); }
-
-inline Floats load(const bf16 *from) {
-    Words wide = __builtin_convertvector(*reinterpret_cast<const Halves *>(from), Words) << 16;
-    return (Floats)wide;
-}
-
-inline void store(float *to, Floats value) { *reinterpret_cast<Floats *>(to) = value; }
-
-inline void store(bf16 *to, Floats value) {
-    Words bits = (Words)value;
-    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-    Words quiet = (bits >> 16) | 0x40;                           // rounding must not turn NaN into infinity
-    rounded = (Words)(value == value) ? rounded : quiet;
-    *reinterpret_cast<Halves *>(to) = __builtin_convertvector(rounded, Halves);
-}
-
-// The first `count` numbers, and zeros after them.
-template <typename T> inline Floats load_some(const T *from, int count) {
-    T padded[LANES] = {};
-    memcpy(padded, from, count * sizeof(T));
-    return load(padded);
-}
-
-template <typename T> inline void store_some(T *to, Floats value, int count) {
-    T padded[LANES];
-    store(padded, value);
-    memcpy(to, padded, count * sizeof(T));
-}
-
-template <typename T> inline Floats load_upto(const T *from, int64_t left) {
-    return left >= LANES ? load(from) : load_some(from, left);
-}
-
-template <typename T> inline void store_upto(T *to, Floats value, int64_t left) {
-    if (left >= LANES)
-        store(to, value);
-    else
-        store_some(to, value, left);
-}
-
-// As if it had been stored and read again: where transformers rounds to the model's dtype, so do we.
-inline Floats rounded(Floats value, const float *) { return value; }
-
-inline Floats rounded(Floats value, const bf16 *) {
-    bf16 kept[LANES];
-    store(kept, value);
-    return load(kept);
-}
-
-// The sums of a vector's lanes by their number modulo 4.
-inline Floats4 folded(Floats4 v) { return v; }
-
-inline Floats4 folded(Floats8 v) {
-    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-}
-
-inline Floats4 folded(Floats16 v) {
-    return folded(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                  __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
-inline float sum(Floats v) {
-    Floats4 b = folded(v);
-    return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-// The sums of four vectors, each in the order of `sum`.
-inline Floats4 sums(const Floats *v) {
-    Floats4 b[4] = {folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
-    Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5), low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
-    Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7), high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
-    Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
-    return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) + __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
-}
-
-inline Floats broadcast(float x) { return x - (Floats){}; }
-
-// e^x to 2 ulp (Cephes' expf); below -87 it is e^-87, which is nothing beside the e^0 of a softmax.
-inline Floats exp_of(Floats x) {
-    x = x < -87.0f ? broadcast(-87.0f) : x;
-    x = x > 88.0f ? broadcast(88.0f) : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    Floats n = (x * 1.44269504f + magic) - magic;
-    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = broadcast(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return p * (Floats)exponent;
-}
-
-inline float largest(const float *from, int64_t count) {
-    Floats wide = broadcast(-INFINITY);
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        Floats x = load(from + i);
-        wide = x > wide ? x : wide;
-    }
-    float most = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++)
-        most = std::max(most, wide[lane]);
-    for (; i < count; i++)
-        most = std::max(most, from[i]);
-    return most;
-}
 
 // --- norms and activation -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@
         out = cpu_ops.silu_mul(gate_up)                               # SiLU(gate) * up
         out = cpu_ops.quantized_matmul(inputs, weight, bias)          # a weight of 4 or 8 bits (quantized_matmul.cpp)
         index, log_probs = cpu_ops.top_k(logits, 10)                  # the ten likeliest tokens of each row
+        tokens = cpu_ops.sample_rows(logits, temperature, ...)        # the token that each row samples (sample.cpp)
 
 The library is built once for each of LEVELS that the compiler knows; the best one that this processor runs is loaded.
 Where none was built, or EAGLE_RAY_CPU_OPS=off, `available` is False and the callers use torch instead.
@@ -151,6 +152,7 @@ SIGNATURES = {
     "move_rows": [c_void_p] + [c_int64] * 3 + [c_void_p] + [c_int64] * 2 + [c_void_p] * 3 + [c_int64] * 2,
     "queue_path": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p] * 7 + [c_int64] * 3,
     "count_nodes": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 4 + [c_float],
+    "sample_rows": [c_void_p] * 9 + [c_int64] * 2 + [c_int],
     "likeliest": [c_void_p] * 3 + [c_int64] * 3 + [c_int],
     "attend": [POINTER(_Rows), POINTER(AttentionHeads)] + [c_void_p] * 5,
 }
@@ -338,6 +340,29 @@ def argmax(logits: Float[Tensor, "*rows V"]) -> Int[Tensor, "*rows"]:
     index = torch.empty(*logits.shape[:-1], 1, dtype=torch.int64)
     _likeliest(index, None, logits)
     return index[..., 0]
+
+
+def sample_rows(
+    logits: Float[Tensor, "R V"],
+    temperature: Float[Tensor, " B"],
+    top_k: Int[Tensor, " B"],
+    top_p: Float[Tensor, " B"],
+    min_p: Float[Tensor, " B"],
+    seed: Int[Tensor, " B"],
+    seq: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """Return the sampled tokens of fp32 logits, as sampling.sample. top_k 0, top_p 1 and min_p 0 cut nothing.
+
+    A token whose cumulative probability is within the rounding of fp32 sums of top_p's edge may fall on its other
+    side than by torch: sums are in fp64 here.
+    """
+    logits, seq, positions = logits.contiguous(), seq.contiguous(), positions.contiguous()
+    of_sequences = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seed)]
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    pointers = [x.data_ptr() for x in (tokens, logits, *of_sequences, seq, positions)]
+    _run("sample_rows", logits.dtype, *pointers, *logits.shape, torch.get_num_threads())
+    return tokens
 
 
 def _likeliest(index: Tensor, log_probs: Tensor | None, logits: Tensor) -> None:

@@ -13,7 +13,7 @@ token after every node on the accepted path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
+from eagle_ray.methods.calibration import Calibration, Offered, Offers, OnlineFit, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.supported_models import LogitsOf
@@ -119,6 +119,20 @@ class CandidateRanker:
         self.offers.reset()
         if self.coupling is not None:
             self.coupling.fit.reset()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learned, which `load_state` of a ranker of the same depth and ranking reads."""
+        return {f"{name}.{part}": tensor for name, fit in self._fits() for part, tensor in fit.state().items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what another ranker learned. Raises ValueError if it does not fit."""
+        for name, fit in self._fits():
+            prefix = f"{name}."
+            fit.load_state({key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)})
+
+    def _fits(self) -> list[tuple[str, OnlineFit]]:
+        learning = ("calibration", self.calibration), ("coupling", self.coupling)
+        return [(name, each.fit) for name, each in learning if each is not None]
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
         """Return the `width` likeliest children of every node of the next level's frontier."""

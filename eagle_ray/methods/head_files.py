@@ -12,9 +12,10 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.models.sharded_checkpoint import read_slice
+from eagle_ray.parallel.draft_shards import DraftPart
+from eagle_ray.parallel.shard import cut_out
 from eagle_ray.storage.model_files import check_no_pointers
 
 WEIGHTS = SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -73,14 +77,17 @@ def write_files(path: Path, raw_config: dict[str, Any], tensors: dict[str, Tenso
     save_file(tensors, path / name, metadata={"format": "pt"})
 
 
-def load_into(head: Head, path: Path, tensors: dict[str, Tensor]) -> Head:
-    """Return the head with these tensors, in fp32. Raises EngineError if its vocabulary maps select no tokens."""
+def load_into(head: Head, path: Path, tensors: dict[str, Tensor], part: DraftPart | None = None) -> Head:
+    """Return the head with these tensors, in fp32. Raises EngineError if its vocabulary maps select no tokens.
+
+    part: which part of the head it is, to compute with the other ranks'; None is all.
+    """
     buffers = dict(head.named_buffers())
     if "d2t" in buffers:
         with with_path(path):
             tensors |= vocabulary_maps(buffers["d2t"], len(buffers["t2d"]), tensors)
     head.load_state_dict(tensors, assign=True)
-    return head.float()
+    return head.float() if part is None else cast(Head, part.joined(head.float()))
 
 
 def on_meta(make: Callable[[], Head]) -> Head:
@@ -131,9 +138,14 @@ def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape
     return {name: header.shape for name, header in headers.items()}
 
 
-def read_tensors(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Tensor]:
-    """Return every tensor by name, from files as of `read_shapes`. Raises EngineError."""
-    return _read(path, load_file, lambda file: load_pickle(file, "cpu"), names)
+def read_tensors(path: Path, names: tuple[str, str] = WEIGHTS, part: DraftPart | None = None) -> dict[str, Tensor]:
+    """Return every tensor by name, from files as of `read_shapes`. Raises EngineError.
+
+    part: of the head; no other numbers are read, unless the file is a pickle that is no archive. None reads all.
+    """
+    if part is None:
+        return _read(path, load_file, lambda file: load_pickle(file, "cpu"), names)
+    return _read(path, partial(_part_of_safetensors, part), partial(_part_of_pickle, part), names)
 
 
 def _read(
@@ -188,6 +200,17 @@ def _header(shape: Shape, dtype: str) -> TensorHeader:
     """Return the header of a tensor of safetensors. dtype: such as BF16, BOOL or F8_E4M3, with its bits."""
     bits = re.search(r"\d+", dtype)
     return TensorHeader(shape, prod(shape) * int(bits[0] if bits else 8) // 8, dtype in FLOATS)
+
+
+def _part_of_safetensors(part: DraftPart, file: Path) -> dict[str, Tensor]:
+    with safe_open(file, "pt") as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        own = {key: read_slice(stored, part.part_of(key, stored.get_shape())) for key, stored in slices.items()}
+        return {key: x.clone(memory_format=torch.contiguous_format) for key, x in own.items()}  # no views of the whole
+
+
+def _part_of_pickle(part: DraftPart, file: Path) -> dict[str, Tensor]:
+    return {key: cut_out(x, part.part_of(key, x.shape)) for key, x in load_pickle(file, "cpu").items()}
 
 
 def _headers_of_pickle(file: Path) -> dict[str, TensorHeader]:

@@ -109,9 +109,13 @@ class Method:
         """
         return self.function(self.check)(path, target)
 
-    def load_draft(self, path: Path, target: Any) -> Any:
-        """Return the draft in a directory, in fp32. Raises EngineError if it cannot be read or does not fit."""
-        return self.function(self.load)(path, target)
+    def load_draft(self, path: Path, target: Any, ranks: Any | None = None) -> Any:
+        """Return the draft in a directory, in fp32. Raises EngineError if it cannot be read or does not fit.
+
+        Args:
+            ranks: the target's RankGroup, which may share the draft; None loads all of it.
+        """
+        return self.function(self.load)(path, target, ranks)
 
     def make_drafter(self, speculative: DraftSettings, target: Any, weights: Any) -> Any:
         """Return the drafter over a TargetModel. weights: what `load_draft` returned, or None."""

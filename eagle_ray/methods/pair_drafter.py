@@ -14,7 +14,7 @@ head continues with a shorter context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -315,6 +315,13 @@ class PairDrafter(Drafter, ABC):
 
     def reset_learning(self) -> None:
         self.ranking.reset()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the ranking has learned of the target's samples."""
+        return self.ranking.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.ranking.load_state(state)
 
     def _eager(self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch) -> Grown:
         """Return a draft for the plan's members, of any shape."""

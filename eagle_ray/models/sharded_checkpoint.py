@@ -118,7 +118,7 @@ class PlainCheckpoint:
         stored = self.files.slice_of(self.stored.get(source, source))
         if block.endswith(".experts"):
             return _part_of_stack(stored, kind, shard)
-        return _read(stored, shard.part_of(name, stored.get_shape()))
+        return read_slice(stored, shard.part_of(name, stored.get_shape()))
 
     def _joined_experts(
         self, block: str, projections: Sequence[str], num_experts: int, shard: Shard
@@ -194,15 +194,15 @@ def _part_of_stack(stored: Any, kind: str, shard: Shard) -> Float[Tensor, "E O I
     """Return a rank's part of a tensor of all experts in a file. stored: safetensors' slice of it."""
     _, num_out, num_in = stored.get_shape()
     if kind == "down_proj":
-        return _read(stored, shard.equal_part(2, num_in))
+        return read_slice(stored, shard.equal_part(2, num_in))
     width = num_out // 2
     gate = shard.equal_part(1, width)
     up = Part(1, gate.begin + width, gate.end + width)
-    return torch.cat([_read(stored, gate), _read(stored, up)], 1)
+    return torch.cat([read_slice(stored, gate), read_slice(stored, up)], 1)
 
 
-def _read(stored: Any, part: Part | None) -> Tensor:
-    """Return a part of a tensor in a file. stored: safetensors' slice of it."""
+def read_slice(stored: Any, part: Part | None) -> Tensor:
+    """Return a part of a tensor in a file, or all of it. stored: safetensors' slice of it."""
     if part is None:
         return stored[:]
     before = (slice(None),) * part.dim

@@ -135,6 +135,10 @@ class KVSpec:
     key_dim: int
     value_dim: int
 
+    @property
+    def numbers_per_token(self) -> int:
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:

@@ -67,7 +67,7 @@ class RankGroup:
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
         self.rank, self.size = rank, size
-        self._meeting, self._device = meeting, torch.device(device)
+        self._meeting, self.device = meeting, torch.device(device)
         self._host: Any = None
         self._collectives: Collectives | None = None
         self.num_reduces = self.num_gathers = 0
@@ -110,7 +110,7 @@ class RankGroup:
     def _connected(self) -> Collectives:
         if self._collectives is None:
             host = self._connect()
-            on_gpu = self._device.type == "cuda"
+            on_gpu = self.device.type == "cuda"
             self._collectives = CudaCollectives(self) if on_gpu else GlooCollectives(host, self.size)
         return self._collectives
 

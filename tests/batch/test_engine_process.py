@@ -79,6 +79,21 @@ def test_it_answers_as_a_worker_here_does_and_counts(make_job):
     assert outputs([row for table in tables for row in table.to_pylist()]) == outputs(answers(config))
 
 
+def test_tokens_are_counted_before_any_row_ends(make_job):
+    config = make_job(token_rows(8), **LONG)
+
+    async def count_until_beat(worker: EngineProcess) -> None:
+        (table,) = batches_of(config)
+        answer = asyncio.ensure_future(worker.answer(table))
+        while not worker.counters().num_output_tokens and not answer.done():
+            await asyncio.sleep(0.05)
+        assert not answer.done() and worker.counters().num_output_tokens < 8 * 1000
+        answer.cancel()
+
+    with process_of(config) as worker:
+        asyncio.run(asyncio.wait_for(count_until_beat(worker), PATIENCE_S))
+
+
 def test_rows_of_many_megabytes_cross_and_hold_nobody_up(make_job):
     """Whoever waits for the large batch goes on meanwhile."""
     config = make_job([{"id": "q", "prompt_token_ids": [1, 2], "note": "n"}])

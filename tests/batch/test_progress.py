@@ -39,6 +39,20 @@ def test_a_report_replaces_the_one_before():
     assert progress.engine_s == (5 + 2) / 2 and Progress().engine_s == 0
 
 
+def test_tokens_of_rows_in_flight_are_work_and_not_answers():
+    counters = EngineCounters(num_slots=4, num_output_tokens=500)
+    answered = pa.table(
+        {"status": ["ok"], "completion_tokens": [9], "num_spec_steps": [4], "num_accepted_draft_tokens": [5]}
+    )
+    progress, report = Progress(), WorkerReport.of("a", counters).with_batch(answered, counters)
+    progress.add(report)
+    assert (progress.output_tokens, progress.made_tokens) == (9, 500)
+    counters.num_output_tokens = 700
+    progress.add(report.with_counters(counters))
+    assert (progress.rows, progress.output_tokens, progress.made_tokens) == (1, 9, 700)
+    assert progress.mean_acceptance_length == 1 + 5 / 4
+
+
 def test_a_planners_failure_stands_by_worker_and_is_counted():
     progress, counters = Progress(), EngineCounters(num_slots=4)
     progress.add(WorkerReport.of("a", counters))

@@ -1,4 +1,6 @@
-"""The fused pick is the portable pick: token for token, whatever the cuts, the ties, the dtype or the row's parts."""
+"""The fused picks, of Triton and of a CPU's library, are the portable pick: token for token, whatever the cuts, the
+ties, the dtype or the row's parts.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.kernels import jit_functions
+from eagle_ray.kernels import cpu_ops, jit_functions
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import gumbel_noise, process, sample
@@ -36,11 +38,24 @@ def picked(logits, params, seq, positions, block: int = kernel.BLOCK):
         return sample(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
 
 
+def portable(logits, params, seq, positions):
+    """By torch alone, on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_ops, "best_library", lambda: None)
+        return sample(logits, SamplingBatch.of(params), seq, positions)
+
+
 def both(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
-    """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn."""
+    """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn.
+
+    Of fp32 logits the library for CPUs, where there is one, has to pick the same.
+    """
     rows = torch.arange(len(logits))
     at = rows % len(params), rows * 100 + seed
-    return sample(logits, SamplingBatch.of(params), *at).tolist(), picked(logits, params, *at, block).tolist()
+    wanted = portable(logits, params, *at).tolist()
+    if logits.dtype is torch.float32 and cpu_ops.best_library():
+        assert sample(logits, SamplingBatch.of(params), *at).tolist() == wanted
+    return wanted, picked(logits, params, *at, block).tolist()
 
 
 @triton.jit
@@ -100,6 +115,53 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
     params = [SamplingParams(temperature=temperature, seed=seed, **cut), SamplingParams()]
     wanted, found = both(logits, params, seed, block=32)
     assert found == wanted
+
+
+needs_library = pytest.mark.skipif(cpu_ops.best_library() is None, reason="no compiled library for this processor")
+
+
+@needs_library
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 700),
+    values=st.sampled_from([1, 2, 5, 40, None]),
+    spread=st.sampled_from([0.1, 3.0, 60.0]),
+    num_left=st.sampled_from([1, 3, 1000]),
+    cut=st.fixed_dictionaries(
+        {"temperature": st.sampled_from([0.2, 1.0, 3.0])},
+        optional={
+            "top_k": st.integers(1, 800),
+            "top_p": st.sampled_from([1e-6, 0.3, 0.9, 0.999]),
+            "min_p": st.sampled_from([0.02, 0.5, 1.0]),
+        },
+    ),
+)
+def test_a_cpus_library_picks_the_portable_token(seed, vocab, values, spread, num_left, cut):
+    """Rows of few values, of wide and narrow ones, with forbidden tokens, for any cuts at once."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=generator) * spread
+    logits = logits if values is None else (logits / spread * values).round() / values * spread
+    worst = logits.topk(max(0, vocab - num_left), largest=False).indices
+    logits = logits.scatter(1, worst, -torch.inf)
+    params, rows = [SamplingParams(seed=seed + i, **cut) for i in range(3)], torch.arange(3)
+    found = sample(logits, SamplingBatch.of(params), rows, rows * 7)
+    assert found.tolist() == portable(logits, params, rows, rows * 7).tolist()
+
+
+@needs_library
+def test_a_row_of_the_library_does_not_depend_on_its_company():
+    """Nor on threads: 64 rows of a real vocabulary's size by three threads, and each alone."""
+    logits = 3 * torch.randn(64, 20_000, generator=torch.Generator().manual_seed(4))
+    rows, threads = torch.arange(64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = sample(logits, SamplingBatch.of(PARAMS), rows % len(PARAMS), rows)
+    finally:
+        torch.set_num_threads(threads)
+    for i in range(64):
+        alone = sample(logits[i : i + 1], SamplingBatch.of([PARAMS[i % len(PARAMS)]]), rows[:1] * 0, rows[i : i + 1])
+        assert alone.item() == together[i]
 
 
 def test_top_p_keeps_what_exact_sums_keep():

@@ -1,5 +1,6 @@
 """CandidateRanker: greedy rows keep the head's order, sampled rows are coupled, learning finds the path's node."""
 
+import pytest
 import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
@@ -109,6 +110,23 @@ def test_what_was_learned_can_be_forgotten():
     ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
     fresh = ranked(Coupling(1), Calibration(1))
     assert (ranking.children(FEATURES, None, WIDTH).log_probs == fresh.log_probs).all()
+
+
+def test_what_was_learned_goes_on_in_another_ranker():
+    first, second = (CandidateRanker(lambda features: features, Calibration(1), Coupling(1)) for _ in range(2))
+    for _ in range(3):
+        first.start(SamplingBatch.of(PARAMS), LENGTHS)
+        first.children(FEATURES, None, WIDTH)
+        first.update(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
+    second.load_state(first.state())
+    for ranking in (first, second):
+        ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
+    wanted = first.children(FEATURES, None, WIDTH).log_probs
+    assert (second.children(FEATURES, None, WIDTH).log_probs == wanted).all()
+    assert (ranked(Coupling(1), Calibration(1)).log_probs != wanted).any()
+    with pytest.raises(ValueError, match="parameters"):
+        CandidateRanker(lambda features: features, Calibration(2), None).load_state(first.state())
+    assert CandidateRanker(lambda features: features, None, None).state() == {}
 
 
 def test_a_path_that_ended_earlier_teaches_nothing_below():

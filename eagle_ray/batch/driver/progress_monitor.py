@@ -286,7 +286,7 @@ class ProgressMonitor:
             "rows_in_files": self._rows_in_files,
             "errors": progress.errors,
             "output_tokens": progress.output_tokens,
-            "tokens_per_s": progress.output_tokens / running if running >= MIN_RATE_WINDOW_S else None,
+            "tokens_per_s": progress.made_tokens / running if running >= MIN_RATE_WINDOW_S else None,
             "mean_acceptance_length": progress.mean_acceptance_length,
             "busy_slots": progress.busy_slots,
             "engine_s": round(progress.engine_s, 1),

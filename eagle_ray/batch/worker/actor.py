@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.worker.crash_isolation import CrashLog, Fault, Isolation, as_config_error, classify_error
-from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
+from eagle_ray.batch.worker.engine_process import BEAT_S, EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.progress import JobMetrics, WorkerReport
 from eagle_ray.batch.worker.sink import nest
 from eagle_ray.batch.worker.spare_engine import fork_engine
@@ -63,17 +63,29 @@ class EngineActor:
         self._use(self._start_engine())
         self._isolation = Isolation(self, crash_log, usual_slots(config.execution.slots, on_gpu=False))
         self._num_batches = 0  # in flight
+        self._beats: asyncio.Task[None] | None = None  # while batches are in flight
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Yield one table of nested output rows for the batch; Ray passes it on after the call returns."""
         self._num_batches += 1
-        answers = await self._isolation.run_batch(batch)
-        self._num_batches -= 1
+        if self._beats is None or self._beats.done():
+            self._beats = asyncio.create_task(self._report_beats())
+        try:
+            answers = await self._isolation.run_batch(batch)
+        finally:
+            self._num_batches -= 1
         self._report = self._report.with_batch(answers, self._engine.counters())
         self._publish(answers)
         if self._num_batches == 0:  # perhaps the last one
             self._progress.flush()
         yield nest(answers)
+
+    async def _report_beats(self) -> None:
+        """Report what the engine does while batches are in flight."""
+        while self._num_batches:
+            await asyncio.sleep(BEAT_S)
+            self._report = self._report.with_counters(self._engine.counters())
+            self._publish(None)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         return await self._engine.answer(requests)

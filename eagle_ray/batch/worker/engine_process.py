@@ -45,6 +45,7 @@ WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
 # With -m, the child's classes would be those of __main__, unknown to the parent.
 COMMAND = f"from {__name__} import run_child; run_child()"
 STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
+BEAT_S = 2.0  # between the counters of an engine at work
 
 
 class ProcessEnded(EngineError):
@@ -64,12 +65,13 @@ class EngineReply:
     """A reply of the engine's process, in addition to the table.
 
     Attributes:
+        number: of the request; None for a beat, which brings the counters alone.
         counters: the engine's at that moment; None if it is not ready, or dead.
         error: why there is no table.
         line: logged while the worker starts; the reply itself follows later.
     """
 
-    number: int
+    number: int | None
     counters: EngineCounters | None = None
     error: Exception | None = None
     line: LogLine | None = None
@@ -146,7 +148,7 @@ class EngineProcess:
         return await asyncio.wrap_future(future)
 
     def counters(self) -> EngineCounters:
-        """Return the engine's counters as of the latest reply, once it is ready."""
+        """Return the engine's counters as of the latest reply or beat, once it is ready."""
         assert self._counters is not None, "the worker is not ready"
         return self._counters
 
@@ -189,7 +191,8 @@ class EngineProcess:
             self._on_log(reply.line)
             return
         self._counters = reply.counters or self._counters
-        _resolve(self._pending.pop(reply.number), table, reply.error)
+        if reply.number is not None:
+            _resolve(self._pending.pop(reply.number), table, reply.error)
 
 
 def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
@@ -212,6 +215,7 @@ class EngineChild:
     def __init__(self, pipe: Connection):
         self._pipe, self._loop = pipe, asyncio.new_event_loop()
         self._send_lock = threading.Lock()  # lines are logged by any thread
+        self._num_in_flight = 0  # requests
 
     def run(self, worker_class: str) -> None:
         """Run a worker of the class, named as MODULE:CLASS, and answer requests until the pipe closes."""
@@ -226,7 +230,14 @@ class EngineChild:
             self._send(EngineReply(STARTUP_REQUEST, error=_portable_error(error)))
             os._exit(1)
         self._send(EngineReply(STARTUP_REQUEST, self._worker.counters()))
+        self._loop.call_soon(self._beat)
         self._loop.run_forever()
+
+    def _beat(self) -> None:
+        """Send the counters while rows are in flight, so that long ones show progress before they end."""
+        if self._num_in_flight:
+            self._send(EngineReply(None, self._worker.counters()))
+        self._loop.call_later(BEAT_S, self._beat)
 
     def _listen(self) -> NoReturn:
         try:
@@ -240,6 +251,7 @@ class EngineChild:
             os._exit(1)
 
     async def _answer(self, number: int, requests: pa.Table) -> None:
+        self._num_in_flight += 1
         try:
             answers = await self._worker.answer(requests)
             self._send(EngineReply(number, self._worker.counters()), answers)
@@ -248,6 +260,8 @@ class EngineChild:
         except Exception as error:  # a bug: it ends the job
             log.exception("a batch cannot be answered")
             self._send(EngineReply(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
+        finally:
+            self._num_in_flight -= 1
 
     def _send_line(self, line: LogLine) -> None:
         self._send(EngineReply(STARTUP_REQUEST, line=line))

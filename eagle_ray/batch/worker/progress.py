@@ -1,6 +1,7 @@
 """Progress: the sum of what the workers have done.
 
-Each worker sends its totals to one small Ray actor every second at most; the driver reads the sum. A lost report is
+Each worker sends its totals to one small Ray actor every second at most, and every few seconds while no row ends; the
+driver reads the sum. A lost report is
 made up for by the next. The actor also keeps each worker's log of crashes, for its next process.
 
     progress = start_progress(num_workers=2)
@@ -34,6 +35,7 @@ WORK_COUNTERS = (
     "num_probes",
     "num_planner_failures",
     "num_verify_rows",
+    "num_output_tokens",
     "num_prefill_tokens",
     "num_reused_tokens",
     "num_preemptions",
@@ -72,6 +74,7 @@ DESCRIPTIONS = {
     "engine_probes": "steps of the engine taken in order to learn what drafts are worth",
     "engine_planner_failures": "engines that draft nothing any more because their planner failed",
     "engine_verify_rows": "rows of the engine's decode passes, padding included",
+    "engine_output_tokens": "tokens that the engine made, those of rows in flight included",
     "engine_prefill_tokens": "prompt tokens computed by the engine",
     "engine_reused_tokens": "prompt tokens found in other sequences' blocks",
     "engine_preemptions": "sequences put back for want of KV space",
@@ -118,10 +121,15 @@ class WorkerReport:
             fallbacks=counters.fallbacks,
         )
 
+    def with_counters(self, counters: EngineCounters) -> WorkerReport:
+        """Return the report with what the engine has done by now, the rows being the same."""
+        rows = {name: getattr(self, name) for name in ("rows", "errors", "output_tokens", "steps", "accepted")}
+        return replace(WorkerReport.of(self.worker_id, counters), **rows)
+
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """Return the report with one more batch of output rows."""
         return replace(
-            WorkerReport.of(self.worker_id, counters),
+            self.with_counters(counters),
             rows=self.rows + len(answers),
             errors=self.errors + pc.sum(pc.equal(answers["status"], "error"), min_count=0).as_py(),
             output_tokens=self.output_tokens + _sum(answers, "completion_tokens"),
@@ -183,7 +191,13 @@ class Progress:
 
     @property
     def output_tokens(self) -> int:
+        """Return the tokens of rows that are done."""
         return self._sum("output_tokens")
+
+    @property
+    def made_tokens(self) -> int:
+        """Return the tokens that the engines made, those of rows in flight and of rows that were lost included."""
+        return max(self.output_tokens, self.work["num_output_tokens"])
 
     @property
     def mean_acceptance_length(self) -> float | None:

@@ -47,8 +47,8 @@ from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.method import METHODS, DraftSettings, draft_parts, parts_of
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.supported_models import KVSpec
 from eagle_ray.models.target import PromptBatch, TargetModel
+from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.planner.planner import Planner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
@@ -328,9 +328,14 @@ def check_drafts(method: str, paths: Sequence[Path], target: PretrainedConfig) -
     return drafts
 
 
-def load_drafts(method: str, paths: Sequence[Path], target: PretrainedConfig) -> nn.Module:
-    """Return the weights of model.draft in fp32. Raises EngineError if they do not fit the method or the target."""
-    drafts = [part.load_draft(path, target) for part, path in zip(draft_parts(method), paths, strict=True)]
+def load_drafts(
+    method: str, paths: Sequence[Path], target: PretrainedConfig, ranks: RankGroup | None = None
+) -> nn.Module:
+    """Return the weights of model.draft in fp32. Raises EngineError if they do not fit the method or the target.
+
+    ranks: of the target, which may share its drafts; None loads all of each.
+    """
+    drafts = [part.load_draft(path, target, ranks) for part, path in zip(draft_parts(method), paths, strict=True)]
     _check_features(drafts, target.num_hidden_layers)
     return drafts[0] if len(drafts) == 1 else DraftList(drafts)
 
@@ -357,8 +362,8 @@ def layers_read(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ..
 
 def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
     """Return the numbers of a token's keys and values in the caches of the drafters; Medusa heads have none."""
-    specs: list[KVSpec | None] = [getattr(draft, "kv_spec", None) for draft in drafts]
-    return sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) for s in specs if s is not None)
+    specs = [getattr(draft, "kv_spec", None) for draft in drafts]
+    return sum(spec.numbers_per_token for spec in specs if spec is not None)
 
 
 def slot_bytes(
@@ -433,9 +438,9 @@ def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
     raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
 
 
-def load_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+def load_any_draft(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> LoadedDraft:
     """Return the draft in a directory, of whichever kind. Raises EngineError."""
-    return METHODS[check_any_draft(path, target).method].load_draft(path, target)
+    return METHODS[check_any_draft(path, target).method].load_draft(path, target, ranks)
 
 
 def make_head_drafter(speculative: DraftSettings, target: TargetModel, weights: LoadedDraft) -> Drafter:

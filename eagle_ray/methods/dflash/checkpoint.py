@@ -76,6 +76,8 @@ from eagle_ray.methods.head_files import (
     with_path,
     without_nulls,
 )
+from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.rank_group import RankGroup
 
 SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 MAX_LAYERS = 256  # of a head; published ones have 3 to 8
@@ -105,10 +107,14 @@ UNREAD = {"output_multiplier": 1, "final_logit_softcapping": 0}  # with the valu
 TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own, which some files repeat
 
 
-def load_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
-    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
+def load_dflash(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> DFlashHead:
+    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target.
+
+    ranks: of which this one's part is read, if they share the head; None reads all.
+    """
     head = meta_dflash(path, target)
-    return load_into(head, path, own_names(read_tensors(path)))
+    part = None if ranks is None else split_head(head, ranks)
+    return load_into(head, path, own_names(read_tensors(path, part=part)), part)
 
 
 def meta_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:

@@ -32,6 +32,8 @@ from eagle_ray.models.supported_models import (
     logits_postprocessor,
     probe,
 )
+from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.rank_group import RankGroup
 
 
 class DraftModel(nn.Module):
@@ -91,11 +93,15 @@ class DraftModelShape:
         return ()
 
 
-def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
+def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> DraftModel:
     """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
     vocabulary.
+
+    ranks: of the target; each has all of the draft model.
     """
-    check_draft_model(path, target)
+    shape = check_draft_model(path, target)
+    if ranks is not None:
+        split_head(shape, ranks)
     return DraftModel(load_causal_lm(path, torch.float32, "cpu"))
 
 

@@ -47,6 +47,8 @@ from eagle_ray.methods.head_files import (
     without_nulls,
     write_files,
 )
+from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.rank_group import RankGroup
 
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
@@ -69,9 +71,9 @@ def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     return head
 
 
-def load(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+def load(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> EagleHead | Eagle3Head:
     """Return the head with the tokens that it was published to offer. Raises as `check` does."""
-    head = load_head(path, target)
+    head = load_head(path, target, ranks)
     if isinstance(head, EagleHead):
         head.draft_vocab = head_vocab(path, target.vocab_size)
     return head
@@ -85,16 +87,20 @@ def check_eagle3(path: Path, target: PretrainedConfig) -> Eagle3Head:
     return head
 
 
-def load_eagle3(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+def load_eagle3(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> EagleHead | Eagle3Head:
     """Return an EAGLE-3 head. Raises as `check_eagle3` does."""
     check_eagle3(path, target)
-    return load_head(path, target)
+    return load_head(path, target, ranks)
 
 
-def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
+def load_head(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> EagleHead | Eagle3Head:
+    """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target.
+
+    ranks: of which this one's part is read, if they share the head; None reads all.
+    """
     head = meta_head(path, target)
-    return load_into(head, path, normalize_names(read_tensors(path)))
+    part = None if ranks is None else split_head(head, ranks)
+    return load_into(head, path, normalize_names(read_tensors(path, part=part)), part)
 
 
 def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:

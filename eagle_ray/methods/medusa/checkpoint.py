@@ -27,20 +27,34 @@ from eagle_ray.methods.head_files import (
     with_path,
 )
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
+from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.rank_group import RankGroup
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
 Read = TypeVar("Read")
 IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which was saved along
 
 
-def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
-    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
-    return load_into(check_medusa(path, target), path, _read(path, MEDUSA, read_tensors))
+def load_medusa(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> MedusaHeads:
+    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target.
+
+    ranks: of the target; each has all of the heads.
+    """
+    heads = check_medusa(path, target)
+    if ranks is not None:
+        split_head(heads, ranks)
+    return load_into(heads, path, _read(path, MEDUSA, read_tensors))
 
 
-def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
-    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
-    return load_into(check_hydra(path, target), path, _read(path, HYDRA, read_tensors))
+def load_hydra(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> HydraHeads:
+    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target.
+
+    ranks: of the target; each has all of the heads.
+    """
+    heads = check_hydra(path, target)
+    if ranks is not None:
+        split_head(heads, ranks)
+    return load_into(heads, path, _read(path, HYDRA, read_tensors))
 
 
 def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Shards of a draft head: whether ranks share it, which numbers each has, and the collectives of a pass.
+
+    part = split_head(head, ranks)                          # on the meta device; None: it stays whole on every rank
+    tensors = read_tensors(path, part=part)                 # this rank's numbers, and no others
+    head = part.joined(head)                                # once they are in it: computes with the other ranks
+
+    weight                                       split as                           collectives of a pass
+    q, k, v, gate and up projection of a layer   a target's: rows                   none
+    output and down projection of a layer        a target's: inputs                 2 sums a layer
+    the head's own lm_head                       rows, by draft vocabulary          1 gathering
+    fc, embeddings, norms, what reads a path     not at all                         none
+
+A head without an lm_head of its own reads the target's, whose logits are gathered whether the head is split or not.
+`fc` is not split: its outputs are the residual stream, which every rank has whole, so they would have to be gathered.
+On four H100 that would save 65 us of the 900 us of a level of EAGLE-2's head for a 70B, and 100 us of an EAGLE-3's
+draft.
+
+Sums have the same bits on all ranks, so features, logits and scores do, too: all ranks draft the same trees.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import BY_INPUTS, GatheredHead, Part, ReducedLinear, Shard, fitting_sizes, shard_config
+
+log = logging.getLogger("eagle_ray")
+
+# By device: seconds of a collective, and weights that a rank reads in a second. On NVLink and of an H100 in bf16; on a
+# CPU of gloo between two processes (0.14 ms for 2 kB, 0.62 ms for 160 kB, 2026-11-28) and of 20 GB/s in fp32.
+COLLECTIVE_S = {"cuda": 10e-6, "cpu": 300e-6}
+WEIGHTS_PER_S = {"cuda": 1.35e12, "cpu": 5e9}
+OF_LAYERS = re.compile(r"(^|\.)(self_attn|mlp)\.[a-z]+_proj\.(weight|bias)$")
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """One rank's part of a draft head.
+
+    Attributes:
+        shard: its vocab_size is that of the head's own lm_head, if it has one.
+        num_left_out: numbers of the head that this rank does not have.
+    """
+
+    ranks: RankGroup
+    shard: Shard
+    num_left_out: int
+
+    @classmethod
+    def of(cls, head: nn.Module, ranks: RankGroup) -> DraftPart:
+        """Return a rank's part of a whole head."""
+        shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1)
+        parts = [(parameter, _numbers_of(shard, name, parameter.shape)) for name, parameter in head.named_parameters()]
+        own = [(parameter, _part_shape(parameter.shape, part)) for parameter, part in parts if part is not None]
+        return cls(ranks, shard, sum(parameter.numel() - shape.numel() for parameter, shape in own))
+
+    def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
+        """Return this rank's numbers of a tensor, or None for all of it. name: as checkpoints or modules have it."""
+        return _numbers_of(self.shard, name, shape)
+
+    def joined(self, head: nn.Module) -> nn.Module:
+        """Let a head whose weights are this rank's compute with the other ranks."""
+        for module in list(head.modules()):
+            for name in BY_INPUTS:
+                if isinstance(linear := getattr(module, name, None), nn.Linear):
+                    if linear.bias is not None and self.ranks.rank > 0:  # it is added once
+                        nn.init.zeros_(linear.bias)
+                    setattr(module, name, ReducedLinear(linear, self.ranks))
+        if _num_drafted(head) is not None:
+            lm_head = cast(nn.Module, head.lm_head)
+            head.lm_head = GatheredHead(lm_head, self.ranks, self.shard, self.shard.vocab_size)
+        return head
+
+
+def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
+    """Make a whole head on the meta device this rank's part of it. None: it stays whole, and the log says why.
+
+    head: any draft, as methods check it.
+    """
+    if (reason := why_whole(head, ranks)) is not None:
+        log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, reason)
+        return None
+    part = DraftPart.of(head, ranks)
+    whole, own = head.config, shard_config(head.config, ranks.size)
+    for module in head.modules():
+        if getattr(module, "config", None) is whole:
+            module.config = own
+    for name, parameter in list(head.named_parameters()):
+        if (numbers := part.part_of(name, parameter.shape)) is not None:
+            _resize(head, name, _part_shape(parameter.shape, numbers))
+    return part
+
+
+def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:
+    """Make drafts without weights what a rank has of them. Return how many numbers less that is."""
+    parts = [split_head(draft, RankGroup(0, num_ranks, "", device)) for draft in drafts]
+    return sum(part.num_left_out for part in parts if part is not None)
+
+
+def why_whole(head: Any, ranks: RankGroup) -> str | None:
+    """Return why each rank had better have the whole of a head, or None if the ranks share it.
+
+    They do if what a rank need not read of it in a pass takes longer than the collectives do.
+    """
+    if not hasattr(head, "config"):
+        return "layers of EAGLE's and DFlash's heads are split, and no others"
+    fitting = fitting_sizes(head.config)
+    if ranks.size not in fitting:
+        numbers = ", ".join(str(size) for size in fitting)
+        return f"its heads and the width of its MLP can be divided by {numbers}"
+    saved_s = DraftPart.of(head, ranks).num_left_out / WEIGHTS_PER_S[ranks.device.type]
+    num_collectives = _num_collectives(head)
+    if saved_s > num_collectives * COLLECTIVE_S[ranks.device.type]:
+        return None
+    return f"sharing it would save {saved_s * 1e6:.0f} us of reading for {num_collectives} collectives"
+
+
+def _num_collectives(head: nn.Module) -> int:
+    """Return the collectives of a pass over a shared head."""
+    num_layers = sum(hasattr(module, "self_attn") for module in head.modules())
+    return 2 * num_layers + (_num_drafted(head) is not None)
+
+
+def _num_drafted(head: nn.Module) -> int | None:
+    """Return the tokens of a head's own lm_head, or None if it has none."""
+    lm_head: Any = getattr(head, "lm_head", None)
+    return None if lm_head is None else lm_head.out_features
+
+
+def _numbers_of(shard: Shard, name: str, shape: Sequence[int]) -> Part | None:
+    is_split = name == LM_HEAD or OF_LAYERS.search(name) is not None
+    return shard.part_of(name, shape) if is_split else None
+
+
+def _part_shape(shape: Sequence[int], part: Part) -> torch.Size:
+    own = part.end - part.begin + part.padding
+    return torch.Size([own if dim == part.dim else size for dim, size in enumerate(shape)])
+
+
+def _resize(head: nn.Module, name: str, shape: torch.Size) -> None:
+    """Give a parameter on the meta device another shape."""
+    path, _, kind = name.rpartition(".")
+    linear: Any = head.get_submodule(path)
+    setattr(linear, kind, nn.Parameter(getattr(linear, kind).new_empty(shape)))
+    if kind == "weight":
+        linear.out_features, linear.in_features = shape
