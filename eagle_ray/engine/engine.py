@@ -272,9 +272,10 @@ class Engine:
         def ask() -> Allocation:
             return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
 
-        return self.lockstep.agree(
+        allocation = self.lockstep.agree(
             "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
         )
+        return replace(allocation, keep=self.lockstep.share(allocation.keep))
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
         if self.lockstep.leads:
