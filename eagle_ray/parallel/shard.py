@@ -2,10 +2,10 @@
 
     check_shards(config, size=2)                      # ConfigError, with the sizes that would do
     shape = shard_config(config, size=2)              # the config of one rank's layers
-    part = Shard(rank=0, size=2, vocab_size=1536).part_of("model.layers.0.mlp.down_proj.weight", (256, 384))
+    part = Shard(rank=0, size=2, vocab_size=1536, kv_heads=2).part_of("layers.0.mlp.down_proj.weight", (256, 384))
 
     weight                                  split                     a rank's part computes
-    q_proj, k_proj, v_proj                  rows, by key/value heads  its heads
+    q_proj, k_proj, v_proj                  rows, by key/value heads  its heads; several ranks have one if it has fewer
     gate_proj, up_proj                      rows                      its numbers of the MLP, of each expert's own
     o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
     lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,7 +39,8 @@ MIXTURES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("moe_intermediate_size",),
 }  # and the keys of the widths of their experts
 MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+BY_ROWS = ("q_proj", "gate_proj", "up_proj")
+OF_KEYS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj")
 DEALT_ROWS = 256  # of an lm_head for each rank that are sent at once: 256 x 8,192 in bf16 are 4 MiB a rank
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
@@ -59,7 +60,7 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     if _has_quantized_experts(config, group_size):
         raise ConfigError(
             f"tensor_parallel: {size}, and the experts of {config.model_type!r} are quantised, or are to be. Experts "
-            "are read in plain weights: take a checkpoint of those, and set model.quantization to none."
+            "are split in plain weights: take those, and set model.quantization to none; or set tensor_parallel to 1."
         )
     faults = _faults(config, size, group_size)
     if faults:
@@ -74,12 +75,13 @@ def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
     """Return every number of ranks over which a target of this config can be split, 1 among them."""
     if config.model_type not in MODEL_TYPES or _has_quantized_experts(config, group_size):
         return [1]
-    return [size for size in range(1, _kv_heads(config) + 1) if not _faults(config, size, group_size)]
+    return [size for size in range(1, config.num_attention_heads + 1) if not _faults(config, size, group_size)]
 
 
 def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
-    kv_heads, heads = _kv_heads(config), config.num_attention_heads
-    numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads}
+    kv_heads, heads = kv_heads_of(config), config.num_attention_heads
+    copied = size if size % kv_heads == 0 else kv_heads  # each of them is on several ranks
+    numbers = {f"{kv_heads} key/value heads": copied, f"{heads} heads": heads}
     widths = {"MLP" if key == "intermediate_size" else key: getattr(config, key) for key in _widths(config)}
     numbers |= {f"{name} of {width}": width for name, width in widths.items()}
     if group_size is not None:
@@ -107,7 +109,8 @@ def _has_quantized_experts(config: Any, group_size: int | None) -> bool:
     return config.model_type in MIXTURES and group_size is not None
 
 
-def _kv_heads(config: Any) -> int:
+def kv_heads_of(config: Any) -> int:
+    """Return the key/value heads of a layer."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -121,7 +124,7 @@ def shard_config(config: Any, size: int) -> Any:
     shape = deepcopy(config)
     shape.head_dim = head_dim(config)
     shape.num_attention_heads = config.num_attention_heads // size
-    shape.num_key_value_heads = _kv_heads(config) // size
+    shape.num_key_value_heads = max(kv_heads_of(config) // size, 1)
     for key in _widths(config):
         setattr(shape, key, getattr(config, key) // size)
     shape.tie_word_embeddings = False
@@ -144,11 +147,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a target. vocab_size: of its lm_head."""
+    """One rank's part of a target.
+
+    Attributes:
+        vocab_size: of its lm_head.
+        kv_heads: of a whole layer; each is on several ranks if there are more ranks.
+    """
 
     rank: int
     size: int
     vocab_size: int
+    kv_heads: int
 
     @property
     def num_logits(self) -> int:
@@ -163,6 +172,9 @@ class Shard:
             begin = min(self.rank * self.num_logits, self.vocab_size)
             end = min(begin + self.num_logits, self.vocab_size)
             return Part(0, begin, end, self.num_logits - (end - begin))
+        if layer in OF_KEYS:
+            copies = max(self.size // self.kv_heads, 1)
+            return replace(self, rank=self.rank // copies, size=self.size // copies).equal_part(0, shape[0])
         if layer in BY_ROWS:
             return self.equal_part(0, shape[0])
         return self.equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None

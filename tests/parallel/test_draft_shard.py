@@ -77,6 +77,7 @@ PUBLISHED = {
     "eagle1": (eagle_tensors, WIDE, 0),
     "eagle1, biases": (eagle_tensors, WIDE | {"qkv_bias": True}, 0),
     "eagle3": (eagle3_tensors, WIDE3, 1),
+    "eagle3, two key/value heads": (eagle3_tensors, E3 | {"draft_vocab_size": 61}, 1),
     "eagle3.1": (eagle3_tensors, WIDE3 | {"fc_norm": True, "norm_output": True}, 1),
 }
 
@@ -207,8 +208,8 @@ def ranks_of(size: int, device: str = "cpu") -> RankGroup:
 def test_what_does_not_divide_stays_whole_and_the_log_says_what_would(tmp_path, shared, caplog):
     path = write(tmp_path / "head", eagle3_tensors(), E3)
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
-        assert split_head(meta_head(path, TARGET), ranks_of(4)) is None
-    assert "whole on each of the 4 ranks: its heads and the width of its MLP can be divided by 1, 2" in caplog.text
+        assert split_head(meta_head(path, TARGET), ranks_of(3)) is None
+    assert "whole on each of the 3 ranks: its heads and the width of its MLP can be divided by 1, 2, 4" in caplog.text
 
 
 def test_a_head_is_shared_if_reading_it_takes_longer_than_the_collectives(tmp_path, caplog):
