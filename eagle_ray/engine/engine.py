@@ -197,6 +197,8 @@ class Engine:
             return
         if self.grammars is None:
             raise RequestError("no_tokenizer", f"{spec.name}: the target has no tokenizer that grammars can use")
+        if not self.grammars.knows(spec):
+            self.lockstep.prepare(spec)
         sequence.grammar = self.grammars.start(spec)
 
     def abort(self, sequence: Sequence) -> None:
