@@ -14,6 +14,7 @@ from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weigh
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
 from eagle_ray.methods.dflash.checkpoint import load_dflash
+from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head
 from eagle_ray.models.gpu_linears import dense_linear
@@ -209,6 +210,14 @@ def test_what_does_not_divide_stays_whole_and_the_log_says_what_would(tmp_path, 
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         assert split_head(meta_head(path, TARGET), ranks_of(4)) is None
     assert "whole on each of the 4 ranks: its heads and the width of its MLP can be divided by 1, 2" in caplog.text
+
+
+def test_draft_models_stay_whole(tmp_path, shared, caplog):
+    llama().save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="eagle_ray"):
+        draft = load_draft_model(tmp_path, llama().config, ranks_of(2))
+    assert draft.kv_spec.num_kv_heads == 2
+    assert "whole on each of the 2 ranks: layers of EAGLE's and DFlash's heads are split" in caplog.text
 
 
 def test_a_head_is_shared_if_reading_it_takes_longer_than_the_collectives(tmp_path, caplog):
