@@ -192,7 +192,7 @@ def test_rows_of_frequent_tokens_are_dealt_out_evenly(tmp_path, monkeypatch, num
     tokens = torch.randperm(num_tokens, generator=random)
 
     def work(ranks: RankGroup):
-        mine = Shard(ranks.rank, 3, 200)
+        mine = Shard(ranks.rank, 3, vocab_size=200, kv_heads=1)
         lm_head = dense_linear(cut_out(whole, mine.part_of("lm_head.weight", whole.shape)), None)
         some = slice_rows(GatheredHead(lm_head, ranks, mine, 200), tokens)
         return some(hidden), len(some.weight)
