@@ -127,6 +127,8 @@ def build_rank(
     tokenizer = load_tokenizer(model)
     causal_lm = load_target(model, args, start, tokenizer, ranks)
     weights = load_draft(model, speculative, causal_lm, start, ranks)
+    if member is not None:
+        member.agree_on_kernels(causal_lm.device)
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if ranks is not None:

@@ -25,10 +25,11 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import check_device, device_type, why_no_room
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_pairs
+from eagle_ray.kernels.availability import together, turn_off, use_triton
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.quantized_model import quantization_of
@@ -55,9 +56,18 @@ class Member:
     def leads(self) -> bool:
         return self.lockstep.leads
 
+    def agree_on_kernels(self, device: torch.device) -> None:
+        """Let all ranks run Triton's kernels, or none: they compute other bits than the portable path."""
+        runs_kernels = use_triton(device)
+        if self.ranks.minimum([runs_kernels]) == [False] and runs_kernels:
+            turn_off(UnfitDevice("another rank runs none"))
+        if device.type == "cuda":
+            together.add(self.ranks)
+
     def join(self, engine: Engine) -> None:
         """Let the engine take its steps with those of the other ranks."""
         engine.lockstep = self.lockstep
+        self.lockstep.share = self.ranks.of_first
         engine.drafts_grammars = False  # what grammars predict depends on when they were compiled
         if engine.graphs is not None:
             engine.graphs.agrees = lambda is_captured: self.ranks.minimum([is_captured]) == [True]
@@ -68,7 +78,8 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
     wanted, on_gpu = args.tensor_parallel, device_type(model) == "cuda"
     if wanted == 1 or (wanted == "auto" and not (on_gpu and args.num_gpus > 1)):
         return 1
-    if wanted == "auto" and torch.cuda.device_count() < args.num_gpus:
+    num_gpus = _gpus_for(args) if on_gpu else 0
+    if wanted == "auto" and num_gpus < args.num_gpus:
         return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
     config = load_config(path)
@@ -85,16 +96,21 @@ def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
             log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, reason)
         return size if reason is None else 1
     check_shards(config, wanted, group_size)
-    if on_gpu and (args.num_gpus not in (1, wanted) or torch.cuda.device_count() < wanted):
-        seen = min(torch.cuda.device_count(), int(args.num_gpus) if args.num_gpus > 1 else torch.cuda.device_count())
-        fitting = [size for size in fitting_sizes(config, group_size) if size <= seen]
+    if on_gpu and (args.num_gpus not in (1, wanted) or num_gpus < wanted):
+        fitting = [size for size in fitting_sizes(config, group_size) if size <= num_gpus]
         raise ConfigError(
-            f"tensor_parallel: {wanted}, and the engine has {counted(seen, 'GPU')}, one for each rank. "
+            f"tensor_parallel: {wanted}, and the engine has {counted(num_gpus, 'GPU')}, one for each rank. "
             f"{what_would_do(fitting)}, or give the engine {wanted} GPUs."
         )
     if on_gpu:
         _check_kinds(config, wanted)
     return wanted
+
+
+def _gpus_for(args: EngineArgs) -> int:
+    """Return how many GPUs of this machine ranks may have: those of the engine, or all if it was given one."""
+    num_seen = torch.cuda.device_count()
+    return min(num_seen, int(args.num_gpus)) if args.num_gpus > 1 else num_seen
 
 
 def _check_kinds(config: Any, size: int) -> None:
@@ -118,16 +134,8 @@ def inputs_together(model: ModelConfig, path: Path, config: Any) -> int | None:
 
 
 def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
-    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads.
-
-    Raises ConfigError on GPUs if the process is in a group of torch.distributed: NCCL's has to be the first.
-    """
+    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads."""
     check_device(model)
-    if device_type(model) == "cuda" and torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise ConfigError(
-            f"tensor_parallel: {size}, and this process has a process group of torch.distributed, of an earlier engine "
-            "over several GPUs or of its own. Start the engine in another process."
-        )
     if device_type(model) == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
     log.info("%d ranks share every layer of the target, each in a process of its own", size)

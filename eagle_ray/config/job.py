@@ -377,10 +377,10 @@ class EnginesConfig(StrictModel):
         streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
         endpoint.
     tensor_parallel: number of processes, the ranks, that share every layer of the target, one on each GPU of the
-        engine, or on a CPU. It must divide the target's heads, key/value heads and the widths of its MLP and of its
-        experts. auto is the number of GPUs if there are several, the target can be split and a rank's weights fit into
-        a GPU; other targets have their layers placed on the GPUs in turn, which is slower. Outputs are those of one
-        process, but for rounding.
+        engine, or on a CPU. It must divide the target's heads and the widths of its MLP and experts, and divide its
+        key/value heads or be a multiple of them. auto is the number of GPUs if there are several, the target can be
+        split and a rank's weights fit into a GPU; other targets have their layers placed on the GPUs in turn, which is
+        slower. Outputs are those of one process, but for rounding.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 

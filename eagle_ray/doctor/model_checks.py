@@ -32,6 +32,8 @@ from eagle_ray.parallel.shard import check_shards, fitting_sizes
 from eagle_ray.report.text import gib
 from eagle_ray.storage.store import StorageError
 
+NODE_GPUS = 8  # of the largest usual machine; the ranks of a worker are on one
+
 
 @dataclass(frozen=True, slots=True)
 class PairHere:
@@ -212,7 +214,7 @@ def _remedy_of_weights(
         return "set model.dtype to bfloat16: its weights are half as large"
     if plan.memory.on_gpu:
         needed = max(ceil(num_ranks * need / (GPU_SHARE * plan.memory.free)), int(num_gpus) + 1)
-        if gpus := next((size for size in sizes if size >= needed), None):
+        if gpus := next((size for size in sizes if needed <= size <= NODE_GPUS), None):
             return f"set execution.gpus_per_actor to {gpus}: as many ranks share every layer"
         if num_ranks == 1:
             return f"set execution.gpus_per_actor to {needed}: the layers are spread over them"

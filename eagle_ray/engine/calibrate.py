@@ -312,7 +312,7 @@ class CalibrationRun:
 
     Args:
         planner: the engine's.
-        distinct_prompts: every sequence has a prompt, and so blocks, of its own.
+        distinct_prompts: every sequence has a long prompt, and so blocks, of its own. Short ones always differ.
 
     Attributes:
         temperature: of new sequences.
@@ -468,7 +468,8 @@ class CalibrationRun:
         self._num_added += 1
         limit = self._engine.max_model_len
         length = max(min(length, max(limit // 2, limit - SHORT_OUTPUT)), 1)
-        first = self._num_added if self._distinct_prompts else 0
+        is_own = self._distinct_prompts or length <= SHORT_PROMPT  # rows of one text would choose the same experts
+        first = self._num_added if is_own else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)

@@ -274,9 +274,12 @@ class Engine:
         def ask() -> Allocation:
             return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
 
-        return self.lockstep.agree(
+        allocation = self.lockstep.agree(
             "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
         )
+        if allocation.num_nodes == 1:  # the roots, which all ranks know
+            return allocation
+        return replace(allocation, keep=self.lockstep.share(allocation.keep))
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
         if self.lockstep.leads:

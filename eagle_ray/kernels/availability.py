@@ -13,7 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,13 +26,25 @@ log = logging.getLogger("eagle_ray")
 failures: list[str] = []  # why they were turned off, if they were
 
 
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks of an engine, which run kernels all or none."""
+
+    def turn_off_kernels(self) -> None: ...
+
+
+together: WeakSet[Ranks] = WeakSet()  # of the engines of this process that have ranks
+
+
 def turn_off(error: BaseException) -> bool:
     """Use the portable path from now on, since compiling or launching a kernel raised `error`; log it once.
 
-    Return whether the kernels were on until now.
+    Return whether the kernels were on until now. Raises UnfitDevice if they stay on for another rank of an engine.
     """
     if failures:
         return False
+    for ranks in list(together):
+        ranks.turn_off_kernels()
     text = str(error).strip() or type(error).__name__
     failures.append(f"a kernel failed ({text.splitlines()[-1]})")
     log.warning("portable path from now on, no Triton kernels: %s", failures[0])

@@ -40,7 +40,7 @@ from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rota
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
-from eagle_ray.models.experts import Experts, block_of, is_moe_block
+from eagle_ray.models.experts import Experts, is_moe_block, shared_expert_of
 from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.models.quantized_decoder import QuantizedLayer, QuantizedLayers
@@ -141,7 +141,7 @@ def mlp_of(module: nn.Module, ops: ModuleType) -> Mlp | Experts:
     """Build from the MLP of a decoder layer, dense or a mixture of experts."""
     if not is_moe_block(module):
         return Mlp.of(module, ops)
-    shared = getattr(block_of(module), "shared_expert", None)
+    shared = shared_expert_of(module)
     return Experts.of(module, ops, None if shared is None else Mlp.of(shared, ops))
 
 
@@ -319,7 +319,7 @@ def is_llama_layer(module: nn.Module) -> bool:
     """Return whether Layer computes what this layer of a Llama-shaped model or head does."""
     layer = cast(LlamaDecoderLayer, module)
     projections = [getattr(layer.self_attn, name) for name in ATTENTION_PROJECTIONS]
-    mlp = getattr(block_of(layer.mlp), "shared_expert", None) if is_moe_block(layer.mlp) else layer.mlp
+    mlp = shared_expert_of(layer.mlp) if is_moe_block(layer.mlp) else layer.mlp
     projections += [] if mlp is None else [getattr(mlp, name) for name in MLP_PROJECTIONS]
     has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)
     config = layer.self_attn.config

@@ -75,7 +75,7 @@ class Experts:
 
         shared: what runs the block's shared expert, if it has one.
         """
-        block = cast(Any, block_of(module))
+        block = cast(Any, _block_of(module))
         router = block.gate
         is_rounded = type(block).__name__ in ROUNDED
         return cls(
@@ -167,19 +167,24 @@ class Experts:
         return total.to(normed.dtype)
 
 
-def block_of(module: nn.Module) -> nn.Module:
-    """Return the block of transformers in a module that may add up the blocks of several ranks."""
-    return module.part if isinstance(module, ReducedBlock) else module
-
-
 def is_moe_block(module: nn.Module) -> bool:
     """Return whether Experts computes what this module of a decoder layer does, or a rank's part of it."""
-    block = cast(Any, block_of(module))
+    block = cast(Any, _block_of(module))
     if type(block).__name__ not in BLOCKS:
         return False
     names = {name for name, _ in block.experts.named_parameters()}
     shared = getattr(block, "shared_expert_gate", None)
     return names == {"gate_up_proj", "down_proj"} and (shared is None or is_projection(shared))
+
+
+def shared_expert_of(module: nn.Module) -> nn.Module | None:
+    """Return the expert that every row goes through, of a module for which is_moe_block is true."""
+    return getattr(_block_of(module), "shared_expert", None)
+
+
+def _block_of(module: nn.Module) -> nn.Module:
+    """Return the block of transformers in a module that may add up the blocks of several ranks."""
+    return module.part if isinstance(module, ReducedBlock) else module
 
 
 def _router_of(block: Any) -> Projection:

@@ -128,7 +128,8 @@ class CudaGraphRunner:
 
     Attributes:
         contexts: buckets of the context length, ascending.
-        num_captured, num_replayed: numbers of captures and replays.
+        captured: number of captures by kind of pass, key[0].
+        num_replayed: number of replays.
         seconds, bytes: time and device memory that captures took.
         failures: why captures failed, by key; these passes run eagerly.
         agrees: returns whether something holds on all ranks of the engine; is given whether it does here.
@@ -143,7 +144,8 @@ class CudaGraphRunner:
         self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
-        self.num_captured = self.num_replayed = self.bytes = 0
+        self.captured: Counter[Hashable] = Counter()
+        self.num_replayed = self.bytes = 0
         self.seconds = 0.0
         self.failures: dict[tuple[Hashable, ...], str] = {}
         self.agrees: Callable[[bool], bool] = bool
@@ -248,9 +250,8 @@ class CudaGraphRunner:
         return ALL_KINDS if self._fused else kind
 
     @property
-    def keys(self) -> list[Hashable]:
-        """Return the keys of all passes that can be replayed."""
-        return list(self._graphs)
+    def num_captured(self) -> int:
+        return self.captured.total()
 
     def has(self, key: tuple[Hashable, ...]) -> bool:
         """Return whether a pass is captured. If so it counts as used: no capture until its replay drops it."""
@@ -331,7 +332,8 @@ class CudaGraphRunner:
         if self._is_keeping:
             self._permanent.add(key)
         seconds, size = time.monotonic() - started, self.used_bytes() - before
-        self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
+        self.captured[key[0]] += 1
+        self.seconds, self.bytes = self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
 

@@ -27,7 +27,7 @@ from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import Checkpoint, build_model, empty_model, quantized_checkpoint
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, padded_rows, shard_config
+from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, kv_heads_of, padded_rows, shard_config
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
@@ -60,7 +60,7 @@ def load_shard(
     Raises:
         EngineError: the files cannot be read, or lack a tensor, or are to be rounded and are quantised already.
     """
-    shard = Shard(ranks.rank, ranks.size, config.vocab_size)
+    shard = Shard(ranks.rank, ranks.size, config.vocab_size, kv_heads_of(config))
     whole = quantized_checkpoint(path, config) or PlainCheckpoint.open(path)
     if rounds and not isinstance(whole, PlainCheckpoint):
         raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")

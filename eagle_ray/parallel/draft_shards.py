@@ -30,7 +30,16 @@ import torch
 from torch import nn
 
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import BY_INPUTS, GatheredHead, Part, ReducedLinear, Shard, fitting_sizes, shard_config
+from eagle_ray.parallel.shard import (
+    BY_INPUTS,
+    GatheredHead,
+    Part,
+    ReducedLinear,
+    Shard,
+    fitting_sizes,
+    kv_heads_of,
+    shard_config,
+)
 
 log = logging.getLogger("eagle_ray")
 
@@ -58,7 +67,7 @@ class DraftPart:
     @classmethod
     def of(cls, head: nn.Module, ranks: RankGroup) -> DraftPart:
         """Return a rank's part of a whole head."""
-        shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1)
+        shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1, kv_heads_of(cast(Any, head).config))
         parts = [(parameter, _numbers_of(shard, name, parameter.shape)) for name, parameter in head.named_parameters()]
         own = [(parameter, _part_shape(parameter.shape, part)) for parameter, part in parts if part is not None]
         return cls(ranks, shard, sum(parameter.numel() - shape.numel() for parameter, shape in own))

@@ -7,6 +7,7 @@ so before each of these, and the others follow:
 
     leader.tell("step", True)                   add, abort, step: what is called on the engine
     leader.agree("plan", lambda: plan)          what its planner answers; a follower returns what the leader got
+    leader.share(keep)                          a tensor of its planner, sent from device to device
     leader.check(lambda: checksum)              what the step has computed; a follower raises RankError if it differs
 
 Messages go one way, so the leader never waits for an answer, and followers are behind it by microseconds.
@@ -24,6 +25,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence as TokenSequence
@@ -43,9 +46,13 @@ class Lockstep:
 
     Attributes:
         leads: this rank decides, and the others follow.
+        share: returns the leader's tensor, which has one shape and dtype on all ranks, without waiting for a GPU.
     """
 
     leads = True
+
+    def __init__(self) -> None:
+        self.share: Callable[[Tensor], Tensor] = _same
 
     def agree(
         self,
@@ -107,6 +114,7 @@ class Leader(Lockstep):
         end: Callable[[], None],
         tell_if_stuck: Callable[[Callable[[str], None]], None] = lambda call: None,
     ):
+        super().__init__()
         self._pipes, self._why_lost, self._end, self._tell_if_stuck = pipes, why_lost, end, tell_if_stuck
         self._sending = threading.Lock()
         self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
@@ -181,6 +189,7 @@ class Follower(Lockstep):
     leads = False
 
     def __init__(self, rank: int, pipe: Connection):
+        super().__init__()
         self.rank, self._pipe = rank, pipe
         self._sequences: dict[int, TokenSequence] = {}
         self.when_preparing: Callable[[Any], None] = lambda grammar: None

@@ -13,7 +13,10 @@ tokens from the same logits.
     device   reduce                                                        gather
     CPU      gloo gathers the parts, which are added in fp32               gloo
     CUDA     symmetric memory: each rank reads the parts of all others     NCCL
-             (one-shot, and two-shot for large passes); NCCL without it
+             (one-shot, and two-shot for large passes), fp16 in fp32;
+             NCCL without it, whose order depends on the tensor's size
+
+The groups are the engine's own: a program's default group of torch.distributed is neither read nor made.
 
 On a GPU all of them are launched on the current stream and can be captured in a graph. That half was written for torch
 2.9 and later and has not run on several GPUs yet.
@@ -32,14 +35,16 @@ import torch.distributed
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.core.errors import RankError
+from eagle_ray.core.errors import RankError, UnfitDevice
 
 TIMEOUT_S = 120.0  # of one collective, should a rank wait for another that does not come; a silent one ends long before
 START_TIMEOUT_S = 1800.0  # of the first: ranks load their weights at different speeds
-POLL_S = 0.02  # between two looks for the others before the first
+FALLBACK_S = 30.0  # within which a kernel fails on all ranks that fails on one
+POLL_S = 0.02  # between two looks for the others, where no collective waits for them
 REASON_S = 3.0  # that a rank waits to learn why a collective failed
 ONE_SHOT_BYTES = 512 << 10  # up to which every rank reads all parts whole
 LOOPBACK = "127.0.0.1"
+SYMMETRIC = (torch.bfloat16, torch.float32)  # which symmetric memory adds
 
 
 @runtime_checkable
@@ -67,7 +72,7 @@ class RankGroup:
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
         self.rank, self.size = rank, size
-        self._meeting, self.device = meeting, torch.device(device)
+        self.meeting, self.device = meeting, torch.device(device)
         self._host: Any = None
         self._collectives: Collectives | None = None
         self.num_reduces = self.num_gathers = 0
@@ -84,11 +89,27 @@ class RankGroup:
         self.num_gathers += 1
         return torch.cat(self._together(lambda: self._connected.gather(part)), -1)
 
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's tensor, which has the same shape and dtype on all. Raises RankError if a rank is lost."""
+        parts = self._together(lambda: self._connected.gather(tensor.view(torch.uint8)))
+        return parts[0].view(tensor.dtype)
+
     def minimum(self, numbers: Sequence[int]) -> list[int]:
         """Return the smallest of all ranks' numbers, one by one. Raises RankError if a rank is lost."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
         return torch.stack(parts).amin(0).tolist()
+
+    def turn_off_kernels(self) -> None:
+        """Wait until a kernel has failed on all ranks, each of which runs its pass again without kernels.
+
+        Raises UnfitDevice if it does not fail on another: that one has gone on, and its sums would wait for others.
+        """
+        if not self._all_come_to("fallback", FALLBACK_S):
+            raise UnfitDevice(
+                f"rank {self.rank} of {self.size}: a Triton kernel failed here and not on all ranks. Set "
+                "EAGLE_RAY_KERNELS=portable, or mend what differs between the GPUs."
+            )
 
     def check(self) -> None:
         """Raise RankError if a rank is known to be lost. For where this one computes nothing together."""
@@ -126,20 +147,26 @@ class RankGroup:
 
     def _rendezvous(self) -> None:
         """Wait until all ranks are here. Raises RankError if one is lost, or does not come."""
-        store, names = self.store("here"), [f"rank {rank}" for rank in range(self.size)]
+        if not self._all_come_to("here", START_TIMEOUT_S):
+            reason = f"not all ranks have loaded their weights within {START_TIMEOUT_S:.0f} s"
+            raise RankError(f"rank {self.rank} of {self.size}: {reason}")
+        self.when_met()
+
+    def _all_come_to(self, place: str, seconds: float) -> bool:
+        """Return whether all ranks call this for a place within some seconds. Raises RankError if one is lost."""
+        store, names = self.store(place), [f"rank {rank}" for rank in range(self.size)]
         store.set(names[self.rank], "")
-        ends_at = time.monotonic() + START_TIMEOUT_S
+        ends_at = time.monotonic() + seconds
         while not store.check(names):
             self.check()
             if time.monotonic() > ends_at:
-                reason = f"not all ranks have loaded their weights within {START_TIMEOUT_S:.0f} s"
-                raise RankError(f"rank {self.rank} of {self.size}: {reason}")
+                return False
             time.sleep(POLL_S)
-        self.when_met()
+        return True
 
     def store(self, name: str) -> Any:
         """Return a store by which the ranks meet. name: of the group that they make."""
-        store = torch.distributed.FileStore(self._meeting, self.size)
+        store = torch.distributed.FileStore(self.meeting, self.size)
         return torch.distributed.PrefixStore(name, store)
 
 
@@ -163,56 +190,73 @@ class GlooCollectives:
 
 
 class CudaCollectives:
-    """Collectives on GPUs of one node. This process has one of them, and no other default group."""
+    """Collectives on GPUs of one node, by groups of their own: a default group of the program's is left alone."""
 
     def __init__(self, ranks: RankGroup):
         self._size = ranks.size
-        if not torch.distributed.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-            torch.distributed.init_process_group(
-                "nccl", store=ranks.store("device"), rank=ranks.rank, world_size=ranks.size, device_id=device
-            )
-        self._group = torch.distributed.group.WORLD
-        self._shared: dict[
-            tuple[torch.dtype, int], Tensor
-        ] = {}  # memory that every rank reads, by size; graphs read it
-        self._symmetric = _symmetric_memory(self._group)
+        distributed: Any = torch.distributed  # torch's CPU build has no NCCL
+        self._group = distributed.ProcessGroupNCCL(ranks.store("device"), ranks.rank, ranks.size)
+        self._group.allreduce([torch.zeros(1, device=ranks.device)]).wait()  # it connects here, not in a capture
+        memory = SymmetricMemory.of(ranks)
+        self._symmetric = memory if ranks.minimum([memory is not None]) == [True] else None
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        if self._symmetric is None or part.dtype is not torch.bfloat16 or part.numel() % (8 * self._size):
-            total = part.contiguous().clone()
-            torch.distributed.all_reduce(total, group=self._group)
-            return total
-        shared = self._memory(part)[: part.numel()]
-        shared.copy_(part.reshape(-1))
-        name = self._group.group_name  # type: ignore[union-attr]
-        if part.nbytes <= ONE_SHOT_BYTES:
-            return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name).view_as(part)
-        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
-        return shared.clone().view_as(part)
+        """Add in rank order where that is possible; NCCL adds in an order that depends on the size of the tensor."""
+        if self._symmetric is not None and part.numel() % (8 * self._size) == 0:
+            if part.dtype in SYMMETRIC:
+                return self._symmetric.reduce(part)
+            if part.dtype is torch.float16:  # no kernel of symmetric memory adds these
+                return self._symmetric.reduce(part.float()).half()
+        total = part.contiguous().clone()
+        self._group.allreduce([total]).wait()
+        return total
 
     def gather(self, part: Float[Tensor, "*rows N"]) -> list[Float[Tensor, "*rows N"]]:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=self._group)
+        self._group.allgather([parts], [part.contiguous()]).wait()
         return parts
+
+
+class SymmetricMemory:
+    """Sums by memory that every rank reads.
+
+    Args:
+        library: torch's operations on such memory.
+        name: under which the library knows the ranks.
+    """
+
+    def __init__(self, library: Any, name: str):
+        self._library, self._name = library, name
+        self._shared: dict[tuple[torch.dtype, int], Tensor] = {}  # by dtype and size; graphs read it
+
+    @classmethod
+    def of(cls, ranks: RankGroup) -> SymmetricMemory | None:
+        """Return the memory of these ranks, or None if this torch or these GPUs lack it."""
+        name = f"eagle-ray {ranks.meeting}"
+        try:
+            from torch._C._distributed_c10d import _SymmetricMemory as library
+
+            library.set_group_info(name, ranks.rank, ranks.size, ranks.store("symmetric memory"))
+            memory = cls(library, name)
+            memory.reduce(torch.zeros(8 * ranks.size, dtype=torch.bfloat16, device=ranks.device))
+        except (ImportError, AttributeError, RuntimeError):
+            return None
+        return memory
+
+    def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        """Return the sum of all ranks' parts, in one of SYMMETRIC."""
+        shared = self._memory(part)[: part.numel()]
+        shared.copy_(part.reshape(-1))
+        if part.nbytes <= ONE_SHOT_BYTES:
+            return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name).view_as(part)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._name)
+        return shared.clone().view_as(part)
 
     def _memory(self, part: Tensor) -> Tensor:
         """Return symmetric memory for the part. It is made at a pass's warm-up, never while the pass is captured."""
         numel = 1 << math.ceil(math.log2(part.numel()))
         if (part.dtype, numel) not in self._shared:
-            shared = self._symmetric.empty(numel, dtype=part.dtype, device=part.device)
-            self._symmetric.rendezvous(shared, self._group)
+            shared = self._library.empty_strided_p2p((numel,), (1,), part.dtype, part.device)
+            self._library.rendezvous(shared, self._name)
             self._shared[part.dtype, numel] = shared
         return self._shared[part.dtype, numel]
-
-
-def _symmetric_memory(group: Any) -> Any:
-    """Return torch's module of symmetric memory, or None if this torch or these GPUs lack it."""
-    try:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        symmetric.rendezvous(symmetric.empty(8, dtype=torch.bfloat16, device=device), group)
-    except (ImportError, RuntimeError):
-        return None
-    return symmetric

@@ -2,10 +2,10 @@
 
     check_shards(config, size=2)                      # ConfigError, with the sizes that would do
     shape = shard_config(config, size=2)              # the config of one rank's layers
-    part = Shard(rank=0, size=2, vocab_size=1536).part_of("model.layers.0.mlp.down_proj.weight", (256, 384))
+    part = Shard(rank=0, size=2, vocab_size=1536, kv_heads=2).part_of("layers.0.mlp.down_proj.weight", (256, 384))
 
     weight                                  split                     a rank's part computes
-    q_proj, k_proj, v_proj                  rows, by key/value heads  its heads
+    q_proj, k_proj, v_proj                  rows, by key/value heads  its heads; several ranks have one if it has fewer
     gate_proj, up_proj                      rows                      its numbers of the MLP, of each expert's own
     o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
     lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,8 +39,10 @@ MIXTURES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("moe_intermediate_size",),
 }  # and the keys of the widths of their experts
 MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+BY_ROWS = ("q_proj", "gate_proj", "up_proj")
+OF_KEYS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj")
+DEALT_ROWS = 256  # of an lm_head for each rank that are sent at once: 256 x 8,192 in bf16 are 4 MiB a rank
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
 
 
@@ -58,7 +60,7 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     if _has_quantized_experts(config, group_size):
         raise ConfigError(
             f"tensor_parallel: {size}, and the experts of {config.model_type!r} are quantised, or are to be. Experts "
-            "are read in plain weights: take a checkpoint of those, and set model.quantization to none."
+            "are split in plain weights: take those, and set model.quantization to none; or set tensor_parallel to 1."
         )
     faults = _faults(config, size, group_size)
     if faults:
@@ -77,12 +79,13 @@ def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
     """Return every number of ranks over which a target of this config can be split, 1 among them."""
     if config.model_type not in MODEL_TYPES or _has_quantized_experts(config, group_size):
         return [1]
-    return [size for size in range(1, _kv_heads(config) + 1) if not _faults(config, size, group_size)]
+    return [size for size in range(1, config.num_attention_heads + 1) if not _faults(config, size, group_size)]
 
 
 def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
-    kv_heads, heads = _kv_heads(config), config.num_attention_heads
-    numbers = {f"{kv_heads} key/value heads": kv_heads, f"{heads} heads": heads}
+    kv_heads, heads = kv_heads_of(config), config.num_attention_heads
+    copied = size if size % kv_heads == 0 else kv_heads  # each of them is on several ranks
+    numbers = {f"{kv_heads} key/value heads": copied, f"{heads} heads": heads}
     widths = {"MLP" if key == "intermediate_size" else key: getattr(config, key) for key in _widths(config)}
     numbers |= {f"{name} of {width}": width for name, width in widths.items()}
     if group_size is not None:
@@ -110,7 +113,8 @@ def _has_quantized_experts(config: Any, group_size: int | None) -> bool:
     return config.model_type in MIXTURES and group_size is not None
 
 
-def _kv_heads(config: Any) -> int:
+def kv_heads_of(config: Any) -> int:
+    """Return the key/value heads of a layer."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -124,7 +128,7 @@ def shard_config(config: Any, size: int) -> Any:
     shape = deepcopy(config)
     shape.head_dim = head_dim(config)
     shape.num_attention_heads = config.num_attention_heads // size
-    shape.num_key_value_heads = _kv_heads(config) // size
+    shape.num_key_value_heads = max(kv_heads_of(config) // size, 1)
     for key in _widths(config):
         setattr(shape, key, getattr(config, key) // size)
     shape.tie_word_embeddings = False
@@ -147,11 +151,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a target. vocab_size: of its lm_head."""
+    """One rank's part of a target.
+
+    Attributes:
+        vocab_size: of its lm_head.
+        kv_heads: of a whole layer; each is on several ranks if there are more ranks.
+    """
 
     rank: int
     size: int
     vocab_size: int
+    kv_heads: int
 
     @property
     def num_logits(self) -> int:
@@ -166,6 +176,9 @@ class Shard:
             begin = min(self.rank * self.num_logits, self.vocab_size)
             end = min(begin + self.num_logits, self.vocab_size)
             return Part(0, begin, end, self.num_logits - (end - begin))
+        if layer in OF_KEYS:
+            copies = max(self.size // self.kv_heads, 1)
+            return replace(self, rank=self.rank // copies, size=self.size // copies).equal_part(0, shape[0])
         if layer in BY_ROWS:
             return self.equal_part(0, shape[0])
         return self.equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None
@@ -264,11 +277,16 @@ class GatheredHead(nn.Module):
     def rows(
         self, token_ids: Int[Tensor, " D"], slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module]
     ) -> GatheredHead:
-        """Return a head of these tokens, in the given order. Every rank has the rows that it has here.
+        """Return a head of these tokens, in the given order.
+
+        Plain rows are dealt out, as many to each rank. Frequent tokens have low ids, so their rows may all be the first
+        rank's, and all ranks wait for the one with most. Of other layers every rank has the rows that it has here.
 
         Args:
             slice_rows: returns some rows of a rank's part.
         """
+        if type(self.part) is nn.Linear and self.part.bias is None:
+            return self._dealt_out(token_ids, self.part.weight)
         each = self.shard.num_logits
         owner, row = token_ids // each, token_ids % each
         counts = torch.bincount(owner, minlength=self.shard.size)
@@ -281,6 +299,24 @@ class GatheredHead(nn.Module):
         own = torch.cat([own, own.new_zeros(num_rows - len(own))])
         part = slice_rows(self.part, own)
         return GatheredHead(part, self.ranks, self.shard, len(token_ids), owner * num_rows + place)
+
+    def _dealt_out(self, token_ids: Int[Tensor, " D"], weight: Float[Tensor, "N H"]) -> GatheredHead:
+        """Return a head of these tokens of which each rank has as many rows, which others send to it."""
+        shard = replace(self.shard, vocab_size=len(token_ids))
+        padding = token_ids.new_zeros(shard.size * shard.num_logits - len(token_ids))
+        wanted = torch.cat([token_ids, padding]).view(shard.size, -1)  # by the rank that gets them
+        rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(DEALT_ROWS, 1)])
+        with torch.device("meta"):
+            part = nn.Linear(self.in_features, shard.num_logits, bias=False)
+        part.weight = nn.Parameter(rows, requires_grad=False)
+        return GatheredHead(part, self.ranks, shard, len(token_ids))
+
+    def _fetched(self, token_ids: Int[Tensor, "size N"], weight: Float[Tensor, "_ H"]) -> Float[Tensor, "N H"]:
+        """Return the rows that this rank wants. token_ids: by the rank that wants them."""
+        owner, row = token_ids // self.shard.num_logits, token_ids % self.shard.num_logits
+        rows = torch.where((owner == self.shard.rank)[..., None], weight.detach()[row], 0)
+        of_all = self.ranks.gather(rows).unflatten(-1, (self.shard.size, -1))[self.shard.rank]
+        return of_all[torch.arange(len(of_all), device=owner.device), owner[self.shard.rank]]
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:

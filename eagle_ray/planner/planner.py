@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.device import StepTimes, copy_to_device
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
@@ -57,15 +56,19 @@ class Allocation:
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
-    def packed(self) -> tuple[np.ndarray, int, int, float, list[int] | None]:
-        """Return the allocation in host memory, as it is sent to other ranks. Waits for the device."""
-        return self.keep.cpu().numpy(), self.num_nodes, self.num_rows, self.expected, self.sizes
+    def packed(self) -> tuple[tuple[int, ...], int, int, float, list[int] | None]:
+        """Return what the host knows of the allocation, as it is sent to other ranks."""
+        return tuple(self.keep.shape), self.num_nodes, self.num_rows, self.expected, self.sizes
 
     @classmethod
-    def unpacked(cls, packed: tuple[np.ndarray, int, int, float, list[int] | None], device: torch.device) -> Allocation:
-        """Return the allocation on a device."""
-        keep, num_nodes, num_rows, expected, sizes = packed
-        return cls(copy_to_device(torch.from_numpy(keep), device), num_nodes, num_rows, expected, sizes)
+    def unpacked(
+        cls, packed: tuple[tuple[int, ...], int, int, float, list[int] | None], device: torch.device
+    ) -> Allocation:
+        """Return the allocation on a device. It keeps the roots alone: what else is kept is sent there."""
+        shape, num_nodes, num_rows, expected, sizes = packed
+        keep = torch.zeros(shape, dtype=torch.bool, device=device)
+        keep[:, 0] = True
+        return cls(keep, num_nodes, num_rows, expected, sizes)
 
     @classmethod
     def without_padding(cls, draft: Draft, limit: int) -> Allocation:

@@ -48,6 +48,7 @@ def test_the_next_number_of_ranks_that_can_share_the_target():
     assert "execution.gpus_per_actor to 4: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=1)
     assert "execution.gpus_per_actor to 8: as many ranks" in remedy(plan, 1, 2, 4, [1, 2, 4, 8], num_ranks=4)
     assert "quantised model" in remedy(plan, 1, 2, 2, [1, 2], num_ranks=2)
+    assert "quantised model" in remedy(plan, 1, 2, 8, [1, 2, 4, 8, 16], num_ranks=8)
 
 
 def test_half_the_bytes_where_that_is_enough():

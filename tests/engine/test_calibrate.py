@@ -15,6 +15,8 @@ from eagle_ray.engine.calibrate import (
     CalibrationSizes,
     TimeBudget,
     calibrate_costs,
+    calibration_mode,
+    scripted_planner,
 )
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.cost_model import BUCKETS
@@ -76,6 +78,18 @@ def test_every_size_is_replayed_where_the_budget_allows(taken):
     calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
     settings = [setting for setting, _ in taken]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
+
+
+def test_short_prompts_differ_so_that_a_batch_chooses_as_many_experts_as_it_would(monkeypatch):
+    engine, prompts = llama_engine(4, *TREE), set()
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda sequence: (prompts.add(tuple(sequence.prompt_ids)), add(sequence)))
+    with calibration_mode(engine, scripted_planner(engine)) as bench:
+        bench.run_step(CalibrationSetting(4, 1, 0, 0))
+        assert len(prompts) == 4 and {len(prompt) for prompt in prompts} == {SHORT_PROMPT}
+        bench.clear()
+        bench.run_step(CalibrationSetting(4, 1, 0, 0), length=64)
+        assert sum(len(prompt) == 64 for prompt in prompts) == 1, "on a CPU all have a long one in common"
 
 
 def test_levels_are_measured_as_wide_as_they_are_recorded():

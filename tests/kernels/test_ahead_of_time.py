@@ -33,10 +33,10 @@ rows, qkv, angles = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 48 * 128, 
 wide = torch.zeros(4, 2 * 28672, dtype=dtype)
 cells, head = cache[0].flatten(0, 1), torch.zeros(128, dtype=dtype)
 buffers = DraftBuffers(DraftShape(4, 10, 10, 7), 64, 3, dtype, "cpu")
-gate_up, down = torch.empty(128, 1536, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)  # a Qwen3-30B's
 
 
-def mixture(num_rows):
+def mixture(num_rows, inner=768):  # of Qwen3-30B's sizes; less are a rank's part of them, or of a 235B's 1,536
+    gate_up, down = torch.empty(128, 2 * inner, 2048, dtype=dtype), torch.empty(128, 2048, inner, dtype=dtype)
     hidden, router = torch.empty(num_rows, 2048, dtype=dtype), torch.empty(num_rows, 129, dtype=dtype)
     choices = grouped_experts.route(router, 128, 8, True, dtype)
     groups = grouped_experts.group_pairs(choices.experts, 128)
@@ -63,6 +63,7 @@ for call in (
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
     lambda: mixture(4),
     lambda: mixture(2048),
+    *((lambda: mixture(4, 192), lambda: mixture(2048, 192), lambda: mixture(4, 96)) if most else ()),
     lambda: sample_rows(logits, real, *cuts, whole, whole, whole),
     lambda: sample_rows(logits, real, None, None, None, whole, whole, whole),
     lambda: log_probs_of(logits, whole),

@@ -63,3 +63,25 @@ def test_it_learns_how_far_to_trust_them_and_can_forget():
     drafter.reset_learning()
     assert drafted(drafter, [1, 2, 3], DraftPlan(1, 2)).depth == 0
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_of_rows_with_one_token_the_last_counts_in_whatever_order_they_are_written(monkeypatch):
+    """A GPU writes them in any order, and ranks must keep the same."""
+    index_copy = torch.Tensor.index_copy_
+
+    def backwards(self, dim, index, source):
+        return index_copy(self, dim, index.flip(0), source.flip(0))
+
+    tree = DraftTree.of_roots(torch.tensor([5, 3, 5, 5]))
+    rows = tree.pack(torch.zeros(4, dtype=torch.int64), 6)
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    result = VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.zeros(4, 1).long())
+    kept = []
+    for write in (index_copy, backwards):
+        monkeypatch.setattr(torch.Tensor, "index_copy_", write)
+        drafter = RecyclingDrafter(VOCAB, max_children=3)
+        drafter.extend(DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result))
+        kept.append(drafted(drafter, [5, 3], DraftPlan(1, 3)).tree)
+    for tree in kept:
+        wanted = torch.stack([logits[3].topk(3).indices, logits[1].topk(3).indices])
+        assert torch.equal(tree.tokens[:, 1:], wanted)

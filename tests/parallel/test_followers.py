@@ -12,13 +12,10 @@ from itertools import product
 
 import psutil
 import pytest
-import torch
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.assembly import costs, follow
-from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.assembly import costs
+from eagle_ray.core.errors import EngineError
 from eagle_ray.parallel import followers as followers_module
 from eagle_ray.parallel.followers import Followers
 from eagle_ray.parallel.rank_group import RankGroup
@@ -210,12 +207,3 @@ def test_a_follower_waits_for_a_program_that_is_busy(monkeypatch):
     finally:
         followers.close()
     assert not psutil.pid_exists(pid)
-
-
-def test_a_process_has_one_engine_over_several_gpus(monkeypatch):
-    """Its process group would be that of ranks that have ended: NCCL would wait for them for ever."""
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"has a process group .* another process"):
-        follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(), 2)
-    assert not followers_of(os.getpid())

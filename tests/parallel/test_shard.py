@@ -50,6 +50,8 @@ CONFIGS = {
     "mistral, window": MistralConfig(**SHAPE, sliding_window=7, head_dim=16),
     "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "qwen2, two key/value heads": Qwen2Config(**SHAPE | dict(num_key_value_heads=2)),
+    "llama, one key/value head": LlamaConfig(**SHAPE | dict(num_key_value_heads=1), attention_bias=True),
 }
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 MIXTURES = {
@@ -129,6 +131,20 @@ def test_quantised_projections_are_shared(tmp_path, dequantize, most):
         assert error(logits, whole) < most and error(some_logits, some) < most
 
 
+def test_ranks_share_a_head_of_keys_if_there_are_more_of_them(checkpoint, tmp_path):
+    """Four ranks and two heads: each pair of ranks, which has its half of the queries, has the same keys."""
+    path = checkpoint("qwen2, two key/value heads")
+    stored = load_file(path / "model.safetensors")
+    keys = on_ranks(4, tmp_path, lambda ranks: load_causal_lm(path, torch.float32, "cpu", ranks=ranks))
+    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight"):
+        key = f"model.layers.1.self_attn.{name}"
+        assert torch.equal(
+            torch.stack([model.get_parameter(key) for model in keys]),
+            torch.stack([half for half in stored[key].chunk(2) for _ in range(2)]),
+        )
+    assert keys[3].config.num_key_value_heads == 1 and keys[3].config.num_attention_heads == 2
+
+
 def test_plain_weights_are_rounded_as_they_are_read(checkpoint, tmp_path):
     """An output has a scale of its own on each rank: those of a whole layer if it is split by outputs."""
     path = checkpoint("llama")
@@ -151,7 +167,8 @@ def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
     def work(ranks: RankGroup):
         layer = load_causal_lm(path, torch.float32, "cpu", ranks=ranks).base_model.layers[0].mlp.down_proj
         pack_linears(layer, 1)
-        rows = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(ranks.rank))
+        random = torch.Generator().manual_seed(ranks.rank)
+        rows = torch.randn(9, layer.in_features, generator=random, dtype=torch.float32)
         return all(torch.equal(layer(rows)[i : i + 1], layer(rows[i : i + 1])) for i in range(9))
 
     assert on_ranks(2, tmp_path, work) == [True, True]
@@ -189,9 +206,8 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "size, changes, words",
     [
-        (4, {}, "2 key/value heads"),
-        (2, {"num_key_value_heads": 1}, "1 key/value heads. Set it to 1, the only one that does"),
-        (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2"),
+        (4, {"num_key_value_heads": 3, "num_attention_heads": 12}, "3 key/value heads. Set it to one of 1, 3, 6, 12"),
+        (3, {}, "2 key/value heads and its 4 heads. Set it to one of 1, 2, 4"),
         (2, {"intermediate_size": 385}, "MLP of 385"),
         (2, {"model_type": "gemma2"}, "'gemma2'"),
         (2, {"model_type": "mixtral", "intermediate_size": 385}, "MLP of 385. Set it to 1, "),
@@ -221,8 +237,8 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, siz
 def test_the_sizes_that_would_do_are_named():
     sizes = dict(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672)  # a 70B's
     config = LlamaConfig(**SHAPE | sizes)
-    assert fitting_sizes(config) == [1, 2, 4, 8]
-    assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8]
+    assert fitting_sizes(config) == [1, 2, 4, 8, 16, 32, 64]
+    assert fitting_sizes(config, group_size=128) == [1, 2, 4, 8, 16, 32]
     assert fitting_sizes(config, group_size=8192) == [1]
     assert fitting_sizes(Gemma2Config(**SHAPE)) == [1]
 
@@ -231,10 +247,10 @@ def test_the_sizes_of_mixtures_are_named():
     """Those of Qwen3-235B-A22B, whose intermediate_size no layer has, of Mixtral-8x22B and of Qwen1.5-MoE-A2.7B."""
     heads = dict(num_attention_heads=64, num_key_value_heads=4)
     qwen3 = Qwen3MoeConfig(**SHAPE | heads | dict(moe_intermediate_size=1536, intermediate_size=12289))
-    assert fitting_sizes(qwen3) == [1, 2, 4]
+    assert fitting_sizes(qwen3) == [1, 2, 4, 8, 16, 32, 64]
     assert fitting_sizes(qwen3, group_size=32) == [1]
     heads = dict(num_attention_heads=48, num_key_value_heads=8)
-    assert fitting_sizes(MixtralConfig(**SHAPE | heads | dict(intermediate_size=16384))) == [1, 2, 4, 8]
+    assert fitting_sizes(MixtralConfig(**SHAPE | heads | dict(intermediate_size=16384))) == [1, 2, 4, 8, 16]
     heads = dict(num_attention_heads=16, num_key_value_heads=16)
     widths = dict(moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
     assert fitting_sizes(Qwen2MoeConfig(**SHAPE | heads | widths)) == [1, 2, 4, 8, 16]

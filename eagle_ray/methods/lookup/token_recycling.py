@@ -80,12 +80,14 @@ class RecyclingDrafter(NullDrafter):
         return Draft(tree, builder.levels, 0, len(tokens))
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Keep the best tokens of every row; of several rows with one token, any."""
+        """Keep the best tokens of every row; of several rows with one token, those of the last."""
         rows, result = verified.rows, verified.result
         best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
         index = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
-        self._tokens.index_copy_(0, index, best.indices)
-        self._scores.index_copy_(0, index, best.values)
+        row = torch.arange(len(index), device=index.device)
+        last = torch.zeros_like(self._tokens[:, 0]).scatter_reduce(0, index, row, "amax")[index]
+        self._tokens.index_copy_(0, index, best.indices[last])  # rows with one token write one thing, in any order
+        self._scores.index_copy_(0, index, best.values[last])
         self._is_empty = False
         if self._is_untaught:
             picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]

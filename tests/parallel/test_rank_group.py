@@ -1,0 +1,109 @@
+"""RankGroup: what ranks compute and agree on, by groups of their own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from eagle_ray.assembly import follow
+from eagle_ray.assembly.follow import Member
+from eagle_ray.core.errors import UnfitDevice
+from eagle_ray.kernels import availability
+from eagle_ray.kernels.availability import turn_off
+from eagle_ray.parallel import rank_group
+from eagle_ray.parallel.lockstep import ALONE
+from eagle_ray.parallel.rank_group import CudaCollectives, RankGroup
+from eagle_ray.planner.planner import Allocation
+from tests.support.ranks import on_ranks
+
+
+def parts_of(size: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return [torch.randn(3, 64, generator=random) for _ in range(size)]
+
+
+@pytest.fixture
+def default_group(tmp_path):
+    """A default group of the program that the engine is part of."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "theirs"), 1), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_default_group_is_left_alone(default_group, tmp_path):
+    """It has one rank, so sums over it would be the parts."""
+    parts = parts_of(2)
+    for total in on_ranks(2, tmp_path, lambda ranks: ranks.reduce(parts[ranks.rank])):
+        assert torch.equal(total, parts[0] + parts[1])
+    mine = torch.ones(1)
+    dist.all_reduce(mine)
+    assert dist.group.WORLD is default_group and dist.get_world_size() == 1 and mine.item() == 1
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_collectives_of_gpus_use_no_default_group(is_there, request, tmp_path, monkeypatch):
+    """With gloo for NCCL, which a CPU lacks. The sums are over both ranks, whoever has a default group."""
+    if is_there:
+        request.getfixturevalue("default_group")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", dist.ProcessGroupGloo, raising=False)
+    parts = parts_of(2)
+
+    def work(ranks: RankGroup):
+        collectives = CudaCollectives(ranks)
+        return collectives.reduce(parts[ranks.rank]), collectives.gather(parts[ranks.rank])
+
+    for total, gathered in on_ranks(2, tmp_path, work):
+        torch.testing.assert_close(total, parts[0] + parts[1])
+        assert all(map(torch.equal, gathered, parts))
+    assert dist.is_initialized() == is_there
+
+
+def test_all_have_the_first_ones_tensor(tmp_path):
+    masks = [part > 0 for part in parts_of(3)]
+    for mask in on_ranks(3, tmp_path, lambda ranks: ranks.of_first(masks[ranks.rank])):
+        assert mask.dtype is torch.bool and torch.equal(mask, masks[0])
+
+
+def test_the_host_reads_no_mask_to_send_it():
+    keep = torch.zeros(2, 5, dtype=torch.bool, device="meta")  # as on a GPU that has not made it yet
+    sent = Allocation(keep, 3, 6, 1.5).packed()
+    received = Allocation.unpacked(sent, torch.device("cpu"))
+    assert received.keep.tolist() == [[True, False, False, False, False]] * 2, "the roots, until the others come"
+    assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (3, 6, 1.5, None)
+
+
+def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path):
+    assert on_ranks(2, tmp_path, lambda ranks: ranks.turn_off_kernels()) == [None, None]
+
+
+def test_kernels_that_fail_on_one_rank_alone_end_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_group, "FALLBACK_S", 0.1)
+    monkeypatch.setattr(availability, "failures", [])
+    ranks = RankGroup(1, 2, str(tmp_path / "meeting"))
+    availability.together.add(ranks)
+    with pytest.raises(
+        UnfitDevice,
+        match="rank 1 of 2: a Triton kernel failed here and not on all ranks",
+    ):
+        turn_off(RuntimeError("no compiler"))
+    assert not availability.failures, "they are still on"
+    availability.together.discard(ranks)
+
+
+def test_kernels_run_on_all_ranks_or_none(tmp_path, monkeypatch):
+    """Ranks are threads here, which share what is turned off."""
+    monkeypatch.setattr(availability, "failures", [])
+    runs = [True, False]
+    monkeypatch.setattr(follow, "use_triton", lambda device: runs[device.index])
+
+    def work(ranks: RankGroup):
+        Member(ranks, ALONE).agree_on_kernels(torch.device("cpu", ranks.rank))
+
+    on_ranks(2, tmp_path, work)
+    assert len(availability.failures) == 1 and "another rank runs none" in availability.failures[0]
+    availability.failures.clear()
+    runs[1] = True
+    (tmp_path / "again").mkdir()
+    on_ranks(2, tmp_path / "again", work)
+    assert not availability.failures
