@@ -20,11 +20,12 @@ from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.kernels.fp8 import FP8
+from eagle_ray.kernels.tree_metadata import Reading, possible_readings, unsupported_heads
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.combine.drafter import kv_numbers, layers_read, slot_bytes
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.method import plans_alone
-from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.models.supported_models import head_dims, kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
@@ -33,6 +34,8 @@ CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more
 COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
 SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
 SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
+TARGET_POOLS = 3  # pools of memory in which the target attends: eager passes, and two kinds of graphs
+DRAFT_POOLS = 2  # more of them if there are drafts: pairs and further levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class EngineSizes:
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
         logit_bytes: of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
+        readings: how Triton's attention may read in the largest pass; none if it does not run.
+        pools: in which such a pass may run, each with memory of its own.
     """
 
     itemsize: int
@@ -200,6 +205,8 @@ class EngineSizes:
     logit_rows: int = 0
     logit_bytes: int = 0
     explicit_scores: bool = False
+    readings: tuple[Reading, ...] = ()
+    pools: int = 0
 
     @classmethod
     def of(
@@ -239,6 +246,8 @@ class EngineSizes:
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,
             logit_bytes=COPIES_OF_LOGITS * itemsize if on_gpu else itemsize + CPU_LOGIT_BYTES,
             explicit_scores=explicit_scores,
+            readings=_readings(shape, itemsize) if on_gpu and not explicit_scores else (),
+            pools=TARGET_POOLS + (DRAFT_POOLS if parts else 0),
         )
 
     @property
@@ -257,3 +266,19 @@ class EngineSizes:
         gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv
         copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
+
+    def sums(self, lengths: SequenceLengths) -> int:
+        """Return the bytes of attention's sums over parts of contexts, in all pools."""
+        trees = max(lengths.tree_columns, CHAIN_ROWS)
+        return self.pools * max((each.max_sum_bytes(trees, lengths.full) for each in self.readings), default=0)
+
+
+def _readings(shape: Any, itemsize: int) -> tuple[Reading, ...]:
+    """Return how a target's layers may read in the largest pass; none if the kernels do not support its heads."""
+    key_dim, value_dim = head_dims(shape)
+    dtype = torch.float32 if itemsize == torch.float32.itemsize else torch.bfloat16
+    if unsupported_heads(dtype, key_dim, value_dim) is not None:
+        return ()
+    kv_heads = kv_elements_per_token(shape) // (key_dim + value_dim)
+    heads = shape.num_attention_heads, kv_heads, key_dim, value_dim
+    return tuple(possible_readings(PREFILL_TOKENS["cuda"], *heads, dtype, torch.device("cuda")))

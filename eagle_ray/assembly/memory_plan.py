@@ -6,10 +6,10 @@
 
 `model_memory` plans for the models that a start has loaded, and for checkpoints; both by this arithmetic. On a GPU
 `auto` gives the cache what is left of MEMORY_SHARE of the card, or of the worker's share of it, after the weights, one
-pass's tensors, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt chunks gather, copies
-of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS fit. On a CPU
-`auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the guaranteed length, or one sequence
-of CPU_SEQUENCE_TOKENS.
+pass's tensors, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt chunks gather, sums of
+attention, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS
+fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the guaranteed length,
+or one sequence of CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class MemoryPlan:
         feature_per_token: what else a token of the cache takes.
         per_slot: queued features, drafts and logits of a slot.
         passes: tensors of the largest pass that do not depend on slots.
+        sums: attention's sums over parts of contexts.
         graphs, graphs_per_slot: executables of CUDA graphs, and how many more each slot needs.
         process: Python and its packages; 0 on a GPU's machine, or if it is not known.
         memory: where all this is put; None if it is not known.
@@ -110,6 +111,7 @@ class MemoryPlan:
     kv_tokens: int | None = None
     is_planned: bool = False
     graphs_per_slot: int = 0
+    sums: int = 0
 
     @classmethod
     def of(
@@ -123,13 +125,14 @@ class MemoryPlan:
         process: int = 0,
     ) -> MemoryPlan:
         """Return the plan for one slot. of_pass: bytes of a pass's tensors on a GPU; None on a CPU."""
-        passes = graphs = graphs_per_slot = 0
+        passes = graphs = graphs_per_slot = sums = 0
         if of_pass is not None:
             passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
             graphs, graphs_per_slot = GRAPH_BYTES, SLOT_GRAPH_BYTES
+            sums = sizes.sums(lengths)
         kv, feature = sizes.kv_per_token, sizes.feature_per_token
         parts = (kv, feature, sizes.per_slot, passes, graphs, process, memory)
-        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot)
+        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot, sums=sums)
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
         """Return the plan for these settings, which are kept where they are not auto.
@@ -190,7 +193,8 @@ class MemoryPlan:
     def for_slots(self) -> int:
         """Return the bytes that slots and their KV cache may take."""
         room = 0 if self.memory is None else self.memory.room
-        return room - (self.target - self.elsewhere) - self.draft - self.passes - self.graphs - self.process
+        fixed = self.passes + self.sums + self.graphs + self.process
+        return room - (self.target - self.elsewhere) - self.draft - fixed
 
     @property
     def _bytes_of_slot(self) -> int:
@@ -221,8 +225,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Return all bytes of the worker."""
-        weights, fixed = self.target + self.draft, self.passes + self.all_graphs + self.process
-        return weights + self.pool + self.of_slots + fixed
+        fixed = self.passes + self.sums + self.all_graphs + self.process
+        return self.target + self.draft + self.pool + self.of_slots + fixed
 
     @property
     def fits(self) -> bool:
@@ -253,6 +257,7 @@ class MemoryPlan:
             (self.pool, f"keys and values {gib(self.pool)} ({self.capacity}; {of_slot})"),
             (self.of_slots, f"features, drafts and logits {gib(self.of_slots)}"),
             (self.passes, f"passes {gib(self.passes)}"),
+            (self.sums, f"sums of attention {gib(self.sums)}"),
             (self.all_graphs, f"CUDA graphs {gib(self.all_graphs)}"),
             (self.process, f"Python and its packages {gib(self.process)}"),
         ]

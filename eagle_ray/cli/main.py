@@ -22,6 +22,7 @@ abort in C++, or hang. So the limit is checked first.
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import re
@@ -151,7 +152,11 @@ def _end_quietly() -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
-    parser = _parser(next((word for word in words if not word.startswith("-")), None))
+    command = next((word for word in words if not word.startswith("-")), None)
+    parser = _parser(command)
+    if command is not None and command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        parser.error(f"there is no command {command}{f'; did you mean {near[0]}?' if near else ''}")
     args, others = parser.parse_known_args(argv)
     if others:
         hint = "; an input is given as -i IN" if "input" in args else ""

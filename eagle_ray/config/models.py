@@ -112,7 +112,8 @@ def _check_name(part: str, name: str) -> None:
     if name in embedded or is_url(name) or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
     near = difflib.get_close_matches(name, [*embedded, *_siblings(name)], 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    missing = f"; there is no {name}" if os.path.isabs(name) and not os.path.exists(name) else ""
+    hint = f"{missing}; did you mean {near[0]}?" if near else missing
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 
 

@@ -24,8 +24,6 @@ one's end. Both are zero because the work list set them to zero, in the pass its
 Everything that a launch depends on is known on the host before the rows are; everything else stays on the device.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +31,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting, launch
-from eagle_ray.kernels.tree_metadata import KernelTrees, TileShape, tile_shape
-from eagle_ray.kernels.work_list import FIELDS, Reading, span, work_list
+from eagle_ray.kernels.tree_metadata import KernelTrees, Reading, TileShape, multiprocessors, tile_shape
+from eagle_ray.kernels.work_list import FIELDS, span, work_list
 
 LOG2E = tl.constexpr(1.4426950408889634)
 VARYING = [
@@ -61,7 +59,6 @@ VARYING = [
     "depth_pitch",
     "position_pitch",
 ]  # compiled once, whatever their values and alignment
-INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 
 
 def tree_attention(
@@ -81,7 +78,7 @@ def tree_attention(
     heads, num_rows, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
     group = heads // kv_heads
-    capability, cores = _device(query.device)
+    capability, cores = multiprocessors(query.device)
     tile = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, query.dtype, capability)
     reading = Reading(num_rows, heads, kv_heads, value_dim, window, tile, cores * tile.per_core)
     works = work_list(trees, reading)
@@ -113,15 +110,6 @@ def padded(dim: int) -> int:
 def fold_rows(tile: TileShape, value_dim: int) -> int:
     """Return the rows whose parts take 32 registers of each thread if `tile.fold` of them are added at a time."""
     return max(1024 * tile.warps // (tile.fold * padded(value_dim)), 1)
-
-
-@cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Return compute capability and number of multiprocessors."""
-    if device.type != "cuda":
-        return INTERPRETED
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -5,11 +5,15 @@ Nothing here depends on how long the sequences are or on how many rows each of t
     rows     r0 r1 r2 | r3 | r4 r5 | .. ..     packed: the nodes of each tree follow those of the tree before it
     seq       0  0  0    1    2  2   -1 -1     padding rows belong to none
     programs  each takes BLOCK_M of one tree's nodes x query heads of one key/value head
+
+TileShape is what a program does, Reading how a layer's programs share a pass. They count the memory of sums: what a
+launch allocates, and what a plan keeps free for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +83,10 @@ class KernelTrees:
         return self.position_depths.shape[1]
 
 
+PART_POSITIONS = 256  # of the shortest part: 128 KB of an 8B's keys and values, whose fp32 sums have 2 KB a row
+MAX_SUMS_BYTES = 1 << 27  # of the sums of cut contexts in a launch; what has no room is read whole
+H100 = (9, 0), 132  # compute capability and multiprocessors
+INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 LARGEST_DIM = 256
 
@@ -136,3 +144,77 @@ def tile_shape(
     if rows_per_tree <= 64:
         return TileShape(64, 64, warps=4, stages=3, per_core=2, parts=16, fold=4)  # four warps multiply 64 rows at once
     return TileShape(128, 64, warps=8, stages=3, per_core=1, parts=16, fold=4)
+
+
+ROWS_PER_TREE = (16, 32, 64, 128)  # one for each tile
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
+
+    Attributes:
+        window: of the layer.
+        at_once: programs that the GPU runs at a time.
+    """
+
+    num_rows: int
+    heads: int
+    kv_heads: int
+    value_dim: int
+    window: int | None
+    tile: TileShape
+    at_once: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def part_tiles(self) -> int:
+        """Return the tiles of the shortest part."""
+        return max(PART_POSITIONS // self.tile.keys, 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row's sums over a part: of each head fp32 values, a maximum and a total."""
+        return self.heads * (self.value_dim + 2) * torch.float32.itemsize
+
+    def tail_parts(self, num_positions: int) -> int:
+        """Return a bound on the parts that tree positions may add to those of the committed ones."""
+        return num_positions // (self.tile.keys * self.part_tiles) + 2
+
+    def max_parts(self, num_positions: int, max_positions: int) -> int:
+        """Return a bound on the parts of any context. num_positions: of a tree. max_positions: of a slot."""
+        size = self.tile.keys * self.part_tiles
+        return min(self.tile.parts + 1 + self.tail_parts(num_positions), max_positions // size + 1)
+
+    def sum_rows(self, num_parts: int, programs: int) -> tuple[int, int]:
+        """Return the rows of sums of contexts that programs read whole, and of those and cut ones together."""
+        own = -(-programs * self.tile.fold * self.tile.rows // self.heads)
+        return own, own + min(self.num_rows * num_parts, MAX_SUMS_BYTES // self.row_bytes)
+
+    def max_sum_bytes(self, num_positions: int, max_positions: int) -> int:
+        """Return the most bytes of sums that a launch allocates, for arguments as of `max_parts`."""
+        _, rows = self.sum_rows(self.max_parts(num_positions, max_positions), self.at_once)
+        return rows * self.row_bytes
+
+
+def possible_readings(
+    num_rows: int, heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> list[Reading]:
+    """Return how layers without a window may read in a pass of num_rows, however these are spread over trees."""
+    capability, cores = multiprocessors(device)
+    tiles = {tile_shape(rows, key_dim, value_dim, dtype, capability) for rows in ROWS_PER_TREE}
+    return [Reading(num_rows, heads, kv_heads, value_dim, None, tile, cores * tile.per_core) for tile in tiles]
+
+
+@cache
+def multiprocessors(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Return compute capability and number of multiprocessors: of an H100 if no GPU can be seen from here."""
+    if device.type != "cuda":
+        return INTERPRETED
+    if not torch.cuda.is_available():
+        return H100
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count

@@ -24,14 +24,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from jaxtyping import Int32
-from torch import Tensor, float32, int32
+from torch import Tensor, int32
 
 from eagle_ray.kernels.availability import launch
-from eagle_ray.kernels.tree_metadata import KernelTrees, TileShape
+from eagle_ray.kernels.tree_metadata import KernelTrees, Reading
 
-PART_POSITIONS = 256  # of the shortest part: 128 KB of an 8B's keys and values, whose fp32 sums have 2 KB a row
 SHARES = 4  # of an even share: as many whole contexts, one after another, balance without being cut
-MAX_SUMS_BYTES = 1 << 27  # of sums of parts in a launch; what has no room is read whole
 TREES = 128  # trees that the list's programs look at together
 FIELDS = tl.constexpr(4)  # of an item: tree, its first place, part or WHOLE, first row of its sums
 WHOLE = tl.constexpr(-1)
@@ -50,31 +48,6 @@ VARYING = [
     "room",
     "at_once",
 ]  # compiled once, whatever their values and alignment
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
-
-    window: of the layer. at_once: programs that the GPU runs at a time.
-    """
-
-    num_rows: int
-    heads: int
-    kv_heads: int
-    value_dim: int
-    window: int | None
-    tile: TileShape
-    at_once: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def part_tiles(self) -> int:
-        """Return the tiles of the shortest part."""
-        return max(PART_POSITIONS // self.tile.keys, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +73,12 @@ class WorkList:
     def of(cls, trees: KernelTrees, reading: Reading) -> WorkList:
         """Make the list in one launch; lists are kept in `trees.work_lists`, since layers share them."""
         tile, num_rows, group = reading.tile, reading.num_rows, reading.group
-        num_parts, num_tiles = _max_parts(trees, reading), _max_tiles(trees, num_rows, group, tile.rows)
-        capacity = min(
-            trees.num_trees * tile.parts + num_tiles * (2 + _tail_parts(trees, reading)), num_tiles * num_parts
-        )
+        num_parts = reading.max_parts(trees.num_positions, trees.max_positions)
+        num_tiles = _max_tiles(trees, num_rows, group, tile.rows)
+        past_whole = num_tiles * (2 + reading.tail_parts(trees.num_positions))
+        capacity = min(trees.num_trees * tile.parts + past_whole, num_tiles * num_parts)
         programs = min(reading.at_once, capacity * reading.kv_heads)
-        own = -(-programs * tile.fold * tile.rows // reading.heads)
-        row_bytes = reading.heads * (reading.value_dim + 2) * float32.itemsize
-        room = own + min(num_rows * num_parts, MAX_SUMS_BYTES // row_bytes)
+        own, room = reading.sum_rows(num_parts, programs)
         like = trees.lengths
         items = like.new_empty(capacity, FIELDS.value, dtype=int32)
         counts, arrivals = (like.new_empty(size, dtype=int32) for size in (2, reading.heads * num_rows))
@@ -133,17 +104,6 @@ def _max_tiles(trees: KernelTrees, num_rows: int, group: int, size: int) -> int:
     if trees.rows is None:
         return trees.num_trees * -(-trees.num_nodes * group // size)
     return min(trees.num_trees + num_rows * group // size, -(-group // size) * num_rows)
-
-
-def _max_parts(trees: KernelTrees, reading: Reading) -> int:
-    """Return a bound on the parts of any context."""
-    size = reading.tile.keys * reading.part_tiles
-    return min(reading.tile.parts + 1 + _tail_parts(trees, reading), trees.max_positions // size + 1)
-
-
-def _tail_parts(trees: KernelTrees, reading: Reading) -> int:
-    """Return a bound on the parts that tree positions may add to those of the committed ones."""
-    return trees.num_positions // (reading.tile.keys * reading.part_tiles) + 2
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -281,6 +281,25 @@ def test_contexts_and_copies_of_logits_are_counted():
     assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 40 * (10 << 20)
 
 
+def test_sums_of_attention_are_counted_for_each_pool():
+    """Of an 8B on an H100 that cannot be seen: 128 MiB of cut contexts and 34 MiB of the programs' own, five times."""
+    shape = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256)
+    heads = [head3()]
+    sizes = EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, on_gpu=True)
+    assert sizes.sums(LONG) == pytest.approx(5 * 161 * 2**20, rel=0.01)
+    assert sizes.sums(SequenceLengths(64, 61)) < sizes.sums(LONG)
+    assert (
+        EngineSizes.of(shape, [], SpeculativeConfig(), itemsize=2, on_gpu=True).sums(LONG) == sizes.sums(LONG) * 3 // 5
+    )
+    memory = DeviceMemory(80 * GB, 76 * GB)
+    plan = MemoryPlan.of(sizes, LONG, 15 * GB, GB, of_pass=GB, memory=memory)
+    without = MemoryPlan.of(replace(sizes, readings=()), LONG, 15 * GB, GB, of_pass=GB, memory=memory)
+    assert plan.sums == sizes.sums(LONG) == without.for_slots - plan.for_slots == plan.total - without.total
+    assert "sums of attention 808 MiB" in plan.describe() and "sums" not in without.describe()
+    for no_kernels in ({"on_gpu": False}, {"on_gpu": True, "explicit_scores": True}):
+        assert EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, **no_kernels).sums(LONG) == 0
+
+
 def test_a_pass_is_run_and_measured(monkeypatch):
     """On a CPU, whose memory is not counted: the counters are made up, the pass is real."""
     passes, model = [], llama()

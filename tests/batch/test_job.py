@@ -1,10 +1,12 @@
 """The job as a whole: every id once, whatever happened on the way."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -26,7 +28,7 @@ from tests.support.jobs import (
     wait_for_another_file,
     with_changes,
 )
-from tests.support.processes import children_of
+from tests.support.processes import children_of, descendants
 from tests.support.row_invariants import broken_laws
 
 INTERRUPTED = "130 ['ray']\n"  # torch is in engines' processes only
@@ -244,6 +246,31 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert exit_code(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_whole_goes_on_with_the_texts_of_its_index(make_job):
+    """All of its processes at once. Rows repeat, so that the first one of a start shows what its index knows."""
+    rows = [row | {"prompt_token_ids": [7, 8, 9] * 9} for row in token_rows(300)]
+    settings = {"speculative.method": "suffix", "execution.slots": 1, "execution.rows_per_file": 1}
+    config = make_job(rows, **settings, **{"sampling.max_tokens": 80, "sampling.ignore_eos": True})
+    driver = start_driver(config)
+    cache = Path(config.output.path, "_cache")
+    deadline = time.monotonic() + 240
+    while not any(file.stat().st_size > 2000 for file in cache.glob("learned-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    wait_for_another_file(config)
+    for process in [driver.pid, *descendants(driver.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    driver.communicate(timeout=60)
+    (left,) = cache.glob("learned-*")
+    assert exit_code(config) == 0
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+    by_attempt = {number: [row for row in rows_of(config) if row["attempt"] == number] for number in (1, 2)}
+    assert len({tuple(row["output_token_ids"]) for row in rows_of(config)}) == 1
+    (kept,) = cache.glob("learned-*")
+    assert kept != left and by_attempt[1][0]["mean_acceptance_length"] < by_attempt[2][0]["mean_acceptance_length"]
 
 
 def test_a_job_whose_output_is_deleted_ends_and_does_not_make_it_again(ray_session, make_job):

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -181,6 +183,23 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
     fourth = Worker(other, Run(run.output, run.run_id, 3, "another"), [], WorkerPlan())
     assert known_tokens(fourth) == 0
     fourth.close()
+
+
+def test_a_young_worker_writes_often(make_job, monkeypatch):
+    """At once, after 2, 4, 8, 16 and 32 s, then once a minute; 2 s after the last write if nothing is in flight."""
+    now = 1000.0
+    monkeypatch.setattr(learned_state, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    state = learned_state.LearnedState(start(make_job(token_rows(1))), {})
+    written = []
+    for _ in range(300):
+        if state.start_write(num_in_flight=1):
+            written.append(now - 1000)
+        now += 1
+    assert written == [0, 2, 6, 14, 30, 62, 122, 182, 242]
+    now = 1242.0 + 1
+    assert not state.start_write(0)
+    now += 1
+    assert state.start_write(0) and not state.start_write(1)
 
 
 def test_older_states_are_read_as_long_as_an_index_has_room(make_job, caplog, monkeypatch):

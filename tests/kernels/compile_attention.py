@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from eagle_ray.kernels.flash_decoding import attend, fold_rows, padded
-from eagle_ray.kernels.tree_metadata import tile_shape
-from eagle_ray.kernels.work_list import SHARES, TREES, Reading, list_work
+from eagle_ray.kernels.tree_metadata import Reading, tile_shape
+from eagle_ray.kernels.work_list import SHARES, TREES, list_work
 from tests.support.kernel_compiler import Resources, compiled
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -11,7 +11,7 @@ from tests.support.kernel_compiler import PTXAS
 
 SHARED = {80: 99 << 10, 90: 227 << 10}  # the first is an RTX 30's or 40's, which the same shapes serve; an A100 has 163
 
-SPILLED = 20  # bytes, of head dim 256 on sm_80 alone: ptxas gives registers for one program more on a core
+SPILLED = 24  # bytes, outside of loops: ptxas gives registers for one program more on a core
 
 
 @pytest.mark.skipif(not PTXAS.is_file(), reason="this Triton brings no ptxas")

@@ -15,9 +15,9 @@ from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.kernels import availability, work_list
-from eagle_ray.kernels.tree_metadata import PackedRows, tile_shape
-from eagle_ray.kernels.work_list import Reading, WorkList
+from eagle_ray.kernels import availability, tree_metadata
+from eagle_ray.kernels.tree_metadata import PackedRows, Reading, tile_shape
+from eagle_ray.kernels.work_list import WorkList
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -53,7 +53,7 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
 @pytest.mark.parametrize("tree", [(), pytest.param((4, 2, 2), marks=pytest.mark.slow)])
 def test_replays_over_contexts_that_grow_past_a_part(tree, monkeypatch):
     """A pass is captured once and replayed over lists that differ: one long context among short ones, then alone."""
-    monkeypatch.setattr(work_list, "PART_POSITIONS", 32)
+    monkeypatch.setattr(tree_metadata, "PART_POSITIONS", 32)
     prompts = [[3 + i * 7 % 90 for i in range(61)], [5, 9], [6]]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (6, 2, 3)]
 

@@ -1,15 +1,16 @@
 """Every part of every context is read once, by whatever program, and added in the order of its number."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.kernels import work_list
-from eagle_ray.kernels.tree_metadata import TileShape, tile_shape
-from eagle_ray.kernels.work_list import Reading, WorkList
+from eagle_ray.kernels import tree_metadata, work_list
+from eagle_ray.kernels.tree_metadata import Reading, TileShape, possible_readings, tile_shape
+from eagle_ray.kernels.work_list import WorkList
 from tests.support.forests import Forest, Planted, trees_of
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations
@@ -116,7 +117,7 @@ def test_whole_or_cut_is_the_same(rectangle, monkeypatch):
     """Without memory for the sums of parts each context is read by one program, a few parts at a time."""
     forest = Forest([1500, 300, 700], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2)
     cut = forest.planted().by_kernels()
-    monkeypatch.setattr(work_list, "MAX_SUMS_BYTES", 0)
+    monkeypatch.setattr(tree_metadata, "MAX_SUMS_BYTES", 0)
     planted = forest.planted()
     assert torch.equal(planted.by_kernels(), cut)
     (made,) = planted.kernels.trees.work_lists.values()
@@ -166,3 +167,31 @@ def test_sums_of_parts_take_little_memory(rows, heads, capability, monkeypatch):
         made = WorkList.of(trees, Reading(batch, num_heads, kv_heads, dim, None, shape, 132 * shape.per_core))
         assert 4 * made.room * num_heads * (dim + 2) <= 200 << 20
         assert made.items.nbytes <= 1 << 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(), capability=st.sampled_from([(8, 0), (9, 0)]), dtype=st.sampled_from([torch.bfloat16, torch.float32])
+)
+def test_a_launch_allocates_no_more_than_a_plan_keeps(data, capability, dtype):
+    """Of any rows, trees, heads and contexts within those of the plan."""
+    kv_heads, group, dim = (data.draw(st.sampled_from(each)) for each in ([1, 2, 8], [1, 4, 7], [64, 128, 256]))
+    max_rows, max_nodes, max_positions = (
+        600,
+        data.draw(st.integers(1, 300)),
+        data.draw(st.sampled_from([64, 4000, 1 << 17])),
+    )
+    with patch.object(tree_metadata, "multiprocessors", lambda device: (capability, 132)):
+        possible = possible_readings(max_rows, kv_heads * group, kv_heads, dim, dim, dtype, DEVICE)
+    planned = max(each.max_sum_bytes(max_nodes, max_positions) for each in possible)
+    num_rows = data.draw(st.integers(1, max_rows))
+    batch = data.draw(st.integers(1, min(num_rows, 256)))
+    seq = torch.arange(num_rows, device=DEVICE) % batch
+    shape = tile_shape(-(-num_rows * group // batch), dim, dim, dtype, capability)
+    reading = Reading(num_rows, kv_heads * group, kv_heads, dim, None, shape, 132 * shape.per_core)
+    trees = trees_of(seq.sort().values, batch)
+    nodes = torch.zeros(batch, data.draw(st.integers(1, max_nodes)), dtype=torch.int64, device=DEVICE)
+    trees = replace(trees, position_depths=nodes, max_positions=data.draw(st.integers(1, max_positions)))
+    with patch.object(work_list, "launch", lambda *_: lambda *args, **constants: None):
+        made = WorkList.of(trees, reading)
+    assert 0 < made.room * reading.row_bytes <= planned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from html.parser import HTMLParser
 
@@ -11,6 +12,7 @@ import pytest
 from eagle_ray.report.html import page
 from eagle_ray.report.scores import ScoredSample, score_report
 from eagle_ray.report.summary import summary_json
+from eagle_ray.report.text import PictureNode
 from tests.support.reports import SECTIONS, group, record, summary
 
 VOID = {"meta", "br"}
@@ -85,6 +87,25 @@ def test_plain_decoding_has_no_drafts():
     plain = group(draft_tokens=0, accepted_draft_tokens=0, accepted_by_depth=[], confidence_nodes=[])
     counts = summary_json({"": plain}, None)
     assert Outline(page(summary(by=None) | counts, record())).headings == ["Attempts"]
+
+
+@pytest.mark.parametrize(
+    "ours, plain, times, widths", [(150.0, 100.0, "1.50", (1, 0.667)), (50.0, 100.0, "0.50", (0.5, 1))]
+)
+def test_a_measured_speed_up_is_at_the_head_with_bars_and_a_tree(ours, plain, times, widths):
+    tree = [PictureNode("The", -1, 1.0, True, True), PictureNode(" sea", 0, 0.5, True, True)]
+    live = {"speed_up": ours / plain, "speed_up_interval": [0.4, 1.7], "questions": 4, "identical": 4}
+    speeds = {"tokens_per_s": ours, "plain_tokens_per_s": plain, "tree": [node.as_json() for node in tree]}
+    html = page(summary(live=live | speeds), record())
+    outline = Outline(html)
+    assert f"{times} times" in outline.words and outline.headings[:2] == [
+        "Several tokens in one pass",
+        "The questions as a job",
+    ]
+    assert [float(w) for w in re.findall(r"- 215px\) \* ([\d.]+)", html)] == list(widths)
+    assert outline.words.index("with drafts") < outline.words.index("plain") < outline.words.index("sea")
+    without = page(summary(live=live | speeds | {"tree": [tree[0].as_json()]}), record())
+    assert "Several tokens" not in without and f"{times} times" in without
 
 
 def test_an_empty_run_has_a_page():

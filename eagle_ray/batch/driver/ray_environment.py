@@ -58,7 +58,7 @@ def prepare_ray_environment(address: str) -> str:
 
 def resolve_address(address: str) -> str:
     """Return the address that "auto" stands for, or the address."""
-    return os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address
+    return (os.environ.get("RAY_ADDRESS") or LOCAL) if address == "auto" else address
 
 
 def temporary_directory(environ: Mapping[str, str] = os.environ) -> str:

@@ -316,8 +316,16 @@ def check_columns_exist(config: ColumnsConfig, columns: RequestColumns, types: d
         raise ConfigError(
             f"input.columns: no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}. Name the one that holds "
             "the prompts with input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with "
-            f"input.template; columns: {', '.join(types)}"
+            f"input.template; columns: {', '.join(types)}{_example(types)}"
         )
+
+
+def _example(types: dict[str, pa.DataType]) -> str:
+    """Return the key for the only column of texts, or what a file without a header looks like; "" otherwise."""
+    texts = [name for name, kind in types.items() if name != "id" and pa.types.is_string(kind)]
+    if any(name.isdecimal() for name in types):
+        return ". If these are values, the file lacks a header: its first line must name the columns"
+    return f". For example: --set input.columns.prompt={texts[0]}" if len(texts) == 1 else ""
 
 
 def carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:

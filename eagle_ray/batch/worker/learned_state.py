@@ -2,10 +2,11 @@
 
     OUT/_cache/learned-9d1c0f27ab33e061-01795821486-4be1a2c9.safetensors    by models, start and worker
 
-A worker reads the newest files of its models before its first row, and writes its own about every minute and when
-nothing is in flight. Its first write removes what it read, if no other worker has written that since. So a job that was
-killed goes on with the texts of its suffix index, and the files do not add up. Outputs do not depend on them: a
-damaged, foreign or missing file costs a line in the log.
+A worker reads the newest files of its models before its first row. It writes its own when nothing is in flight, and
+otherwise after 2 s, after 4 s more and so on, at last once a minute: a young job that is killed loses little. Its first
+write removes what it read, if no other worker has written that since. So a job that was killed goes on with the texts
+of its suffix index, and the files do not add up. Outputs do not depend on them: a damaged, foreign or missing file
+costs a line in the log.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +34,8 @@ from eagle_ray.storage.store import FileVersion
 
 log = logging.getLogger("eagle_ray")
 LEARNED, SUFFIX = "learned-", ".safetensors"
-INTERVAL_S, IDLE_INTERVAL_S = 60.0, 2.0  # between writes while rows are in flight, and while none is
+MAX_INTERVAL_S = 60.0  # between writes while rows are in flight; at first IDLE_INTERVAL_S, then twice as long each time
+IDLE_INTERVAL_S = 2.0  # between writes while none is
 MAX_READ = 8  # files: of the workers of one attempt
 MAX_READ_BYTES = 5 << 20  # of all files that are read: a suffix index keeps no more texts
 MAX_BYTES = 64 << 20  # of a file; 500,000 tokens take 2 MB
@@ -52,7 +55,8 @@ class LearnedState:
         self._prefix = f"{LEARNED}{key}-"
         self._file = self._directory / f"{self._prefix}{int(time.time()):011d}-{uuid4().hex[:8]}{SUFFIX}"
         self._read: dict[StoragePath, FileVersion] = {}
-        self._written_at = time.monotonic() - INTERVAL_S
+        self._interval_s = IDLE_INTERVAL_S
+        self._written_at = -math.inf
 
     def load(self, engine: Engine) -> None:
         """Let the engine's drafter go on from the newest files of its models, the newest last."""
@@ -79,10 +83,13 @@ class LearnedState:
 
     def start_write(self, num_in_flight: int) -> bool:
         """Return whether the state is to be written now; if so, the next write is due an interval later."""
-        is_due = time.monotonic() - self._written_at >= (INTERVAL_S if num_in_flight else IDLE_INTERVAL_S)
-        if is_due:
-            self._written_at = time.monotonic()
-        return is_due
+        now = time.monotonic()
+        if now - self._written_at < (self._interval_s if num_in_flight else IDLE_INTERVAL_S):
+            return False
+        if num_in_flight and self._written_at > -math.inf:
+            self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
+        self._written_at = now
+        return True
 
     def store(self, state: dict[str, Tensor]) -> None:
         """Write the worker's file whole."""

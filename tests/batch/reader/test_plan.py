@@ -315,8 +315,16 @@ def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
 
 def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "question": "Hi"}])
-    with pytest.raises(ConfigError, match=r"^input\.columns: no file has a column prompt, .*; columns: id, question$"):
+    example = r"columns: id, question\. For example: --set input\.columns\.prompt=question$"
+    with pytest.raises(ConfigError, match=rf"^input\.columns: no file has a column prompt, .*; {example}"):
         plan(path)
+
+
+def test_a_csv_whose_first_line_is_a_row_is_told_apart(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("1,hello\n2,world\n")
+    with pytest.raises(ConfigError, match=r"columns: 1, hello\. If these are values, the file lacks a header"):
+        plan(str(path))
 
 
 def test_a_configured_column_must_exist_somewhere(tmp_path):
