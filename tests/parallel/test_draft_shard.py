@@ -25,7 +25,6 @@ from eagle_ray.parallel import draft_shards, shard
 from eagle_ray.parallel.draft_shards import leave_out, split_head
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import GatheredHead, Shard, cut_out
-from tests.parallel.test_lockstep import RandomSeconds, budget_planner, cases
 from tests.support.checkpoints import (
     E3,
     LAYOUTS,
@@ -40,7 +39,7 @@ from tests.support.checkpoints import (
     toy_config,
     write,
 )
-from tests.support.engines import some_params, some_prompts
+from tests.support.engines import Whimsical, some_params, some_prompts
 from tests.support.ranks import on_ranks, with_ranks
 from tests.support.toy_models import llama, run
 
@@ -246,6 +245,7 @@ def _empty(raw):
 
 TINY = ModelConfig(device="cpu", max_model_len=192)
 ARGS = EngineArgs(6, kv_tokens=None)
+CASES_OF_TINY = some_prompts(48, vocab=1536), some_params(48, 20)
 TREES = dict(budget="uniform", max_nodes=12, max_depth=4, top_k=4)
 TINY_HEAD = {
     "vocab_size": 1536,
@@ -275,7 +275,7 @@ def replace_draft(path: Path) -> ModelConfig:
 def plain():
     """The tokens of one process."""
     engine = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
-    return [sequence.output_ids for sequence in run(engine, *cases())]
+    return [sequence.output_ids for sequence in run(engine, *CASES_OF_TINY)]
 
 
 @pytest.mark.parametrize("name, graphs", [("eagle2", "off"), ("eagle2", "on"), ("eagle3", "on")])
@@ -285,7 +285,7 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatc
     model, speculative = drafts(tmp_path)[name]
 
     def work(engine):
-        return [sequence.output_ids for sequence in run(engine, *cases())]
+        return [sequence.output_ids for sequence in run(engine, *CASES_OF_TINY)]
 
     outputs, engines = with_ranks(2, tmp_path, model, speculative, ARGS, work)
     assert outputs == plain
@@ -320,10 +320,11 @@ def test_whatever_a_planner_does(tmp_path, plain, shared):
     """Drafts of any depth and width, which stop between levels where rank 0 says so."""
 
     def work(engine):
-        engine.planner = RandomSeconds(budget_planner(engine), seed=3)
-        outputs = [sequence.output_ids for sequence in run(engine, *cases())]
+        engine.planner = Whimsical(seed=3)
+        outputs = [sequence.output_ids for sequence in run(engine, *CASES_OF_TINY)]
         assert engine.counters.planner_error is None
         return outputs
 
-    outputs, _ = with_ranks(2, tmp_path, TINY, SpeculativeConfig(**TREES, method="eagle2"), ARGS, work)
+    speculative = SpeculativeConfig(**TREES | {"max_depth": 5}, method="eagle2")
+    outputs, _ = with_ranks(2, tmp_path, TINY, speculative, ARGS, work)
     assert outputs == plain
