@@ -218,8 +218,10 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
         key = f"{settings.number_key}.min" if is_range else settings.number_key
         each = f"{counted(num_gpus, 'GPU')} of one node each"
         return f"{key}: {min_workers} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
+    is_by_ranks = settings.num_gpus == "auto" and num_gpus == settings.num_ranks
+    key = f"{settings.gpus_key.partition('.')[0]}.tensor_parallel" if is_by_ranks else settings.gpus_key
     return (
-        f"{settings.gpus_key}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set it to "
+        f"{key}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set it to "
         f"{max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs."
     )
 

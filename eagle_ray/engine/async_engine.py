@@ -129,7 +129,7 @@ class StepLoop:
         engine: None once the thread has ended.
         error: why no request is taken any more.
         is_over: the thread has ended, or will never come back from a step.
-        lock: held to put a call in while the thread is sure to see it.
+        lock: held to put a call in while the thread is sure to see it, and to note one that must be answered.
     """
 
     def __init__(self, engine: Engine):
@@ -154,7 +154,8 @@ class StepLoop:
         try:
             while self._receive():
                 for sequence in self._alive.step():
-                    self.calls.pop(sequence).finish(sequence.error)
+                    if (call := self.calls.pop(sequence, None)) is not None:  # None: given up meanwhile
+                        call.finish(sequence.error)
         except Exception as fault:  # whatever broke a step breaks every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
@@ -166,10 +167,14 @@ class StepLoop:
         release_memory()
 
     def give_up(self, reason: str) -> None:
-        """Fail all requests, in another thread: this one's step waits on a device for a rank that is lost."""
-        self._fail_all(EngineError(f"the engine failed: {reason}"))
-        self.inbox.put(None)  # should it come back after all
-        self.is_over.set()
+        """Fail all requests, in another thread: this one's step waits on a device for a rank that is lost.
+
+        Should it come back after all, it finds that its calls are answered, and ends as ever.
+        """
+        if not self.is_over.is_set():
+            self._fail_all(EngineError(f"the engine failed: {reason}"))
+            self.inbox.put(None)
+            self.is_over.set()
 
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
@@ -204,7 +209,11 @@ class StepLoop:
                 raise
         else:
             call.sequence.listener = call.listener
-            self.calls[call.sequence] = call
+            with self.lock:
+                if self.error is None:
+                    self.calls[call.sequence] = call
+            if self.error is not None:  # given up meanwhile
+                call.finish(self.error)
 
     def run_call(self, call: PendingCall) -> None:
         call.run(self._alive)
@@ -212,7 +221,7 @@ class StepLoop:
     def abort(self, call: PendingRequest) -> None:
         """Abort a request unless it is answered or was refused because another call brought the same sequence."""
         if self.calls.get(call.sequence) is call:
-            del self.calls[call.sequence]
+            self.calls.pop(call.sequence, None)
             self._alive.abort(call.sequence)
 
     def _receive(self) -> bool:
@@ -231,14 +240,14 @@ class StepLoop:
         """Take no more requests, and fail all that are in flight and those that arrived too late."""
         with self.lock:
             self.error = self.error or error
+            waiting: list[PendingRequest | PendingCall] = [*self.calls.values()]
+            self.calls.clear()
         late = []
         with suppress(queue.Empty):
             while True:
                 late.append(self.inbox.get_nowait())
-        waiting: list[PendingRequest | PendingCall] = [*self.calls.values()]
         for call in [*waiting, *(order[1] for order in late if order is not None)]:
             call.finish(error)
-        self.calls.clear()
 
 
 class AsyncEngine:

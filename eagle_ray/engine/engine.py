@@ -197,6 +197,8 @@ class Engine:
             return
         if self.grammars is None:
             raise RequestError("no_tokenizer", f"{spec.name}: the target has no tokenizer that grammars can use")
+        if not self.grammars.knows(spec):
+            self.lockstep.prepare(spec)
         sequence.grammar = self.grammars.start(spec)
 
     def abort(self, sequence: Sequence) -> None:
@@ -275,6 +277,8 @@ class Engine:
         allocation = self.lockstep.agree(
             "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
         )
+        if allocation.num_nodes == 1:  # the roots, which all ranks know
+            return allocation
         return replace(allocation, keep=self.lockstep.share(allocation.keep))
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:

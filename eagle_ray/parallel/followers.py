@@ -9,20 +9,17 @@ ends all of them, and the leader gets a RankError where it sends or computes nex
 followers at once, stopped ones too (`end_with_parent`). A leader that waits in a collective on a GPU does not come back
 from it: GRACE_S later its process ends, if that is the engine's alone (`owns_process`), so that the process above
 starts another; otherwise `tell_if_stuck` has named what is called. Followers kill a leader of such a process that is
-silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used: ranks
-meet in a file of a directory that is removed, by a later start if this one is killed.
+silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used, and no
+file: ranks meet in memory that the processes share (`meeting_in_memory`), so nothing stays whoever is killed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -31,10 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from eagle_ray.core.child_process import describe_exit, end_with_parent, start_child
+from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
 BEAT_S = 1.0
@@ -42,8 +39,6 @@ SILENCE_S = 15.0  # without a beat; long enough for a rank whose interpreter wai
 FIRST_BEAT_S = 120.0  # from the start of a process to its first beat: it imports torch before
 EXIT_S = 2.0  # from the end of a pipe to that of its process
 GRACE_S = 10.0  # from the loss of a rank to the end of a process that does not notice it
-DIRECTORY = "eagle-ray-ranks-"  # how the names of directories begin in which ranks meet
-SWEEP_S = 60.0  # age at which a directory that no process locks is a killed leader's
 BEAT = b""
 
 
@@ -110,14 +105,11 @@ class Followers:
 
     Attributes:
         pipes: for commands, by rank.
-        meeting: the file by which the ranks meet.
+        meeting: the path by which the ranks meet, in each of them. It stays until this process ends.
     """
 
     def __init__(self, command: str, size: int, content: Any, owns_process: bool = False):
-        _sweep()
-        directory = tempfile.mkdtemp(prefix=DIRECTORY)
-        lock = _locked(directory)
-        self.meeting = os.path.join(directory, "ranks")
+        self.meeting, self._shared = meeting_in_memory()
         self._have_met = False
         self._when_stuck: Callable[[str], None] = lambda reason: None
         self.pipes: list[Connection] = []
@@ -131,9 +123,7 @@ class Followers:
         self._thread = threading.Thread(target=_watch, args=[weakref.ref(self), command, starts], daemon=True)
         self._thread.start()
         self._is_started.wait()
-        self._finalizer = weakref.finalize(
-            self, _end, self._processes, self.pipes, self._watches, directory, lock, self._is_closed
-        )
+        self._finalizer = weakref.finalize(self, _end, self._processes, self.pipes, self._watches, self._is_closed)
 
     @property
     def pids(self) -> list[int]:
@@ -160,20 +150,26 @@ class Followers:
         """End the followers and wait for their end. May be called again."""
         self._finalizer()
 
-    def start_all(self, command: str, starts: list[FollowerStart]) -> None:
-        """Start the processes, in the thread that calls this."""
+    def start_all(self, command: str, starts: list[FollowerStart]) -> bool:
+        """Start the processes, in the thread that calls this; return whether all is well."""
         try:
             for start in starts:
-                here, there = Pipe()
-                with there:
-                    name = f"eagle-ray-rank-{start.rank}"
-                    pipe, process = start_child(command, name, str(there.fileno()), files=[there.fileno()])
-                self._processes.append(process)
-                self.pipes.append(pipe)
-                self._watches.append(here)
-                pipe.send(start)
-        finally:
+                self._start(command, start)
+        except Exception as error:  # such as no memory for one more process
             self._is_started.set()
+            return self._lose(start.rank, f"cannot be started ({error})")
+        self._is_started.set()
+        return True
+
+    def _start(self, command: str, start: FollowerStart) -> None:
+        here, there = Pipe()
+        with there:
+            files = [there.fileno(), self._shared]
+            pipe, process = start_child(command, f"eagle-ray-rank-{start.rank}", str(there.fileno()), files=files)
+        self._processes.append(process)
+        self.pipes.append(pipe)
+        self._watches.append(here)
+        pipe.send(start)
 
     def watch(self, silences: list[_Silence]) -> bool:
         """Exchange beats for about BEAT_S; return whether all is well."""
@@ -195,8 +191,8 @@ class Followers:
 
     def _lose(self, number: int, reason: str | None) -> bool:
         """Note that a rank is lost, and end the others."""
-        process = self._processes[number - 1]
         if reason is None:
+            process = self._processes[number - 1]
             with suppress(subprocess.TimeoutExpired):
                 process.wait(EXIT_S)
             reason = describe_exit(process.poll())
@@ -221,9 +217,8 @@ def _watch(reference: weakref.ref[Followers], command: str, starts: list[Followe
     """Start the followers and watch them until they are closed or dropped."""
     followers = reference()
     assert followers is not None, "the constructor waits for the start"
-    followers.start_all(command, starts)
+    is_well = followers.start_all(command, starts)
     silences = [_Silence(FIRST_BEAT_S) for _ in starts]
-    is_well = True
     while is_well and followers is not None:
         is_well = followers.watch(silences)
         del followers
@@ -234,8 +229,6 @@ def _end(
     processes: list[subprocess.Popen],
     pipes: list[Connection],
     watches: list[Connection],
-    directory: str,
-    lock: int | None,
     is_closed: threading.Event,
 ) -> None:
     is_closed.set()
@@ -245,29 +238,18 @@ def _end(
         process.wait()
     for pipe in (*pipes, *watches):
         pipe.close()
-    shutil.rmtree(directory, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
 
 
-def _locked(directory: str) -> int | None:
-    """Return an open directory that is locked while this process lives; None if another process holds it."""
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        return None
-    return number
+def meeting_in_memory() -> tuple[str, int]:
+    """Return the path of a new file in memory, by which this process and its children open it, and its number.
 
-
-def _sweep() -> None:
-    """Remove the directories of leaders that were killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*"):
-        with suppress(OSError):  # another user's, or removed meanwhile
-            if time.time() - directory.stat().st_mtime > SWEEP_S and (lock := _locked(str(directory))) is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-                os.close(lock)
+    The file is never closed: torch's stores open the path again at any time, and would find another file under its
+    number. Raises ConfigError where there are none.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("tensor_parallel: ranks run on Linux alone. Set it to 1.")
+    number = os.memfd_create("eagle-ray-ranks")
+    return f"/proc/self/fd/{number}", number
 
 
 def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:

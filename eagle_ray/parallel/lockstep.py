@@ -20,7 +20,9 @@ Messages go one way, so the leader never waits for an answer, and followers are 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ from eagle_ray.parallel.rank_group import REASON_S
 
 Answer = TypeVar("Answer")
 STOP_CHECK = "stop check"
+PREPARE = "prepare"
 
 
 def _same(value: Any) -> Any:
@@ -78,6 +81,9 @@ class Lockstep:
     def retire(self, sequences: Sequence[TokenSequence]) -> None:
         """Drop what is known of finished sequences."""
 
+    def prepare(self, grammar: Any) -> None:
+        """Let the followers compile a grammar while the leader does, before a sequence needs it. Any thread may."""
+
     def check(self, checksum: Callable[[], int]) -> None:
         """Compare what the ranks have computed. Raises RankError if a follower has something else."""
 
@@ -110,6 +116,7 @@ class Leader(Lockstep):
     ):
         super().__init__()
         self._pipes, self._why_lost, self._end, self._tell_if_stuck = pipes, why_lost, end, tell_if_stuck
+        self._sending = threading.Lock()
         self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
         self._num_added = 0
 
@@ -145,6 +152,10 @@ class Leader(Lockstep):
         for sequence in sequences:
             self._numbers.pop(sequence, None)
 
+    def prepare(self, grammar: Any) -> None:
+        with suppress(RankError):  # the next step raises it
+            self._send(PREPARE, grammar)
+
     def check(self, checksum: Callable[[], int]) -> None:
         self._send("check", checksum())
 
@@ -157,8 +168,9 @@ class Leader(Lockstep):
     def _send(self, name: str, content: Any) -> None:
         data = pickle.dumps((name, content), pickle.HIGHEST_PROTOCOL)
         try:
-            for pipe in self._pipes:
-                pipe.send_bytes(data)
+            with self._sending:
+                for pipe in self._pipes:
+                    pipe.send_bytes(data)
         except OSError as error:
             raise RankError(self._why_lost(REASON_S) or "a rank is lost") from error
 
@@ -169,6 +181,9 @@ class Follower(Lockstep):
     Args:
         rank: of this process.
         pipe: from the leader. EOFError is raised once the leader is gone.
+
+    Attributes:
+        when_preparing: is called with each grammar that the leader compiles.
     """
 
     leads = False
@@ -177,6 +192,7 @@ class Follower(Lockstep):
         super().__init__()
         self.rank, self._pipe = rank, pipe
         self._sequences: dict[int, TokenSequence] = {}
+        self.when_preparing: Callable[[Any], None] = lambda grammar: None
 
     def agree(
         self,
@@ -194,7 +210,7 @@ class Follower(Lockstep):
 
     def command(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the leader's next command; return its name and its arguments."""
-        name, arguments = pickle.loads(self._pipe.recv_bytes())
+        name, arguments = self._received()
         return name, arguments
 
     def added(self, number: int, inputs: dict[str, Any], has_stop_check: bool) -> TokenSequence:
@@ -215,10 +231,18 @@ class Follower(Lockstep):
             self._sequences = {n: s for n, s in self._sequences.items() if id(s) not in finished}
 
     def _next(self, name: str) -> Any:
-        sent, content = pickle.loads(self._pipe.recv_bytes())
+        sent, content = self._received()
         if sent != name:
             raise RankError(f"rank {self.rank}: it needs the leader's {name!r}, and the leader is at {sent!r}")
         return content
+
+    def _received(self) -> tuple[str, Any]:
+        """Return the leader's next message. Grammars come between any two."""
+        while True:
+            name, content = pickle.loads(self._pipe.recv_bytes())
+            if name != PREPARE:
+                return name, content
+            self.when_preparing(content)
 
 
 def _inputs(sequence: TokenSequence) -> dict[str, Any]:

@@ -42,6 +42,7 @@ MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 OF_KEYS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj")
+DEALT_ROWS = 256  # of an lm_head for each rank that are sent at once: 256 x 8,192 in bf16 are 4 MiB a rank
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
 
 
@@ -272,11 +273,16 @@ class GatheredHead(nn.Module):
     def rows(
         self, token_ids: Int[Tensor, " D"], slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module]
     ) -> GatheredHead:
-        """Return a head of these tokens, in the given order. Every rank has the rows that it has here.
+        """Return a head of these tokens, in the given order.
+
+        Plain rows are dealt out, as many to each rank. Frequent tokens have low ids, so their rows may all be the first
+        rank's, and all ranks wait for the one with most. Of other layers every rank has the rows that it has here.
 
         Args:
             slice_rows: returns some rows of a rank's part.
         """
+        if type(self.part) is nn.Linear and self.part.bias is None:
+            return self._dealt_out(token_ids, self.part.weight)
         each = self.shard.num_logits
         owner, row = token_ids // each, token_ids % each
         counts = torch.bincount(owner, minlength=self.shard.size)
@@ -289,6 +295,24 @@ class GatheredHead(nn.Module):
         own = torch.cat([own, own.new_zeros(num_rows - len(own))])
         part = slice_rows(self.part, own)
         return GatheredHead(part, self.ranks, self.shard, len(token_ids), owner * num_rows + place)
+
+    def _dealt_out(self, token_ids: Int[Tensor, " D"], weight: Float[Tensor, "N H"]) -> GatheredHead:
+        """Return a head of these tokens of which each rank has as many rows, which others send to it."""
+        shard = Shard(self.shard.rank, self.shard.size, len(token_ids))
+        padding = token_ids.new_zeros(shard.size * shard.num_logits - len(token_ids))
+        wanted = torch.cat([token_ids, padding]).view(shard.size, -1)  # by the rank that gets them
+        rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(DEALT_ROWS, 1)])
+        with torch.device("meta"):
+            part = nn.Linear(self.in_features, shard.num_logits, bias=False)
+        part.weight = nn.Parameter(rows, requires_grad=False)
+        return GatheredHead(part, self.ranks, shard, len(token_ids))
+
+    def _fetched(self, token_ids: Int[Tensor, "size N"], weight: Float[Tensor, "_ H"]) -> Float[Tensor, "N H"]:
+        """Return the rows that this rank wants. token_ids: by the rank that wants them."""
+        owner, row = token_ids // self.shard.num_logits, token_ids % self.shard.num_logits
+        held = torch.where((owner == self.shard.rank)[..., None], weight.detach()[row], 0)
+        of_all = self.ranks.gather(held).unflatten(-1, (self.shard.size, -1))[self.shard.rank]
+        return of_all[torch.arange(len(of_all), device=owner.device), owner[self.shard.rank]]
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:

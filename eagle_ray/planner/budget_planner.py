@@ -7,16 +7,7 @@ rate is the price of a second, and every part of a step must be worth its price:
     between levels    stop if the next level's nodes would not pay for drafting them
     after drafting    verify as many of the batch's best candidates as pay for their rows
 
-The planner is in one of four modes, reviewed every REVIEW_EVERY steps and when the batch size changes:
-
-    WARM_UP -> ON or OFF     after NUM_PROBES drafts; on a CPU each is for a part of the batch
-    ON -> OFF                if drafts promise less than 1 - HYSTERESIS times plain decoding's rate
-    OFF -> ON                if they promise more than 1 + HYSTERESIS times, and the cost of catching up
-    OFF -> PROBING           if a probe is due and a trial by the whole batch is promising
-    PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch, or once they have lost much
-
-If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which contain what is
-looked up, and lookups alone. The kind with the better rate runs, so lookups may be on where the model does not pay.
+Whether drafts are on, and of which kind, is the mode (`modes.py`).
 
 It learns only from what it runs. So single steps are probes. OFF, or with lookups alone: a model's draft, on a CPU for
 a part of the batch, and a few steps with lookups. ON with the model: a plain step, the widest draft or lookups alone,
@@ -28,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -46,13 +36,12 @@ from eagle_ray.planner.acceptance_model import (
     AcceptanceByBatchSize,
     AcceptanceModel,
     CalibratedAcceptance,
-    octave,
 )
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.lookup_gains import LookupGains
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
+from eagle_ray.planner.modes import OFF_REVIEW_EVERY, Mode, PlannerModes
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanSearch
 from eagle_ray.planner.planner import Allocation, DraftKind, StepOutcome
-from eagle_ray.planner.probe_schedule import ProbeSchedule, TextHistogram
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
 
@@ -60,20 +49,6 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
 MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
 FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may show to be typical
-HYSTERESIS = 0.03  # of plain decoding's rate
-TRIAL_LOSS = 2.0  # plain steps that a trial by the whole batch may be expected to lose; it ends once it has
-POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
-PATIENCE = 2 * MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
-OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
-
-
-class Mode(Enum):
-    """What the planner does at an ordinary step."""
-
-    WARM_UP = auto()  # probes alone
-    OFF = auto()  # plain steps
-    PROBING = auto()  # draft for the whole batch although that is not expected to pay
-    ON = auto()  # the best plan
 
 
 class BudgetPlanner:
@@ -87,13 +62,11 @@ class BudgetPlanner:
         foreseen: reads on in a batch's texts and returns what `Drafter.foreseen` does; None if nothing is looked up.
 
     Attributes:
-        kind: of the drafts that are on, or were last.
+        modes: whether drafts are on, and of which kind.
         predicted_s: predicted seconds of all steps so far.
         predicted_plain_s: likewise, if each had been a plain step.
         search: rates of plans by the current costs.
         acceptance: of drafts at the current batch size.
-        best: the best plan of the last review.
-        next_review: the step of the next review.
     """
 
     def __init__(
@@ -109,32 +82,20 @@ class BudgetPlanner:
         self._bounds = bounds
         self._has_model = DraftKind.MODEL in kinds
         self._lookups = LookupGains(bounds) if DraftKind.LOOKUPS in kinds else None
-        self.kind = DraftKind.MODEL if self._has_model else DraftKind.LOOKUPS
-        self._texts = TextHistogram()
         self._can_sync, self._replays = can_sync, sizes is not None
-        self.mode = Mode.WARM_UP
         self.predicted_s = 0.0
         self.predicted_plain_s = 0.0
         self.search = PlanSearch(bounds, costs, can_sync, sizes or PassSizes())
-        self.probes = ProbeSchedule()
+        self.modes = PlannerModes(self.search, self._lookups, self._has_model)
         widths = (*(w for w in WIDTHS if w < bounds.top_k), bounds.top_k)
         self.acceptance_by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._bounds.depth))
         self.acceptance = self.acceptance_by_size.last
-        self.best = PlanEstimate(0.0)
-        self.next_review = 0
-        self._review_size = 0  # batch size of the last review
-        self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
         self._repeats_probe = False  # at the next step
-        self._judges_probe = False  # at the next review, after a probe of the model while it was off
-        self._trial_s = 0.0  # what the steps of the last trial cost beyond what their tokens would have taken
         self._probes_anew = False  # the next probe is the first one since the texts have changed
         self._num_probes_on = 0  # while the model is on
-        self._num_steps = 0
         self._last_draft = 0  # the last step that drafted or might have
         self.num_drafts = 0
         self.num_offers = 0  # nonempty drafts
-        self._num_missed = 0  # tokens that the drafter has to catch up on
-        self._prompt_tokens = 0.0  # new prompt tokens per step, on average
         self._rows_per_sequence = 2.0  # rows per sequence in the last drafting step
 
     @property
@@ -144,47 +105,48 @@ class BudgetPlanner:
 
     @property
     def will_draft(self) -> bool:
-        return self._has_model and self.mode is not Mode.OFF and self.kind is DraftKind.MODEL
+        return self._has_model and self.modes.mode is not Mode.OFF and self.modes.kind is DraftKind.MODEL
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self._can_sync and max(batch.remaining_tokens) <= 1:  # each has one token left, which needs no draft
             return PLAIN
         self.acceptance = self.acceptance_by_size.of(len(batch))
-        if self.mode is not Mode.WARM_UP or self._is_warm:
-            self.review(batch)
-        if self.mode is Mode.WARM_UP:
+        if self.modes.mode is not Mode.WARM_UP or self._is_warm:
+            self.modes.review(batch, self.acceptance)
+        if self.modes.mode is Mode.WARM_UP:
             return PLAIN if self._lacks_plain_steps(batch) else self._draft_probe(batch)
-        if self.mode is Mode.PROBING:
+        if self.modes.mode is Mode.PROBING:
             return self._as_probe(self._best_plan(batch))
         if self._repeats_probe:
             self._repeats_probe = False
             return self._draft_probe(batch)
-        if self._runs(DraftKind.MODEL):
-            return self._next_probe(batch) if self.probes.is_due(self._num_steps) else self._best_plan(batch)
+        if self.modes.runs(DraftKind.MODEL):
+            return self._next_probe(batch) if self.modes.probes.is_due(self.modes.num_steps) else self._best_plan(batch)
         return self._plan_without_model(batch)
 
     def _plan_without_model(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of a step while the model is off: plain or by lookups alone, unless a probe is due."""
-        if self._num_steps % OFF_REVIEW_EVERY == 0 and self._texts.have_changed(batch):
-            self._restart_probes(batch)
-        if self._has_model and self.probes.is_due(self._num_steps):
+        if self.modes.num_steps % OFF_REVIEW_EVERY == 0 and self.modes.texts.have_changed(batch):
+            self.modes.restart_probes(batch, self.acceptance)
+            self._probes_anew = True
+        if self._has_model and self.modes.probes.is_due(self.modes.num_steps):
             return self._next_probe(batch)
-        if self._runs(DraftKind.LOOKUPS):
+        if self.modes.runs(DraftKind.LOOKUPS):
             return self._lookups_plan(batch)
         if self._lookups is None:
             return PLAIN
         if not self._lookups.is_trying and self._is_trial_due(self._lookups, batch):
-            self._lookups.begin_trial(self._num_steps)
+            self._lookups.begin_trial(self.modes.num_steps)
         if not self._lookups.is_trying:
             return PLAIN
-        self._texts.remember(batch)
+        self.modes.texts.remember(batch)
         return self._as_probe(self._lookups_plan(batch))
 
     def _is_trial_due(self, lookups: LookupGains, batch: DecodeBatch) -> bool:
         """Return whether lookups are to be tried: their turn has come, or the texts repeat what was read."""
-        if lookups.schedule.is_due(self._num_steps):
+        if lookups.schedule.is_due(self.modes.num_steps):
             return True
-        if self._foreseen is None or self._num_steps % OFF_REVIEW_EVERY:
+        if self._foreseen is None or self.modes.num_steps % OFF_REVIEW_EVERY:
             return False
         return lookups.promise(self._foreseen(batch))
 
@@ -208,9 +170,7 @@ class BudgetPlanner:
         return Allocation(keep, num_nodes, rows[best], gains[best], sizes)
 
     def observe(self, outcome: StepOutcome) -> None:
-        self._num_steps += 1
-        self._count_missed(outcome)
-        self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
+        self.modes.count(outcome)
         if self._may_skip(outcome):
             self._observe_plain(outcome)
             return
@@ -226,25 +186,16 @@ class BudgetPlanner:
         if outcome.plan.lookups_only:
             self._observe_lookups(outcome, predicted, plain_s)
             return
-        if self.mode is Mode.WARM_UP or self._is_warm_up_probe(outcome.plan):
+        if self.modes.mode is Mode.WARM_UP or self._is_warm_up_probe(outcome.plan):
             return  # drafts were not calibrated yet, so their acceptance says little
         self._pay(outcome)
         if outcome.plan.probe:
-            cost_s = self._probe_cost(outcome)
-            self.probes.charge(cost_s)
-            self._trial_s += cost_s
-            if self.mode is Mode.PROBING and self._trial_s > TRIAL_LOSS * plain_s:
-                self.next_review = min(self.next_review, self._num_steps)
-            self._judges_probe = outcome.plan.is_drafting and not self._runs(DraftKind.MODEL)
-        if outcome.plan.is_drafting and self.mode is Mode.OFF:
-            self.next_review = min(self.next_review, self._num_steps)
+            self.modes.charge(self._probe_cost(outcome), plain_s, outcome.plan.is_drafting)
+        if outcome.plan.is_drafting and self.modes.mode is Mode.OFF:
+            self.modes.review_soon()
         self.acceptance_by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected_drafts)
 
     # modes
-
-    def _runs(self, kind: DraftKind) -> bool:
-        """Return whether drafts of this kind are on."""
-        return self.mode is Mode.ON and self.kind is kind
 
     @property
     def _is_warm(self) -> bool:
@@ -253,92 +204,11 @@ class BudgetPlanner:
 
     def _lacks_plain_steps(self, batch: DecodeBatch) -> bool:
         """Return whether the warm-up needs a plain step: the measured ones were greedy and sampled rows cost more."""
-        return not self._replays and batch.sampling.any_sampled and self._num_steps < NUM_PROBES
+        return not self._replays and batch.sampling.any_sampled and self.modes.num_steps < NUM_PROBES
 
     def _is_warm_up_probe(self, plan: DraftPlan) -> bool:
         """Return whether the plan is one of the warm-up's. Steps overlap, so it may be observed after the warm-up."""
         return plan.probe and self.num_offers <= NUM_PROBES and self.num_drafts <= MEMORY
-
-    def review(self, batch: DecodeBatch) -> None:
-        """Search for the best plan and choose the mode, if the last review is too old or of another batch size.
-
-        While nothing is drafted, a batch size of the same octave is no other one.
-        """
-        is_due = self._num_steps >= self.next_review
-        if not is_due and self._is_reviewed(len(batch)):
-            return
-        if self._has_model:
-            self.best = self.search.best(batch, self.acceptance, self._prompt_tokens)
-        self._review_size = len(batch)
-        if self.mode is Mode.PROBING and not is_due:
-            return
-        self._choose(batch)
-        self.next_review = self._num_steps + (OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY)
-
-    def _is_reviewed(self, size: int) -> bool:
-        """Return whether the last review was for batches of this size."""
-        if self.mode is Mode.OFF:
-            return octave(size) == octave(self._review_size)
-        return size == self._review_size
-
-    def _choose(self, batch: DecodeBatch) -> None:
-        """Turn on the kind of drafts with the best rate of those that pay, or none."""
-        size, plain_s = len(batch), self.search.plain_seconds(len(batch), batch.num_cached)
-        rates = self._rates(size, plain_s)
-        previous = self.mode, self.kind
-        paying = {
-            kind: rate for kind, rate in rates.items() if rate > self._hurdle(kind, batch, plain_s) * size / plain_s
-        }
-        if self._runs(self.kind) and self.kind in paying:
-            paying[self.kind] *= 1 + HYSTERESIS
-        self.mode = Mode.ON if paying else Mode.OFF
-        if paying:
-            self.kind = max(paying, key=paying.__getitem__)
-        self._schedule_probes(previous, batch, plain_s)
-
-    def _rates(self, size: int, plain_s: float) -> dict[DraftKind, float]:
-        """Return the tokens per second that each kind of drafts promises."""
-        rates = {DraftKind.MODEL: self.best.rate} if self._has_model else {}
-        if self._lookups is not None:
-            rates[DraftKind.LOOKUPS] = self._lookups.rate(size, plain_s)
-        return rates
-
-    def _hurdle(self, kind: DraftKind, batch: DecodeBatch, plain_s: float) -> float:
-        """Return how many times plain decoding's rate a kind must promise to be on.
-
-        What lookups promise is what they brought in, so they are off as soon as that is less than they take.
-        """
-        if kind is DraftKind.LOOKUPS:
-            return 1.0 if self._runs(kind) else 1 + HYSTERESIS / 3
-        if self._runs(kind):
-            return 1 - HYSTERESIS if self._num_unpaid < PATIENCE else 1.0
-        catch_up_s = self.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * len(batch)))
-        return 1 + HYSTERESIS + catch_up_s / (MEMORY * plain_s)
-
-    def _schedule_probes(self, previous: tuple[Mode, DraftKind], batch: DecodeBatch, plain_s: float) -> None:
-        """Set when the model is probed next, after its mode was chosen."""
-        was_on, is_on = previous == (Mode.ON, DraftKind.MODEL), self._runs(DraftKind.MODEL)
-        self._num_unpaid = self._num_unpaid + 1 if is_on and self.best.rate * plain_s < len(batch) else 0
-        if is_on:
-            self.probes.resume()
-        elif was_on:
-            self.probes.allow_retry(plain_s)
-        elif self._has_model and (self._judges_probe or previous[0] is Mode.WARM_UP):
-            self._texts.remember(batch)
-            if self.acceptance.accuracy * float(self.acceptance.model.expected([1.0])[0, 0, 0]) < POOR_ACCEPTANCE:
-                self.probes.back_off()
-        self._judges_probe = False
-
-    def _restart_probes(self, batch: DecodeBatch) -> None:
-        """Probe again soon, since the texts have changed."""
-        plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
-        self._texts.remember(batch)
-        self.probes.restart(plain_s)
-        self.acceptance.fade()
-        self._probes_anew = True
-        if self._lookups is not None:
-            self._lookups.schedule.restart(plain_s)
-            self._lookups.fade()
 
     # plans
 
@@ -358,12 +228,12 @@ class BudgetPlanner:
         Now and then it is a level deeper or a little wider. Near the optimum that costs little.
         """
         explores = self.num_drafts % (NUM_PROBES * REVIEW_EVERY) == 0
-        width, more = self.best.width, int(explores)
+        width, more = self.modes.best.width, int(explores)
         if explores:
             width = next((w for w in self.acceptance.model.widths if w > width), width)
         if not self._can_sync:
-            return self._plan(min(self.best.depth + more, self._bounds.depth), width)
-        price = self._opportunity_rate(len(batch), batch.num_cached)
+            return self._plan(min(self.modes.best.depth + more, self._bounds.depth), width)
+        price = self.modes.opportunity_rate(len(batch), batch.num_cached)
         num_rows = len(batch) * self._rows_per_sequence
         row_price = price * self.costs.row_seconds(num_rows, batch.num_cached, len(batch), batch.num_prefill_rows)
         level_price = price * self.costs.expand(len(batch) * width)
@@ -402,15 +272,14 @@ class BudgetPlanner:
         Otherwise: a trial, which also observes the cost of drafting for the whole batch, if it is promising; or a
         draft, and another at the next step if drafts are replayed.
         """
-        self.probes.begin(self._num_steps)
-        if self._runs(DraftKind.MODEL):
+        self.modes.probes.begin(self.modes.num_steps)
+        if self.modes.runs(DraftKind.MODEL):
             return self._next_probe_on(batch)
-        if not self._is_trial_promising(batch):
+        if not self.modes.is_trial_promising(batch):
             # After plain steps a replayed draft catches up in a pass of its own. Only the next one shows its cost.
             self._repeats_probe = self._replays
             return self._draft_probe(batch)
-        self.mode, self.kind, self._trial_s = Mode.PROBING, DraftKind.MODEL, 0.0
-        self.next_review = self._num_steps + REVIEW_EVERY
+        self.modes.begin_trial()
         return self._as_probe(self._best_plan(batch))
 
     def _next_probe_on(self, batch: DecodeBatch) -> DraftPlan:
@@ -420,12 +289,6 @@ class BudgetPlanner:
         if turn == 0:
             return self._as_probe(PLAIN)
         return self._widest_plan(batch, None) if turn == 1 else self._as_probe(self._lookups_plan(batch))
-
-    def _is_trial_promising(self, batch: DecodeBatch) -> bool:
-        """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
-        plain_s = self.search.plain_seconds(len(batch), batch.num_cached)
-        rate = max(len(batch) / plain_s, self._rates(len(batch), plain_s).get(DraftKind.LOOKUPS, 0.0))
-        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - TRIAL_LOSS / REVIEW_EVERY) * rate
 
     def _as_probe(self, plan: DraftPlan) -> DraftPlan:
         return replace(plan, probe=True)
@@ -458,15 +321,16 @@ class BudgetPlanner:
 
     def _probe_cost(self, probe: StepOutcome) -> float:
         """Return the seconds of a probe, without prompts, beyond those that its tokens would take otherwise."""
-        worth = (probe.batch_size + probe.num_accepted) / self._opportunity_rate(probe.batch_size, probe.num_cached)
+        rate = self.modes.opportunity_rate(probe.batch_size, probe.num_cached)
+        worth = (probe.batch_size + probe.num_accepted) / rate
         return probe.seconds.total - self.costs.prefill_seconds(probe) - worth
 
     # budgets
 
     def _row_counts(self, size: int, num_candidates: int) -> list[int]:
         """Return the numbers of rows to choose from; in a trial only the best plan's number."""
-        if self.mode is Mode.PROBING:
-            return self.search.padded([min(self.best.num_rows, size + num_candidates)])
+        if self.modes.mode is Mode.PROBING:
+            return self.search.padded([min(self.modes.best.num_rows, size + num_candidates)])
         return self.search.row_counts(size, num_candidates)
 
     def _budget(self, draft: Draft, batch: DecodeBatch) -> Budget:
@@ -494,7 +358,7 @@ class BudgetPlanner:
         seconds = seconds + self.costs.rows_overhead(np.asarray(rows), len(batch))
         if plan.lookups_only:
             seconds += np.where(np.asarray(rows) > len(batch), self.costs.tree_overhead(len(batch)), 0.0)
-        price = self._opportunity_rate(len(batch), batch.num_cached)
+        price = self.modes.opportunity_rate(len(batch), batch.num_cached)
         return self._acceptance_of(plan, len(batch)).accuracy * np.asarray(gains) - price * seconds
 
     def _acceptance_of(self, plan: DraftPlan, size: int) -> CalibratedAcceptance:
@@ -503,25 +367,10 @@ class BudgetPlanner:
             return self._lookups.acceptance_by_size.of(size)
         return self.acceptance
 
-    def _opportunity_rate(self, size: int, num_cached: int) -> float:
-        """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
-
-        A step should not maximise its own rate. If its texts are hard, a second is worth more in the steps to come; if
-        they are easy, it is worth less there.
-        """
-        plain_s = self.search.plain_seconds(size, num_cached)
-        return max(size / plain_s, *self._rates(size, plain_s).values())
-
     # observations
 
-    def _count_missed(self, outcome: StepOutcome) -> None:
-        if outcome.plan.is_drafting and not outcome.plan.members and not outcome.plan.lookups_only:
-            self._num_missed = 0
-        else:
-            self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
-
     def _pay(self, outcome: StepOutcome) -> None:
-        self.probes.pay(outcome.seconds.total)
+        self.modes.probes.pay(outcome.seconds.total)
         if self._lookups is not None:
             self._lookups.schedule.pay(outcome.seconds.total)
 
@@ -530,10 +379,11 @@ class BudgetPlanner:
 
         The ones right after a draft tell what it costs beyond them.
         """
-        if self.mode is not Mode.OFF or outcome.plan.is_drafting:
-            self._last_draft = self._num_steps
+        step = self.modes.num_steps
+        if self.modes.mode is not Mode.OFF or outcome.plan.is_drafting:
+            self._last_draft = step
             return False
-        return self._num_steps > self._last_draft + 2 * OFF_REVIEW_EVERY and self._num_steps % REVIEW_EVERY > 0
+        return step > self._last_draft + 2 * OFF_REVIEW_EVERY and step % REVIEW_EVERY > 0
 
     def _observe_plain(self, outcome: StepOutcome) -> None:
         """Observe a plain step while nothing is drafted: its costs are those of the next one that is looked at."""
@@ -559,22 +409,22 @@ class BudgetPlanner:
         lookups.acceptance_by_size.of(size).update(outcome.num_accepted, outcome.num_expected_drafts)
         if not outcome.plan.probe:
             return
-        if self._runs(DraftKind.MODEL):
-            self.probes.charge(self._probe_cost(outcome))
+        if self.modes.runs(DraftKind.MODEL):
+            self.modes.probes.charge(self._probe_cost(outcome))
             return
         cost_s = self._probe_cost(outcome)
         lookups.schedule.charge(cost_s)
         lookups.count_trial_step(cost_s, plain_s)
         if not lookups.is_trying:
             lookups.end_trial(size, plain_s)
-            self.next_review = min(self.next_review, self._num_steps)
+            self.modes.review_soon()
 
     def _max_overhead(self, plan: DraftPlan) -> float:
         """Return how many times the measured overhead is believed to be typical of steps with this plan.
 
         The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.
         """
-        if plan.is_drafting and plan.width > self.best.width:
+        if plan.is_drafting and plan.width > self.modes.best.width:
             return 0.0
         return FIRST_OVERHEAD if plan.is_drafting and self.num_drafts <= MEMORY else math.inf
 

@@ -29,7 +29,6 @@ from eagle_ray.planner.probe_schedule import ProbeSchedule
 LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
 FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
-LOOKUP_TRIAL_LOSS = 1.0  # plain steps that a trial may lose
 MIN_FORESEEN = 0.3  # of the tokens, for a trial out of turn
 MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
@@ -84,14 +83,14 @@ class LookupGains:
         self._trial_steps, self._trial_s = TRIAL_STEPS, 0.0
 
     def count_trial_step(self, cost_s: float, plain_s: float) -> None:
-        """Count a step of a trial, which ends early if it loses much.
+        """Count a step of a trial, which ends early once it has lost more than a plain step takes.
 
         Args:
             cost_s: its seconds beyond those that its tokens would have taken; negative if it gains.
         """
         self._trial_s += cost_s
         self._trial_steps -= 1
-        if self._trial_s > LOOKUP_TRIAL_LOSS * plain_s:
+        if self._trial_s > plain_s:
             self._trial_steps = 0
 
     def fade(self) -> None:

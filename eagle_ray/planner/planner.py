@@ -64,9 +64,11 @@ class Allocation:
     def unpacked(
         cls, packed: tuple[tuple[int, ...], int, int, float, list[int] | None], device: torch.device
     ) -> Allocation:
-        """Return the allocation on a device, to which `keep` is still to come."""
+        """Return the allocation on a device. It keeps the roots alone: what else is kept is sent there."""
         shape, num_nodes, num_rows, expected, sizes = packed
-        return cls(torch.zeros(shape, dtype=torch.bool, device=device), num_nodes, num_rows, expected, sizes)
+        keep = torch.zeros(shape, dtype=torch.bool, device=device)
+        keep[:, 0] = True
+        return cls(keep, num_nodes, num_rows, expected, sizes)
 
     @classmethod
     def without_padding(cls, draft: Draft, limit: int) -> Allocation:

@@ -19,6 +19,7 @@ from eagle_ray.report.figures import WIDE, Axis, Plot, percent, plain, sparkline
 from eagle_ray.report.scores import score_table
 from eagle_ray.report.text import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
+from eagle_ray.report.tree_figure import draft_tree
 
 RUNNING = "not ended: still running, or killed"
 MAX_DIFFERENCES = 50  # rows that differ from plain decoding
@@ -31,12 +32,10 @@ Point = tuple[float, float]
 def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
     """Return the report of a run. summary may have `scores`, too."""
     config = record["config"]
-    draft = config["model"]["draft"]
-    drafts = draft if isinstance(draft, list) else [draft]
     values = {
         "summary": summary,
         "record": record,
-        "models": [config["model"]["target"], *drafts, config["speculative"]["method"]],
+        "models": _models(config["model"], config["speculative"]["method"]),
         "scores": score_table(summary["scores"]) if summary.get("scores") else None,
         "running": RUNNING,
         "interval": INTERVAL,
@@ -47,6 +46,13 @@ def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
         values["slots"] = _slots(timeline, config["execution"]["slots"])
         values["fastest"] = max(max(worker["tokens_per_s"]) for name, worker in workers.items() if name != OTHERS)
     return _environment().get_template("run.html.j2").render(values)
+
+
+def _models(model: dict[str, Any], method: str) -> list[str]:
+    """Return what a run decoded with, such as ["target a/b", "drafts of c/d", "method auto"]."""
+    drafts = model["draft"] if isinstance(model["draft"], list) else [model["draft"]]
+    named = " and ".join(draft for draft in drafts if draft)
+    return [f"target {model['target']}", *([f"drafts of {named}"] if named else []), f"method {method}"]
 
 
 def _slots(timeline: dict[str, Any], setting: int | str) -> int:
@@ -115,7 +121,7 @@ def _environment() -> Any:
     shown = (number, duration, money, percent, interval_text, interval_words, rounding_words, sparkline)
     environment.filters |= {function.__name__: function for function in shown}
     environment.filters |= {"moment": _moment, "estimated": _estimated}
-    environment.globals |= {"figures": figures, "duration": duration, "money": money}
+    environment.globals |= {"figures": figures, "draft_tree": draft_tree, "duration": duration, "money": money}
     return environment
 
 

@@ -19,7 +19,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
@@ -102,7 +104,7 @@ class GrammarCompiler:
         eos_ids: tokens that end an output; they are allowed where it may end.
 
     Attributes:
-        has_time_limit: of COMPILE_TIMEOUT_S. A rank has none: it gets what its leader has compiled in time.
+        has_time_limit: of COMPILE_TIMEOUT_S. A rank has none: what it needs its leader has compiled in time.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
@@ -136,6 +138,27 @@ class GrammarCompiler:
             if error.code == "grammar_queue_full":
                 self._evict(key, cached)
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
+
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Return whether the grammar is compiled, or being compiled."""
+        with self._lock:
+            return (spec.name, spec.source) in self._cached
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        """Begin to compile a grammar for a later start, in a thread, unless MAX_COMPILING are being compiled."""
+        if not self._free.acquire(blocking=False):
+            return
+        try:
+            start_thread(partial(self._prepare, spec))
+        except RuntimeError:  # no memory for another thread: `start` raises it, if it is still so
+            self._free.release()
+
+    def _prepare(self, spec: GrammarSpec) -> None:
+        try:
+            with suppress(RequestError):  # `start` raises it
+                self.start(spec)
+        finally:
+            self._free.release()
 
     def _evict(self, key: tuple[str, str], cached: _CachedGrammar) -> None:
         """Let the next request compile the grammar again."""
@@ -174,7 +197,7 @@ class GrammarCompiler:
         """Compile a grammar in a thread of its own: a compilation cannot be interrupted, but need not be waited for."""
         _check_size(spec)
         tokenizer, timeout_s = self._tokenizer(), COMPILE_TIMEOUT_S if self.has_time_limit else None
-        if not self._free.acquire(timeout=timeout_s):
+        if self.has_time_limit and not self._free.acquire(timeout=timeout_s):
             message = f"{spec.name}: {MAX_COMPILING} other grammars are being compiled. Try again"
             raise RequestError("grammar_queue_full", message)
         made: Future[Matcher] = Future()
@@ -185,18 +208,22 @@ class GrammarCompiler:
             except BaseException as error:
                 made.set_exception(error)
             finally:
-                self._free.release()
+                self._release()
 
         try:
             start_thread(compile_source)
         except BaseException:
-            self._free.release()
+            self._release()
             raise
         try:
             return made.result(timeout_s)
         except TimeoutError:
             message = f"{spec.name}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it"
             raise RequestError("bad_grammar", message) from None
+
+    def _release(self) -> None:
+        if self.has_time_limit:
+            self._free.release()
 
 
 _stack_lock = threading.Lock()

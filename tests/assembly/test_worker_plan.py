@@ -102,6 +102,12 @@ def test_gpus_of_one_actor_are_on_one_node():
         ClusterError, match=r"^execution.gpus_per_actor: 2 GPUs .* \(GPUs by node: 1, 1\). Set it to 1, or"
     ):
         WorkerPlan.of_job(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
+    with pytest.raises(
+        ClusterUnfit, match=r"^execution.tensor_parallel: 4 GPUs .* \(GPUs by node: 2, 1\). Set it to 2"
+    ):
+        WorkerPlan.of_job(ExecutionConfig(tensor_parallel=4), "cuda", [{"GPU": 2}, {"GPU": 1}], num_rows=10)
+    with pytest.raises(ClusterUnfit, match=r"^serving.tensor_parallel: 4 GPUs"):
+        of_endpoint({"tensor_parallel": 4}, {"GPU": 2})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys, m
     assert "└── " in shown and " *\n" in shown
     assert (output / "notes.txt").read_text() == "mine" and (output / "report.html").is_file()
     report = (output / "report.html").read_text()
-    assert "as fast as plain decoding" in report and '<svg class="tree"' in report and "edge taken" in report
+    assert "as fast as plain decoding" in report and '<svg class="tree wide"' in report and "edge taken" in report
     tried = next(line.removeprefix("try:") for line in shown.splitlines() if line.startswith("try:"))
     assert "tau" in subprocess.run(tried, shell=True, check=True, capture_output=True, text=True).stdout
     query = f"select count(distinct category) from '{output}/data/*.parquet' where text <> ''"

@@ -234,6 +234,47 @@ def test_a_step_that_waits_for_a_lost_rank_for_ever_holds_nobody():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("ends_in_step", [True, False])
+def test_a_step_that_was_slow_and_comes_back_finds_its_calls_answered(ends_in_step):
+    """Given up in the middle of a step that ends a sequence, or while another is added."""
+    inner, released, is_stuck = llama_engine(2), threading.Event(), threading.Event()
+    inner.lockstep = lockstep = LostRank()
+    own_step, own_add = inner.step, inner.add
+
+    def step():
+        finished = own_step()
+        if finished:
+            is_stuck.set()
+            released.wait(60)
+        return finished
+
+    def add(sequence):
+        if sequence.request_id == "late":
+            lockstep.say("rank 1 was ended by signal 9")
+        own_add(sequence)
+
+    inner.step, inner.add = step, add
+
+    async def main():
+        engine = AsyncEngine(inner)
+        call = asyncio.ensure_future(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=3))))
+        await asyncio.to_thread(is_stuck.wait, 30)
+        if ends_in_step:
+            lockstep.say("rank 1 was ended by signal 9")
+        released.set()
+        if not ends_in_step:
+            await call
+            call = engine.generate(Sequence("late", [5], SamplingParams(max_tokens=3)))
+        with pytest.raises(EngineError, match="signal 9"):
+            await asyncio.wait_for(call, 10)
+        while engine.inner is not None:
+            await asyncio.sleep(0.01)
+        assert str(engine.step_loop.error) == "the engine failed: rank 1 was ended by signal 9"
+        engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine():
     inner = llama_engine(2)
     inner.lockstep = LostRank(is_lost=True)

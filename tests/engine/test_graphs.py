@@ -23,7 +23,8 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.own_trees import StaticPlanner
 from eagle_ray.models import graphs as graphs_module
 from eagle_ray.models.graphs import MAX_AHEAD, CudaGraphRunner, EagerGraph, InputBuffers
-from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.modes import Mode
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.tree.expand import DraftPlan
@@ -159,7 +160,7 @@ def test_the_global_budget_fills_the_passes_that_there_are():
     ours.planner.observe = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
-    assert ours.planner.mode is not Mode.WARM_UP and max(rows[True]) > (SLOTS, 0)
+    assert ours.planner.modes.mode is not Mode.WARM_UP and max(rows[True]) > (SLOTS, 0)
     assert all(n == ours.graphs.num_rows(n) for n, _ in rows[True])
     assert rows[False] and all(n == ours.graphs.batch_size(size) for n, size in rows[False])
 

@@ -22,7 +22,8 @@ from eagle_ray.engine.step import StepOutput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.own_trees import StaticPlanner
 from eagle_ray.planner import probe_schedule
-from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.modes import Mode
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
@@ -210,7 +211,7 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
     planner.observe = watched
     sequences = run(engine, *jobs(24, most=60))
     assert_plain(sequences)
-    assert planner.mode is not Mode.WARM_UP and engine.counters.num_ahead > engine.counters.num_steps / 3
+    assert planner.modes.mode is not Mode.WARM_UP and engine.counters.num_ahead > engine.counters.num_steps / 3
     drafted = [outcome for outcome in heard if outcome.depth]
     assert all(outcome.num_catch_up > 0 for outcome in drafted)
     assert len(heard) == engine.counters.num_steps and sum(o.num_expected_drafts for o in drafted) > 0
@@ -345,7 +346,7 @@ def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, mo
     planner = BudgetPlanner(TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds))
     ours.planner = SimulatedPlanner(planner, dear)
     run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
-    assert planner.mode is Mode.OFF
+    assert planner.modes.mode is Mode.OFF
     assert ours.counters.num_probes >= 0.8 * ours.counters.num_steps / REVIEW_EVERY
 
 

@@ -8,19 +8,22 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine_from_config
-from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.model_memory import loaded_bytes, weight_bytes
+from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weight_bytes
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config import load_config as load_job
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head
+from eagle_ray.models.gpu_linears import dense_linear
 from eagle_ray.models.loader import load_config
-from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.models.packed_linear import pack_linears, slice_rows
 from eagle_ray.models.quantized_linear import quantize_linears
-from eagle_ray.parallel import draft_shards
+from eagle_ray.parallel import draft_shards, shard
 from eagle_ray.parallel.draft_shards import leave_out, split_head
 from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.parallel.shard import GatheredHead, Shard, cut_out
 from tests.parallel.test_lockstep import cases
 from tests.support.checkpoints import (
     E3,
@@ -147,6 +150,20 @@ def test_a_rank_of_a_head_is_planned(tmp_path, shared):
     assert planned.kv_spec == head.kv_spec
 
 
+def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared):
+    config = load_job(None, sets=["speculative.method=eagle2", "input.path=embedded:prompts", "output.path=x"])
+    target, draft = (download("embedded:tiny", part) for part in ("target", "draft"))
+    shape, lengths = load_config(target), SequenceLengths.of(config.speculative, 1536, 256)
+
+    def plan_of(num_ranks: int):
+        files = config, target, [draft], shape, "cpu", torch.float32, lengths
+        return plan_checkpoint(*files, num_ranks=num_ranks)
+
+    [head, _] = on_ranks(2, tmp_path, lambda ranks: load_head(draft, shape, ranks))
+    assert plan_of(2).draft == weight_bytes(head) < plan_of(1).draft
+    assert 2 * plan_of(2).kv_per_token == plan_of(1).kv_per_token, "of target and head"
+
+
 def test_rounded_heads_of_a_quantised_target(tmp_path, shared):
     path = write(tmp_path / "head", eagle3_tensors(TINY_HEAD), TINY_HEAD)
     target = load_config(download("embedded:tiny", "target"))
@@ -163,6 +180,25 @@ def test_rounded_heads_of_a_quantised_target(tmp_path, shared):
     one, other = on_ranks(2, tmp_path, logits_of)
     assert torch.equal(one, other)
     torch.testing.assert_close(one, logits_of(None), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 97])
+def test_rows_of_frequent_tokens_are_dealt_out_evenly(tmp_path, monkeypatch, num_tokens):
+    """The first of 200 tokens are rows of the first of three ranks."""
+    monkeypatch.setattr(shard, "DEALT_ROWS", 9)
+    random = torch.Generator().manual_seed(8)
+    whole, hidden = torch.randn(200, 32, generator=random), torch.randn(5, 32, generator=random)
+    tokens = torch.randperm(num_tokens, generator=random)
+
+    def work(ranks: RankGroup):
+        mine = Shard(ranks.rank, 3, 200)
+        lm_head = dense_linear(cut_out(whole, mine.part_of("lm_head.weight", whole.shape)), None)
+        some = slice_rows(GatheredHead(lm_head, ranks, mine, 200), tokens)
+        return some(hidden), len(some.weight)
+
+    for logits, num_rows in on_ranks(3, tmp_path, work):
+        torch.testing.assert_close(logits, hidden @ whole[tokens].T, rtol=0, atol=1e-5)
+        assert num_rows == -(-num_tokens // 3)
 
 
 def ranks_of(size: int, device: str = "cpu") -> RankGroup:

@@ -1,5 +1,6 @@
 """Followers: processes that end with their leader, and it with them, whatever happens to any of them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,15 +8,21 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import product
 
 import psutil
 import pytest
+import torch
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.core.errors import EngineError
+from eagle_ray.assembly import costs, follow
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.parallel import followers as followers_module
 from eagle_ray.parallel.followers import Followers
-from tests.support.ranks import followers_of, meetings, wait_until
+from eagle_ray.parallel.rank_group import RankGroup
+from tests.support.ranks import followers_of, wait_until
 
 PROMPTS = [f"The number {i} is" for i in range(48)]
 PARAMS = [SamplingParams(max_tokens=16, temperature=0.8 * (i % 2), seed=i) for i in range(48)]
@@ -33,14 +40,14 @@ def listening() -> set[int]:
 
 
 def test_two_processes_answer_as_one_and_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # ranks of other tests meet in the usual one
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ports = listening()
     with LLM(**SETTINGS) as llm:
         one = ids(llm.generate(PROMPTS, PARAMS))
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         assert len(followers_of(os.getpid())) == 1
         assert ids(llm.generate(PROMPTS, PARAMS)) == one
-    assert not followers_of(os.getpid()) and not meetings()
+    assert not followers_of(os.getpid()) and not [path for path in tmp_path.iterdir() if "rank" in path.name]
     assert wait_until(lambda: listening() <= ports, 5)
 
 
@@ -66,6 +73,53 @@ def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call():
                 llm.generate(PROMPTS[:2])
 
 
+def without_memory(follower: psutil.Process) -> None:
+    """Let it map no more, as if a limit of its own was reached."""
+    follower.rlimit(psutil.RLIMIT_AS, (follower.memory_info().vms,) * 2)
+
+
+HURTS = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend, "without memory": without_memory}
+LOST = r"rank 1 (was ended by signal|does not answer|ended with exit code 1|failed)"
+
+
+@pytest.mark.parametrize(
+    "moment, how", [*product(["weights", "costs"], ["killed", "stopped"]), ("weights", "without memory")]
+)
+def test_a_follower_lost_while_rank_0_starts_fails_the_start(monkeypatch, moment, how):
+    """As the first tensor of the weights is read, while it imports torch, or before the first cost is measured."""
+    monkeypatch.setattr(followers_module, "SILENCE_S", 3.0)
+    if moment == "weights":  # before its first beat
+        monkeypatch.setattr(followers_module, "FIRST_BEAT_S", 10.0)
+    place = (RankGroup, "check") if moment == "weights" else (costs, "planner_for")
+    original, hurt = getattr(*place), []
+
+    def loses_one(*arguments, **named):
+        if not hurt:
+            hurt.extend(followers_of(os.getpid()))
+            HURTS[how](hurt[0])
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(*place, loses_one)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=LOST):
+        LLM(tensor_parallel=2, **SETTINGS | {"budget": "global"})
+    assert time.monotonic() - started < 60
+    assert hurt and not followers_of(os.getpid())
+
+
+def test_a_follower_without_memory_ends_the_engine_and_says_so():
+    """There is none for the thread that compiles a grammar."""
+    with LLM(tensor_parallel=2, **SETTINGS) as llm:
+        [follower] = followers_of(os.getpid())
+        llm.generate(PROMPTS[:2])
+        without_memory(follower)
+        with pytest.raises(
+            EngineError, match=r"rank 1 failed \((ImportError: .* failed to map|RuntimeError: can't start)"
+        ):
+            llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8, regex="[ab]{5}"))
+        assert not followers_of(os.getpid())
+
+
 PROGRAM = """
 import sys
 from eagle_ray import LLM, SamplingParams
@@ -77,8 +131,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("stops_follower", [False, True])
-def test_a_leader_that_dies_leaves_no_process(stops_follower):
+def test_a_leader_that_dies_leaves_neither_process_nor_file(tmp_path, monkeypatch, stops_follower):
     """Its followers end even if they are stopped."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     leader = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert leader.stdout.readline() == b"ready\n"
@@ -88,6 +143,7 @@ def test_a_leader_that_dies_leaves_no_process(stops_follower):
         leader.kill()
         leader.wait()
         assert wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE, 10)
+        assert not [path for path in tmp_path.rglob("*") if "rank" in path.name]
     finally:
         leader.kill()
         leader.wait()
@@ -98,6 +154,26 @@ def test_a_follower_that_ends_early_says_how():
     try:
         assert wait_until(lambda: followers.why_lost() is not None, 20)
         assert followers.why_lost() == "rank 1 ended with exit code 3"
+    finally:
+        followers.close()
+
+
+def test_a_follower_that_cannot_be_started_is_named(monkeypatch):
+    """The second of them; the first one ends, too."""
+    own, names = followers_module.start_child, []
+
+    def start(command, name, *arguments, **files):
+        names.append(name)
+        if len(names) == 2:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return own(command, name, *arguments, **files)
+
+    monkeypatch.setattr(followers_module, "start_child", start)
+    followers = Followers("import time; time.sleep(60)", 3, None)
+    try:
+        assert wait_until(lambda: followers.why_lost() is not None, 20)
+        assert followers.why_lost() == "rank 2 cannot be started ([Errno 12] Cannot allocate memory)"
+        assert not [pid for pid in followers.pids if psutil.pid_exists(pid)]
     finally:
         followers.close()
 
@@ -136,21 +212,10 @@ def test_a_follower_waits_for_a_program_that_is_busy(monkeypatch):
     assert not psutil.pid_exists(pid)
 
 
-def test_directories_of_killed_leaders_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    long_ago = time.time() - 3600
-    for name in ("eagle-ray-ranks-killed", "eagle-ray-ranks-new", "other"):
-        (tmp_path / name).mkdir()
-        if name != "eagle-ray-ranks-new":
-            os.utime(tmp_path / name, (long_ago, long_ago))
-    first = Followers("import time; time.sleep(60)", 2, None)
-    held = os.path.dirname(first.meeting)
-    os.utime(held, (long_ago, long_ago))
-    second = Followers("import time; time.sleep(60)", 2, None)
-    try:
-        assert not (tmp_path / "eagle-ray-ranks-killed").exists() and os.path.isdir(held)
-        assert (tmp_path / "eagle-ray-ranks-new").is_dir() and (tmp_path / "other").is_dir()
-    finally:
-        first.close()
-        second.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"eagle-ray-ranks-new", "other"}
+def test_a_process_has_one_engine_over_several_gpus(monkeypatch):
+    """Its process group would be that of ranks that have ended: NCCL would wait for them for ever."""
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"has a process group .* another process"):
+        follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(), 2)
+    assert not followers_of(os.getpid())

@@ -1,11 +1,15 @@
 """Lockstep: whatever rank 0's planner, clock and callers do, every rank takes the same steps, to the tokens of one."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from eagle_ray.assembly import costs
 from eagle_ray.assembly.assemble import build_engine_from_config
@@ -18,15 +22,43 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.graph_warmup import capture_fixed
 from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.methods.method import plans_alone
 from eagle_ray.parallel.lockstep import Follower, Leader
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling import grammar
+from eagle_ray.sampling.grammar import GrammarSpec
+from tests.support.checkpoints import published_draft
 from tests.support.engines import Whimsical, some_params, some_prompts
-from tests.support.ranks import with_ranks
-from tests.support.toy_models import run
+from tests.support.ranks import wait_until, with_ranks
+from tests.support.toy_models import llama, run
 
+SMALL = dict(num_hidden_layers=7, num_key_value_heads=4)  # of a random target: EAGLE-3 reads three of its layers
+DRAFTS = {  # of the random target, by the method that reads it
+    "eagle1": "eagle",
+    "eagle3": "eagle3",
+    "ddd": "eagle",
+    "opt_tree": "eagle",
+    "head": "eagle",
+    "eagle2+suffix": "eagle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "dflash": "dflash",
+    "dflash, DSpark": "vanilla",
+    "dflash, DFlash2": "dflash2",
+    "dflash, Domino": "domino",
+    "draft_model": "draft_model",
+    "draft_model+eagle2": "draft_model eagle",
+    "rest": "",
+    "recycling": "",
+    "lookahead": "",
+}
+FOUR = ["eagle2+suffix", "eagle3", "medusa", "dflash, DSpark", "draft_model", "rest"]  # with 4 ranks, too
+SIZES = [*((name, 2) for name in DRAFTS), (FOUR[0], 4)]
+SIZES += [pytest.param(name, 4, marks=pytest.mark.slow) for name in FOUR[1:]]
+MIN_ACCEPTED = 20  # of 48 sequences: their tokens would be equal, too, if no draft was ever right
 TINY = ModelConfig(device="cpu", max_model_len=192)
 SLOTS = 6
 ARGS = EngineArgs(SLOTS, kv_tokens=None)
@@ -71,6 +103,25 @@ class RandomSeconds:
         self._planner.observe(replace(outcome, seconds=seconds))
 
 
+class ByTurns:
+    """A step as one planner says, and one as another says, which may draft nothing."""
+
+    will_draft = True
+
+    def __init__(self, *planners):
+        self._planners = planners
+
+    def plan(self, batch):
+        self._planners = *self._planners[1:], self._planners[0]
+        return self._planners[0].plan(batch)
+
+    def allocate(self, draft, plan, batch):
+        return self._planners[0].allocate(draft, plan, batch)
+
+    def observe(self, outcome) -> None:
+        self._planners[0].observe(outcome)
+
+
 class ReadsOn(UniformPlanner):
     """Lets the drafter read on in the texts of every batch."""
 
@@ -112,6 +163,123 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, name):
     assert outputs == plain
     counters = [(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines]
     assert counters[0] == counters[1], "each step was checked, and had as many rows"
+
+
+@dataclass(frozen=True)
+class Small:
+    """A random target, drafts for it of each kind, and the tokens of one process."""
+
+    path: Path
+    plain: list[list[int]]
+
+    def model(self, drafts: str = "") -> ModelConfig:
+        paths = [str(self.path / kind) for kind in drafts.split()]
+        draft = paths[0] if len(paths) == 1 else paths or None
+        return ModelConfig(target=str(self.path), draft=draft, device="cpu", dtype="float32", max_model_len=192)
+
+    def speculative(self, method: str, **settings: object) -> SpeculativeConfig:
+        own = dict(datastore=str(self.path / "outputs.parquet")) if method == "rest" else {}
+        return SpeculativeConfig(method=method, **{**own, **settings})
+
+
+def small_cases() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts that repeat themselves, and greedy and sampled parameters by turns."""
+    return [prompt * 2 for prompt in some_prompts(NUM)], some_params(NUM, 20)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Small:
+    path = tmp_path_factory.mktemp("small")
+    llama(**SMALL).save_pretrained(path)
+    for kind in {kind for kinds in DRAFTS.values() for kind in kinds.split()}:
+        published_draft(path / kind, kind, SMALL["num_hidden_layers"])
+    own = Small(path, [])
+    engine = build_engine_from_config(own.model(), own.speculative("none"), ARGS).engine
+    plain = [sequence.output_ids for sequence in run(engine, *small_cases())]
+    pq.write_table(pa.table({"token_ids": plain}), path / "outputs.parquet")
+    return replace(own, plain=plain)
+
+
+@pytest.mark.parametrize("method, size", SIZES)
+def test_whatever_drafts_the_tokens_are_those_of_one_process(tmp_path, small, method, size):
+    """A follower ends if a step's checksum is not rank 0's."""
+    kinds, method = DRAFTS[method], method.partition(",")[0]
+
+    def work(engine):
+        if plans_alone(method):
+            engine.planner = RandomSeconds(engine.planner, seed=5)
+        else:
+            engine.planner = ByTurns(RandomSeconds(budget_planner(engine), seed=5), UniformPlanner(engine.bounds))
+        sequences = run(engine, *small_cases())
+        assert engine.counters.planner_error is None
+        assert sum(s.stats.num_accepted_draft_tokens for s in sequences) >= MIN_ACCEPTED
+        return [sequence.output_ids for sequence in sequences]
+
+    speculative = small.speculative(method, **{**UNIFORM, "top_k": 16, "max_nodes": 24})
+    outputs, engines = with_ranks(size, tmp_path, small.model(kinds), speculative, ARGS, work)
+    assert outputs == small.plain
+    counters = {(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines}
+    assert len(counters) == 1, "each step was checked, and had as many rows"
+
+
+SHAPE = dict(vocab_size=97, hidden_size=48, num_hidden_layers=3, max_position_embeddings=256, initializer_range=0.1)
+SHAPES = {
+    "3 ranks of 6 heads, tied, odd MLP": (
+        3,
+        LlamaConfig(
+            **SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=51, tie_word_embeddings=True
+        ),
+    ),
+    "5 ranks of 5 heads, biases": (
+        5,
+        LlamaConfig(
+            **SHAPE | {"hidden_size": 60},
+            num_attention_heads=5,
+            num_key_value_heads=5,
+            intermediate_size=55,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "window": (
+        2,
+        MistralConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, intermediate_size=70, sliding_window=9),
+    ),
+    "window in some layers, biases of q, k and v, tied": (
+        2,
+        Qwen2Config(
+            **SHAPE,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=70,
+            use_sliding_window=True,
+            sliding_window=9,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            tie_word_embeddings=True,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_targets_of_odd_shapes(tmp_path, name):
+    size, config = SHAPES[name]
+    torch.manual_seed(4)
+    target = AutoModelForCausalLM.from_config(config)
+    for key, parameter in target.named_parameters():
+        if key.endswith("bias"):
+            parameter.data.normal_()
+    target.save_pretrained(tmp_path / "target")
+    model = ModelConfig(target=str(tmp_path / "target"), device="cpu", dtype="float32", max_model_len=192)
+    prompts, params = [prompt * 2 for prompt in some_prompts(12)], some_params(12, 20)
+    one = build_engine_from_config(model, SpeculativeConfig(method="none"), ARGS).engine
+    plain = [sequence.output_ids for sequence in run(one, prompts, params)]
+
+    def work(engine):
+        return [sequence.output_ids for sequence in run(engine, prompts, params)]
+
+    speculative = SpeculativeConfig(**UNIFORM, method="suffix")
+    assert with_ranks(size, tmp_path, model, speculative, ARGS, work)[0] == plain
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -203,6 +371,26 @@ def test_a_lost_rank_is_no_fault_of_the_planner(monkeypatch):
 def test_a_grammar_that_the_leader_has_compiled_has_time_on_the_others(tmp_path):
     _, engines = with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
     assert [engine.grammars.has_time_limit for engine in engines] == [True, False]
+
+
+def test_the_others_compile_a_grammar_while_the_leader_does(tmp_path, monkeypatch):
+    """Before its sequence is added: a step would wait for them."""
+    compiled, original = [], grammar.matcher_of
+    monkeypatch.setattr(grammar, "matcher_of", lambda *parts: (compiled.append(parts[0]), original(*parts))[1])
+    spec, params = GrammarSpec("regex", "[ab]{5}"), SamplingParams(max_tokens=12, regex="[ab]{5}")
+
+    def work(engine):
+        sequence = Sequence("a", [5], params, grammar_spec=spec)
+        for _ in range(2):
+            engine.compile_grammar(sequence)
+        assert wait_until(lambda: len(compiled) == 2, 20)
+        engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+        return sequence.output_ids
+
+    outputs, _ = with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, work)
+    assert outputs and compiled == [spec, spec], "once on each rank"
 
 
 def test_schemas_and_logprobs(tmp_path):

@@ -17,9 +17,10 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.models.graphs import CudaGraphRunner, PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY
-from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
+from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
+from eagle_ray.planner.modes import Mode
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -141,7 +142,7 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner.probes.charge(1000 * believed.plain_seconds(8, 0))
+    planner.modes.probes.charge(1000 * believed.plain_seconds(8, 0))
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
@@ -170,9 +171,9 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     plain = planner.search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])
-    planner.next_review = 0
-    planner.review(crowd)
-    assert planner.best.rate < plain
+    planner.modes.next_review = 0
+    planner.modes.review(crowd, planner.acceptance)
+    assert planner.modes.best.rate < plain
     assert planner.will_draft == goes_on
 
 
@@ -193,7 +194,7 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     priced.outcomes.clear()
     modes: list[Mode] = []
     observe = planner.observe
-    planner.observe = lambda outcome: (modes.append(planner.mode), observe(outcome))
+    planner.observe = lambda outcome: (modes.append(planner.modes.mode), observe(outcome))
     for _ in range(4):
         run(made.engine, prompts, [LONG] * 8)
     trials = [list(steps) for mode, steps in groupby(range(len(modes)), modes.__getitem__) if mode is Mode.PROBING]
@@ -339,7 +340,7 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
     for sequence in sequences:
         made.engine.add(sequence)
     drafts: list[bool] = []
-    while made.engine.has_work and (True not in drafts[first_plain(drafts) :] or planner.mode is not Mode.ON):
+    while made.engine.has_work and (True not in drafts[first_plain(drafts) :] or planner.modes.mode is not Mode.ON):
         made.engine.step()
         drafts = [outcome.plan.is_drafting for outcome in priced.outcomes]
     for sequence in sequences:
@@ -348,7 +349,7 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
     plain = first_plain(drafts)
     probe = drafts.index(True, plain)
     assert probe >= plain + REVIEW_EVERY - 2 and drafts[probe + 1] and priced.outcomes[probe + 1].plan.probe
-    assert planner.mode is Mode.ON
+    assert planner.modes.mode is Mode.ON
 
 
 class CatchingUpBefore:
@@ -368,7 +369,7 @@ class CatchingUpBefore:
         late = outcome.plan.is_drafting and self._follows_plain
         self._follows_plain = not outcome.plan.is_drafting
         self._planner.observe(replace(outcome, caught_up_before=late))
-        if self._believed is not None and self._planner.mode is Mode.OFF:
+        if self._believed is not None and self._planner.modes.mode is Mode.OFF:
             self._planner.costs.catch_up, self._believed = self._believed, None
 
 

@@ -10,8 +10,9 @@ import torch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.acceptance_model import MEMORY
-from eagle_ray.planner.budget_planner import NUM_PROBES, OFF_REVIEW_EVERY, BudgetPlanner, Mode
+from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.planner.cost_model import CostCurve
+from eagle_ray.planner.modes import OFF_REVIEW_EVERY, Mode
 from eagle_ray.planner.planner import DraftKind, StepOutcome
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
@@ -107,7 +108,7 @@ def test_lookups_are_on_and_the_model_off_where_only_lookups_pay(can_sync):
     world, planner = World(model=0.05, lookups=0.8), planner_of(*BOTH, can_sync=can_sync)
     world.run(planner, 100)
     plans = world.run(planner, 400)
-    assert planner.planner.mode is Mode.ON and planner.planner.kind is DraftKind.LOOKUPS
+    assert planner.planner.modes.mode is Mode.ON and planner.planner.modes.kind is DraftKind.LOOKUPS
     assert not planner.will_draft
     assert share(plans, DraftKind.LOOKUPS) > 0.95 and share(plans, DraftKind.MODEL) < 0.03
 
@@ -142,12 +143,12 @@ def test_where_nothing_pays_probes_become_rare_and_begin_again_with_other_texts(
     assert sum(p.is_drafting and not p.lookups_only for p in late) <= 6
     plain_s = len(late) * flat().plain_seconds(NUM_SEQUENCES, 400)
     assert planner.seconds < 1.005 * plain_s
-    assert planner.planner.mode is Mode.OFF and not planner.will_draft
+    assert planner.planner.modes.mode is Mode.OFF and not planner.will_draft
 
     world.model = world.lookups = 0.9
     world.first_id = 500
     world.run(planner, 300)
-    assert planner.planner.mode is Mode.ON
+    assert planner.planner.modes.mode is Mode.ON
 
 
 def test_texts_that_go_on_as_before_do_not_restart_probes():
@@ -170,7 +171,7 @@ def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     world, planner = World(model=0.9, lookups=0.0), planner_of(DraftKind.MODEL, head_share=0.05)
     world.run(planner, 100)
     ours = planner.planner
-    assert ours.mode is Mode.ON
+    assert ours.modes.mode is Mode.ON
     batch = Batch([SimpleNamespace(prompt_ids=[], output_ids=[1])] * NUM_SEQUENCES)
     best, plain_rate = ours.search.best(batch, ours.acceptance, 0.0), ours.search.plain_rate(NUM_SEQUENCES, 400)
     more_s = NUM_SEQUENCES * best.tau * (1 / (0.985 * plain_rate) - 1 / best.rate)
@@ -178,7 +179,7 @@ def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
         costs.draft_overhead = CostCurve([4], [costs.draft_overhead(4) + more_s])
     assert share(world.run(planner, 20), DraftKind.MODEL) > 0.8
     world.run(planner, 2 * MEMORY)
-    assert ours.mode is not Mode.ON
+    assert ours.modes.mode is not Mode.ON
 
 
 class Reads:
@@ -198,10 +199,10 @@ def test_lookups_are_tried_as_soon_as_texts_repeat():
     reads, world = Reads(), World(model=0.02, lookups=0.0)
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
     world.run(planner, 6000)
-    assert planner.planner.mode is Mode.OFF
+    assert planner.planner.modes.mode is Mode.OFF
     reads.share, world.lookups = 0.9, 0.9
     plans = world.run(planner, 3 * OFF_REVIEW_EVERY)
-    assert planner.planner.kind is DraftKind.LOOKUPS and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
+    assert planner.planner.modes.kind is DraftKind.LOOKUPS and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
 
 
 def test_texts_that_repeat_to_no_profit_are_not_tried_again_and_again():

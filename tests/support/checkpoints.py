@@ -25,7 +25,9 @@ from transformers import LlamaConfig
 
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
-from tests.support.toy_models import LLAMA
+from eagle_ray.methods.medusa.checkpoint import save_path_heads
+from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
+from tests.support.toy_models import LLAMA, llama
 
 RAW: dict[str, Any] = {  # of an EAGLE-1/2 head for `toy.llama`
     "architectures": ["LlamaForCausalLM"],
@@ -291,6 +293,26 @@ def toy_config(num_layers: int = 2) -> LlamaConfig:
 def published_head(path: Path, config: dict[str, Any], num_target_layers: int = 2) -> DFlashHead:
     """Publish a random head and load it."""
     return load_dflash(publish(path, config), toy_config(num_target_layers)).requires_grad_(False)
+
+
+def published_draft(path: Path, kind: str, num_target_layers: int) -> Path:
+    """Publish a random draft of a kind for a `toy.llama` of so many layers: a method's name, or one of PATH_CONFIGS."""
+    sizes = 3, 2, LLAMA["hidden_size"], LLAMA["vocab_size"]
+    if kind == "eagle3":
+        return write(path, eagle3_tensors(), E3)
+    if kind in ("medusa", "hydra"):
+        torch.manual_seed(3)
+        heads = MedusaHeads(*sizes, own_lm_head=True) if kind == "medusa" else HydraHeads(*sizes)
+        save_path_heads(heads, path)
+    elif kind == "draft_model":
+        llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8).save_pretrained(path)
+    elif kind == "dflash":
+        publish(path, zlab_config(num_target_layers))
+    elif kind in PATH_CONFIGS:
+        publish(path, PATH_CONFIGS[kind]() | {"num_target_layers": num_target_layers})
+    else:
+        write(path, eagle_tensors())
+    return path
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

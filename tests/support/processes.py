@@ -48,6 +48,10 @@ class Watched:
         found = {title: [str(one) for one in some if not one.is_loopback] for title, some in self.seen.items()}
         return {title: some for title, some in found.items() if some}
 
+    def running(self) -> set[int]:
+        """Return the processes that inherited the mark and have not ended, zombies left out."""
+        return {pid for pid in self._marked() if is_running(pid)}
+
     def _marked(self) -> set[int]:
         found = set()
         for process in psutil.process_iter():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,10 +84,3 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
     while not (now := is_so()) and time.monotonic() < ends_at:
         time.sleep(0.05)
     return now
-
-
-def meetings() -> set[str]:
-    """Return the directories in which ranks meet that are there now."""
-    import tempfile
-
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("eagle-ray-ranks-")}

@@ -1,0 +1,209 @@
+"""PlannerModes: what the planner does at an ordinary step, and when that changes.
+
+The mode is reviewed every REVIEW_EVERY steps and when the batch size changes:
+
+    WARM_UP -> ON or OFF     after NUM_PROBES drafts; on a CPU each is for a part of the batch
+    ON -> OFF                if drafts promise less than 1 - HYSTERESIS times plain decoding's rate
+    OFF -> ON                if they promise more than 1 + HYSTERESIS times, and the cost of catching up
+    OFF -> PROBING           if a probe is due and a trial by the whole batch is promising
+    PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch, or once they have lost much
+
+If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which contain what is
+looked up, and lookups alone. The kind with the better rate runs, so lookups may be on where the model does not pay.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.planner.acceptance_model import MEMORY, CalibratedAcceptance, octave
+from eagle_ray.planner.lookup_gains import LookupGains
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
+from eagle_ray.planner.planner import DraftKind, StepOutcome
+from eagle_ray.planner.probe_schedule import ProbeSchedule, TextHistogram
+
+HYSTERESIS = 0.03  # of plain decoding's rate
+TRIAL_LOSS = 2.0  # plain steps that a trial by the whole batch may be expected to lose; it ends once it has
+POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
+PATIENCE = 2 * MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
+OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
+
+
+class Mode(Enum):
+    """What the planner does at an ordinary step."""
+
+    WARM_UP = auto()  # probes alone
+    OFF = auto()  # plain steps
+    PROBING = auto()  # draft for the whole batch although that is not expected to pay
+    ON = auto()  # the best plan
+
+
+class PlannerModes:
+    """The current mode, reviewed by what drafts promise.
+
+    Args:
+        search: rates of plans by the current costs.
+        lookups: what lookups alone bring in; None if nothing is looked up.
+        has_model: a model can draft.
+
+    Attributes:
+        mode: of ordinary steps.
+        kind: of the drafts that are on, or were last.
+        best: the best plan of the last review.
+        next_review: the step of the next review.
+        num_steps: steps so far.
+        probes: when the model is probed.
+        texts: those that the last probe was of.
+    """
+
+    def __init__(self, search: PlanSearch, lookups: LookupGains | None, has_model: bool):
+        self._search, self._lookups, self._has_model = search, lookups, has_model
+        self.mode = Mode.WARM_UP
+        self.kind = DraftKind.MODEL if has_model else DraftKind.LOOKUPS
+        self.best = PlanEstimate(0.0)
+        self.next_review = self.num_steps = 0
+        self.probes, self.texts = ProbeSchedule(), TextHistogram()
+        self._review_size = 0  # batch size of the last review
+        self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
+        self._judges_probe = False  # at the next review, after a probe of the model while it was off
+        self._trial_s = 0.0  # what the steps of the last trial cost beyond what their tokens would have taken
+        self._num_missed = 0  # tokens that the drafter has to catch up on
+        self._prompt_tokens = 0.0  # new prompt tokens per step, on average
+
+    def runs(self, kind: DraftKind) -> bool:
+        """Return whether drafts of this kind are on."""
+        return self.mode is Mode.ON and self.kind is kind
+
+    def count(self, outcome: StepOutcome) -> None:
+        """Count a step, the tokens of it that the drafter has not read, and its prompt tokens."""
+        self.num_steps += 1
+        if outcome.plan.is_drafting and not outcome.plan.members and not outcome.plan.lookups_only:
+            self._num_missed = 0
+        else:
+            self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
+        self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
+
+    def review(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
+        """Search for the best plan and choose the mode, if the last review is too old or of another batch size.
+
+        While nothing is drafted, a batch size of the same octave is no other one.
+        """
+        is_due = self.num_steps >= self.next_review
+        if not is_due and self._is_reviewed(len(batch)):
+            return
+        if self._has_model:
+            self.best = self._search.best(batch, acceptance, self._prompt_tokens)
+        self._review_size = len(batch)
+        if self.mode is Mode.PROBING and not is_due:
+            return
+        self._choose(batch, acceptance)
+        self.next_review = self.num_steps + (OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY)
+
+    def review_soon(self) -> None:
+        """Review at the next step at the latest."""
+        self.next_review = min(self.next_review, self.num_steps)
+
+    def opportunity_rate(self, size: int, num_cached: int) -> float:
+        """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
+
+        A step should not maximise its own rate. If its texts are hard, a second is worth more in the steps to come; if
+        they are easy, it is worth less there.
+        """
+        plain_s = self._search.plain_seconds(size, num_cached)
+        return max(size / plain_s, *self._rates(size, plain_s).values())
+
+    # trials
+
+    def is_trial_promising(self, batch: DecodeBatch) -> bool:
+        """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
+        plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
+        rate = max(len(batch) / plain_s, self._rates(len(batch), plain_s).get(DraftKind.LOOKUPS, 0.0))
+        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - TRIAL_LOSS / REVIEW_EVERY) * rate
+
+    def begin_trial(self) -> None:
+        """Draft for the whole batch until the next review."""
+        self.mode, self.kind, self._trial_s = Mode.PROBING, DraftKind.MODEL, 0.0
+        self.next_review = self.num_steps + REVIEW_EVERY
+
+    def charge(self, cost_s: float, plain_s: float, is_drafting: bool) -> None:
+        """Add the cost of a probe of the model. A trial that has lost much ends.
+
+        Args:
+            cost_s: its seconds beyond those that its tokens would have taken.
+            plain_s: of a plain step.
+            is_drafting: it drafted. Then it is judged at the next review, if the model is off.
+        """
+        self.probes.charge(cost_s)
+        self._trial_s += cost_s
+        if self.mode is Mode.PROBING and self._trial_s > TRIAL_LOSS * plain_s:
+            self.review_soon()
+        self._judges_probe = is_drafting and not self.runs(DraftKind.MODEL)
+
+    def restart_probes(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
+        """Probe again soon, since the texts have changed."""
+        plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
+        self.texts.remember(batch)
+        self.probes.restart(plain_s)
+        acceptance.fade()
+        if self._lookups is not None:
+            self._lookups.schedule.restart(plain_s)
+            self._lookups.fade()
+
+    # reviews
+
+    def _is_reviewed(self, size: int) -> bool:
+        """Return whether the last review was for batches of this size."""
+        if self.mode is Mode.OFF:
+            return octave(size) == octave(self._review_size)
+        return size == self._review_size
+
+    def _choose(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
+        """Turn on the kind of drafts with the best rate of those that pay, or none."""
+        size, plain_s = len(batch), self._search.plain_seconds(len(batch), batch.num_cached)
+        rates = self._rates(size, plain_s)
+        previous = self.mode, self.kind
+        paying = {
+            kind: rate for kind, rate in rates.items() if rate > self._hurdle(kind, batch, plain_s) * size / plain_s
+        }
+        if self.runs(self.kind) and self.kind in paying:
+            paying[self.kind] *= 1 + HYSTERESIS
+        self.mode = Mode.ON if paying else Mode.OFF
+        if paying:
+            self.kind = max(paying, key=paying.__getitem__)
+        self._schedule_probes(previous, batch, plain_s, acceptance)
+
+    def _rates(self, size: int, plain_s: float) -> dict[DraftKind, float]:
+        """Return the tokens per second that each kind of drafts promises."""
+        rates = {DraftKind.MODEL: self.best.rate} if self._has_model else {}
+        if self._lookups is not None:
+            rates[DraftKind.LOOKUPS] = self._lookups.rate(size, plain_s)
+        return rates
+
+    def _hurdle(self, kind: DraftKind, batch: DecodeBatch, plain_s: float) -> float:
+        """Return how many times plain decoding's rate a kind must promise to be on.
+
+        What lookups promise is what they brought in, so they are off as soon as that is less than they take.
+        """
+        if kind is DraftKind.LOOKUPS:
+            return 1.0 if self.runs(kind) else 1 + HYSTERESIS / 3
+        if self.runs(kind):
+            return 1 - HYSTERESIS if self._num_unpaid < PATIENCE else 1.0
+        catch_up_s = self._search.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * len(batch)))
+        return 1 + HYSTERESIS + catch_up_s / (MEMORY * plain_s)
+
+    def _schedule_probes(
+        self, previous: tuple[Mode, DraftKind], batch: DecodeBatch, plain_s: float, acceptance: CalibratedAcceptance
+    ) -> None:
+        """Set when the model is probed next, after its mode was chosen."""
+        was_on, is_on = previous == (Mode.ON, DraftKind.MODEL), self.runs(DraftKind.MODEL)
+        self._num_unpaid = self._num_unpaid + 1 if is_on and self.best.rate * plain_s < len(batch) else 0
+        if is_on:
+            self.probes.resume()
+        elif was_on:
+            self.probes.allow_retry(plain_s)
+        elif self._has_model and (self._judges_probe or previous[0] is Mode.WARM_UP):
+            self.texts.remember(batch)
+            if acceptance.accuracy * float(acceptance.model.expected([1.0])[0, 0, 0]) < POOR_ACCEPTANCE:
+                self.probes.back_off()
+        self._judges_probe = False
