@@ -133,16 +133,8 @@ def inputs_together(model: ModelConfig, path: Path, config: Any) -> int | None:
 
 
 def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
-    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads.
-
-    Raises ConfigError on GPUs if the process is in a group of torch.distributed: NCCL's has to be the first.
-    """
+    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads."""
     check_device(model)
-    if device_type(model) == "cuda" and torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise ConfigError(
-            f"tensor_parallel: {size}, and this process has a process group of torch.distributed, of an earlier engine "
-            "over several GPUs or of its own. Start the engine in another process."
-        )
     if device_type(model) == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
     content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()

@@ -10,7 +10,7 @@ followers at once, stopped ones too (`end_with_parent`). A leader that waits in 
 from it: GRACE_S later its process ends, if that is the engine's alone (`owns_process`), so that the process above
 starts another; otherwise `tell_if_stuck` has named what is called. Followers kill a leader of such a process that is
 silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used, and no
-file: ranks meet in memory that the processes share (`meeting_in_memory`), so nothing stays whoever is killed.
+file: ranks meet in memory that the processes share (`meeting_in_memory`), so nothing stays, whichever process is killed.
 """
 
 from __future__ import annotations

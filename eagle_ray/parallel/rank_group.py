@@ -194,8 +194,8 @@ class CudaCollectives:
 
     def __init__(self, ranks: RankGroup):
         self._size = ranks.size
-        parts = ranks.store("device"), ranks.rank, ranks.size
-        self._group: Any = torch.distributed.ProcessGroupNCCL(*parts)  # type: ignore[attr-defined]
+        distributed: Any = torch.distributed  # torch's CPU build has no NCCL
+        self._group = distributed.ProcessGroupNCCL(ranks.store("device"), ranks.rank, ranks.size)
         self._group.allreduce([torch.zeros(1, device=ranks.device)]).wait()  # it connects here, not in a capture
         memory = SymmetricMemory.of(ranks)
         self._symmetric = memory if ranks.minimum([memory is not None]) == [True] else None

@@ -298,7 +298,7 @@ class GatheredHead(nn.Module):
 
     def _dealt_out(self, token_ids: Int[Tensor, " D"], weight: Float[Tensor, "N H"]) -> GatheredHead:
         """Return a head of these tokens of which each rank has as many rows, which others send to it."""
-        shard = Shard(self.shard.rank, self.shard.size, len(token_ids))
+        shard = replace(self.shard, vocab_size=len(token_ids))
         padding = token_ids.new_zeros(shard.size * shard.num_logits - len(token_ids))
         wanted = torch.cat([token_ids, padding]).view(shard.size, -1)  # by the rank that gets them
         rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(DEALT_ROWS, 1)])
@@ -310,8 +310,8 @@ class GatheredHead(nn.Module):
     def _fetched(self, token_ids: Int[Tensor, "size N"], weight: Float[Tensor, "_ H"]) -> Float[Tensor, "N H"]:
         """Return the rows that this rank wants. token_ids: by the rank that wants them."""
         owner, row = token_ids // self.shard.num_logits, token_ids % self.shard.num_logits
-        held = torch.where((owner == self.shard.rank)[..., None], weight.detach()[row], 0)
-        of_all = self.ranks.gather(held).unflatten(-1, (self.shard.size, -1))[self.shard.rank]
+        rows = torch.where((owner == self.shard.rank)[..., None], weight.detach()[row], 0)
+        of_all = self.ranks.gather(rows).unflatten(-1, (self.shard.size, -1))[self.shard.rank]
         return of_all[torch.arange(len(of_all), device=owner.device), owner[self.shard.rank]]
 
 

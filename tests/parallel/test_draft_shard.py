@@ -14,6 +14,7 @@ from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weigh
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
 from eagle_ray.methods.dflash.checkpoint import load_dflash
+from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head
 from eagle_ray.models.gpu_linears import dense_linear
@@ -24,7 +25,7 @@ from eagle_ray.parallel import draft_shards, shard
 from eagle_ray.parallel.draft_shards import leave_out, split_head
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import GatheredHead, Shard, cut_out
-from tests.parallel.test_lockstep import cases
+from tests.parallel.test_lockstep import RandomSeconds, budget_planner, cases
 from tests.support.checkpoints import (
     E3,
     LAYOUTS,
@@ -191,7 +192,7 @@ def test_rows_of_frequent_tokens_are_dealt_out_evenly(tmp_path, monkeypatch, num
     tokens = torch.randperm(num_tokens, generator=random)
 
     def work(ranks: RankGroup):
-        mine = Shard(ranks.rank, 3, 200)
+        mine = Shard(ranks.rank, 3, vocab_size=200, kv_heads=1)
         lm_head = dense_linear(cut_out(whole, mine.part_of("lm_head.weight", whole.shape)), None)
         some = slice_rows(GatheredHead(lm_head, ranks, mine, 200), tokens)
         return some(hidden), len(some.weight)
@@ -210,6 +211,14 @@ def test_what_does_not_divide_stays_whole_and_the_log_says_what_would(tmp_path, 
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         assert split_head(meta_head(path, TARGET), ranks_of(3)) is None
     assert "whole on each of the 3 ranks: its heads and the width of its MLP can be divided by 1, 2, 4" in caplog.text
+
+
+def test_draft_models_stay_whole(tmp_path, shared, caplog):
+    llama().save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="eagle_ray"):
+        draft = load_draft_model(tmp_path, llama().config, ranks_of(2))
+    assert draft.kv_spec.num_kv_heads == 2
+    assert "whole on each of the 2 ranks: layers of EAGLE's and DFlash's heads are split" in caplog.text
 
 
 def test_a_head_is_shared_if_reading_it_takes_longer_than_the_collectives(tmp_path, caplog):
@@ -255,7 +264,6 @@ def drafts(path: Path) -> dict[str, tuple[ModelConfig, SpeculativeConfig]]:
     return {
         "eagle2": (TINY, SpeculativeConfig(**TREES, method="eagle2")),
         "eagle3": (replace_draft(eagle3), SpeculativeConfig(**TREES, method="eagle3")),
-        "auto": (TINY, SpeculativeConfig(**TREES, method="auto")),
     }
 
 
@@ -270,8 +278,7 @@ def plain():
     return [sequence.output_ids for sequence in run(engine, *cases())]
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("name", ["eagle2", "eagle3", "auto"])
+@pytest.mark.parametrize("name, graphs", [("eagle2", "off"), ("eagle2", "on"), ("eagle3", "on")])
 def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatch, name, graphs):
     """Each step's tokens and rows are compared by checksum, so ranks whose drafts differ would end."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
@@ -282,8 +289,7 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatc
 
     outputs, engines = with_ranks(2, tmp_path, model, speculative, ARGS, work)
     assert outputs == plain
-    if name != "auto":
-        assert [engine.drafter.head.kv_spec.num_kv_heads for engine in engines] == [1, 1], "a key/value head each"
+    assert [engine.drafter.head.kv_spec.num_kv_heads for engine in engines] == [1, 1], "a key/value head each"
     counters = [(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines]
     assert counters[0] == counters[1]
     one = build_engine_from_config(model, speculative, ARGS).engine
@@ -308,3 +314,16 @@ def test_blocks_of_an_engine(tmp_path, shared, config):
     assert outputs == work(one)
     assert [engine.drafter.head.kv_spec.num_kv_heads for engine in engines] == [1, 1]
     assert [engine.counters.num_steps for engine in engines] == [one.counters.num_steps] * 2
+
+
+def test_whatever_a_planner_does(tmp_path, plain, shared):
+    """Drafts of any depth and width, which stop between levels where rank 0 says so."""
+
+    def work(engine):
+        engine.planner = RandomSeconds(budget_planner(engine), seed=3)
+        outputs = [sequence.output_ids for sequence in run(engine, *cases())]
+        assert engine.counters.planner_error is None
+        return outputs
+
+    outputs, _ = with_ranks(2, tmp_path, TINY, SpeculativeConfig(**TREES, method="eagle2"), ARGS, work)
+    assert outputs == plain

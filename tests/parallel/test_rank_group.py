@@ -12,6 +12,7 @@ from eagle_ray.kernels.availability import turn_off
 from eagle_ray.parallel import rank_group
 from eagle_ray.parallel.lockstep import ALONE
 from eagle_ray.parallel.rank_group import CudaCollectives, RankGroup
+from eagle_ray.planner.planner import Allocation
 from tests.support.ranks import on_ranks
 
 
@@ -62,6 +63,14 @@ def test_all_have_the_first_ones_tensor(tmp_path):
     masks = [part > 0 for part in parts_of(3)]
     for mask in on_ranks(3, tmp_path, lambda ranks: ranks.of_first(masks[ranks.rank])):
         assert mask.dtype is torch.bool and torch.equal(mask, masks[0])
+
+
+def test_the_host_reads_no_mask_to_send_it():
+    keep = torch.zeros(2, 5, dtype=torch.bool, device="meta")  # as on a GPU that has not made it yet
+    sent = Allocation(keep, 3, 6, 1.5).packed()
+    received = Allocation.unpacked(sent, torch.device("cpu"))
+    assert received.keep.tolist() == [[True, False, False, False, False]] * 2, "the roots, until the others come"
+    assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (3, 6, 1.5, None)
 
 
 def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path):

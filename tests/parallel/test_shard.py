@@ -167,7 +167,8 @@ def test_a_row_has_the_same_bits_in_any_batch(checkpoint, tmp_path):
     def work(ranks: RankGroup):
         layer = load_causal_lm(path, torch.float32, "cpu", ranks=ranks).base_model.layers[0].mlp.down_proj
         pack_linears(layer, 1)
-        rows = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(ranks.rank))
+        random = torch.Generator().manual_seed(ranks.rank)
+        rows = torch.randn(9, layer.in_features, generator=random, dtype=torch.float32)
         return all(torch.equal(layer(rows)[i : i + 1], layer(rows[i : i + 1])) for i in range(9))
 
     assert on_ranks(2, tmp_path, work) == [True, True]

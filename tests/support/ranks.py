@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import torch
 
 from eagle_ray.assembly.assemble import build_rank
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -26,10 +27,13 @@ NAME = "eagle-ray-rank-"
 
 def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) -> list[Result]:
     """Return what each rank's work returns, by rank. Raises what the first of them raises."""
-    meeting = str(directory / "meeting")
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(work, RankGroup(rank, size, meeting)) for rank in range(size)]
-        return [future.result() for future in futures]
+    meeting, dtype = str(directory / "meeting"), torch.get_default_dtype()
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            futures = [threads.submit(work, RankGroup(rank, size, meeting)) for rank in range(size)]
+            return [future.result() for future in futures]
+    finally:  # transformers sets it while it makes a model, and a thread may put back what another has set
+        torch.set_default_dtype(dtype)
 
 
 def with_ranks(
