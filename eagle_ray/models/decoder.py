@@ -48,7 +48,7 @@ from eagle_ray.models.quantized_linear import QuantizedLinear
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOE_CAUSAL_LMS = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-CONFIG_WINDOWS = ("MistralAttention", "MixtralAttention", "OlmoeAttention")  # whose window is in the config alone
+CONFIG_WINDOWS = ("MistralAttention", "MixtralAttention")  # whose window is in the config alone
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Rows = Tensor | ScaledRows  # what a projection reads
@@ -86,8 +86,11 @@ class Attention:
         if type(module).__name__ in CONFIG_WINDOWS:
             window = getattr(attention.config, "sliding_window", None)
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-        row_norms: list[Norm] = [norm for norm in norms if norm is not None and len(norm.weight) > attention.head_dim]
-        norms = [None, None] if row_norms else norms
+        row_norms: list[Norm] = [norm for norm in norms if norm is not None]
+        if any(len(norm.weight) > attention.head_dim for norm in row_norms):
+            norms = [None, None]
+        else:
+            row_norms = []
         heads = attention.config.num_attention_heads
         shape = AttentionShape(
             layer=attention.layer_idx,

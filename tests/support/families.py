@@ -245,7 +245,7 @@ MIXED = {
     ),
     "one of three experts": config_of("mixtral", **(MOE | dict(num_local_experts=3, num_experts_per_tok=1))),
     "olmoe": config_of("olmoe", **MOE),
-    "olmoe with keys of one head": config_of("olmoe", **MOE, num_key_value_heads=1, sliding_window=WINDOW),
+    "olmoe with keys of one head": config_of("olmoe", **MOE, num_key_value_heads=1),
     "experts in one layer of two": config_of("qwen3_moe", **MOE, mlp_only_layers=[0]),
 }
 COVERED = DENSE | MIXED
