@@ -19,11 +19,11 @@ a chain costs the rows of its pass and nothing else. The target picks only what 
 candidate of the head would waste a row.
 
 Reading the candidates waits for a device, so chains are for steps on a CPU that are not replayed. On a GPU they are
-missing. They are known before the step is launched (`GrammarChains.of` reads committed tokens only, and steps of
-controlled sequences are not launched ahead), and chains alone have no shape that depends on the device. A graph of
-the verify pass takes any tree within its bounds, so a plain step with chains can be replayed as one with a tree; what
-is not built is the merge of chains with a head's draft inside the drafter's graph, the budget that fills a fixed
-number of rows from both, and the pruning, which needs the candidates on the host.
+missing. A step there is launched before the tokens of the one before are read, which `GrammarChains.of` needs, so a
+batch with chains would give that up. The rest is at hand: a graph of the verify pass takes any tree within its
+bounds, so a plain step with chains can be replayed as one with a tree. What is not built either is the merge of chains
+with a head's draft inside the drafter's graph, the budget that fills a fixed number of rows from both, and the
+pruning, which needs the candidates on the host.
 """
 
 from __future__ import annotations
