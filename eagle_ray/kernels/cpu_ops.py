@@ -152,7 +152,7 @@ SIGNATURES = {
     "move_rows": [c_void_p] + [c_int64] * 3 + [c_void_p] + [c_int64] * 2 + [c_void_p] * 3 + [c_int64] * 2,
     "queue_path": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p] * 7 + [c_int64] * 3,
     "count_nodes": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64] * 4 + [c_float],
-    "sample_rows": [c_void_p] * 9 + [c_int64] * 2 + [c_int],
+    "sample_rows": [c_void_p] * 10 + [c_int64] * 2 + [c_int],
     "likeliest": [c_void_p] * 3 + [c_int64] * 3 + [c_int],
     "attend": [POINTER(_Rows), POINTER(AttentionHeads)] + [c_void_p] * 5,
 }
@@ -357,10 +357,13 @@ def sample_rows(
     A token whose cumulative probability is within the rounding of fp32 sums of top_p's edge may fall on its other
     side than by torch: sums are in fp64 here.
     """
-    logits, seq, positions = logits.contiguous(), seq.contiguous(), positions.contiguous()
-    of_sequences = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seed)]
+    numbers = [x.float().contiguous() for x in (logits, temperature, top_p, min_p)]
+    integers = [x.long().contiguous() for x in (top_k, seed, seq, positions)]
+    (logits, temperature, top_p, min_p), (top_k, seed, seq, positions) = numbers, integers
+    scratch = torch.empty(torch.get_num_threads(), logits.shape[-1])
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    pointers = [x.data_ptr() for x in (tokens, logits, *of_sequences, seq, positions)]
+    tensors = tokens, logits, temperature, top_k, top_p, min_p, seed, seq, positions, scratch
+    pointers = [x.data_ptr() for x in tensors]
     _run("sample_rows", logits.dtype, *pointers, *logits.shape, torch.get_num_threads())
     return tokens
 

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
+#include <omp.h>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,7 @@ struct Sampling {
     const int64_t *seed;
 };
 
+constexpr int64_t SMALL = 1 << 14;    // logits below which starting threads costs more than they save
 constexpr int CHUNK = 64;             // tokens that are looked at together
 constexpr float BINS_PER_UNIT = 32.0f;
 constexpr int NUM_BINS = 1024;        // the last one has all that is 32 or more below the highest score
@@ -50,12 +53,11 @@ inline float gumbel(float v) { return -std::log(-std::log1p(-v)); }
 // One row's scores, and what is left of them after each cut.
 class Row {
   public:
-    Row(const float *logits, int64_t size, float temperature, std::vector<float> &scratch) : size_(size) {
-        scratch.resize(size);
-        scores_ = scratch.data();
+    // scores: room for `size` numbers.
+    Row(const float *logits, int64_t size, float temperature, float *scores) : scores_(scores), size_(size) {
         for (int64_t i = 0; i < size; i++)
-            scratch[i] = logits[i] / temperature;
-        peak_ = largest(scores_, size);
+            scores[i] = logits[i] / temperature;
+        peak_ = largest(scores, size);
     }
 
     float peak() const { return peak_; }
@@ -105,15 +107,16 @@ class Row {
         while (!floor_.keeps(peak_, token))
             token = std::find(scores_ + token + 1, scores_ + size_, peak_) - scores_;
         float best = peak_ + gumbel(uniform(mixed(key + token * GOLDEN) >> 32));
+        const float slack = std::fabs(peak_) * 0x1p-22f + 0x1p-20f;  // what sums of scores and noise are rounded by
         for (int64_t begin = 0; begin < size_; begin += CHUNK) {
             const int count = std::min<int64_t>(CHUNK, size_ - begin);
-            if (largest(scores_ + begin, count) < std::max(floor_.score, best - MOST_NOISE))
+            if (largest(scores_ + begin, count) < std::max(floor_.score, best - MOST_NOISE - slack))
                 continue;
             float noise[CHUNK], enough[CHUNK];
             for (int j = 0; j < count; j++)
                 noise[j] = uniform(mixed(key + (begin + j) * GOLDEN) >> 32);
             for (int j = 0; j < count; j += LANES)  // noise of more than d takes a uniform number below e^-d
-                store(enough + j, exp_of(load_upto(scores_ + begin + j, count - j) - best) * 1.0001f);
+                store(enough + j, exp_of(load_upto(scores_ + begin + j, count - j) - best + slack) * 1.0001f);
             for (int j = 0; j < count; j++) {
                 if (noise[j] > enough[j] || !floor_.keeps(scores_[begin + j], begin + j))
                     continue;
@@ -163,14 +166,13 @@ int64_t argmax(const float *logits, int64_t size) {
     return std::find(logits, logits + size, largest(logits, size)) - logits;
 }
 
-int64_t pick(const float *logits, int64_t size, const Sampling &sampling, int64_t i, int64_t position,
-             std::vector<float> &scratch) {
+int64_t pick(const float *logits, int64_t size, const Sampling &sampling, int64_t i, int64_t position, float *scratch) {
     const int64_t greedy = argmax(logits, size);
     if (sampling.temperature[i] == 0 || !std::isfinite(logits[greedy]))
         return greedy;
     Row row(logits, size, sampling.temperature[i], scratch);
     if (!std::isfinite(row.peak()))
-        return greedy;
+        return argmax(scratch, size);
     if (sampling.top_k[i] > 0 && sampling.top_k[i] < size)
         row.keep_top_k(sampling.top_k[i]);
     if (sampling.top_p[i] < 1)
@@ -184,13 +186,9 @@ int64_t pick(const float *logits, int64_t size, const Sampling &sampling, int64_
 
 extern "C" void sample_rows_float32(int64_t *tokens, const float *logits, const float *temperature, const int64_t *top_k,
                                     const float *top_p, const float *min_p, const int64_t *seed, const int64_t *seq,
-                                    const int64_t *positions, int64_t rows, int64_t size, int threads) {
+                                    const int64_t *positions, float *scratch, int64_t rows, int64_t size, int threads) {
     const Sampling sampling{temperature, top_k, top_p, min_p, seed};
-#pragma omp parallel num_threads(threads) if (rows > 1)
-    {
-        std::vector<float> scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t r = 0; r < rows; r++)
-            tokens[r] = pick(logits + r * size, size, sampling, seq[r], positions[r], scratch);
-    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1 && rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++)
+        tokens[r] = pick(logits + r * size, size, sampling, seq[r], positions[r], scratch + omp_get_thread_num() * size);
 }

@@ -3,7 +3,7 @@
 The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
 batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that
 noise. With Triton, kernels/sample.py and kernels/topk.py do the same without fp32 copies of the logits; on a CPU
-kernels/sample.cpp does it without sorting a vocabulary, which takes 4 ms a row of 49,152 tokens.
+kernels/sample.cpp does it without sorting a vocabulary, which takes 4 to 6 ms a row of 49,152 tokens.
 
     >>> sample_seed(7, sample_index=0)
     7
@@ -34,16 +34,25 @@ def sample(
     """
     if use_triton(logits.device):
         return _sample_fused(logits, sampling, seq, positions)
-    is_fast = logits.dtype is torch.float32 and cpu_ops.available(logits.device, logits.dtype)
-    if sampling.any_sampled and is_fast and cpu_ops.has_function("sample_rows_float32"):
-        cuts = sampling.top_k, sampling.top_p, sampling.min_p
-        return cpu_ops.sample_rows(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
+    is_on_host = cpu_ops.available(logits.device, torch.float32)
+    if sampling.any_sampled and is_on_host and cpu_ops.has_function("sample_rows_float32"):
+        return _sample_compiled(logits, sampling, seq, positions)
+    is_fast = is_on_host and logits.dtype is torch.float32
     greedy = cpu_ops.argmax(logits) if is_fast else logits.argmax(-1)  # torch's takes 0.1 ms a row of 49,152 logits
     if not sampling.any_sampled:
         return greedy
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
     noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, token_ids)
     return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
+
+
+def _sample_compiled(
+    logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Int[Tensor, " R"]:
+    """Sample by a CPU's library, logits of other dtypes in fp32 copies of some rows at a time."""
+    parameters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
+    parts = zip(*(x.split(SLICE_ROWS) for x in (logits, seq, positions)), strict=True)
+    return torch.cat([cpu_ops.sample_rows(x.float(), *parameters, *at) for x, *at in parts])
 
 
 def _sample_fused(

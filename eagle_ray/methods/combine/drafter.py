@@ -279,10 +279,19 @@ class EnsembleDrafter(Drafter):
         return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what is there for each part. Raises ValueError, once the others are loaded, if one does not fit."""
         loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
+        faults = []
         for i, load in enumerate(loads):
             prefix = f"{i}."
-            load({name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)})
+            own = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+            try:
+                if own:
+                    load(own)
+            except ValueError as error:
+                faults.append(str(error))
+        if faults:
+            raise ValueError("; ".join(faults))
 
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""
