@@ -205,6 +205,18 @@ def lookups_alone(drafter: Drafter, bounds: TreeBounds) -> EnsembleDrafter:
     return with_lookups(NullDrafter(), bounds)
 
 
+def test_a_state_that_lacks_a_part_or_has_one_that_does_not_fit_is_of_use_to_the_others():
+    bounds = TreeBounds(12, 4, 4)
+    first, second, third = (lookups_alone(NullDrafter(), bounds) for _ in range(3))
+    state = {name: x + 0.25 if name.endswith("parameters") else x for name, x in first.state().items()}
+    second.load_state({name: x for name, x in state.items() if not name.startswith("1.")})
+    assert not torch.equal(second.state()["1.parameters"], state["1.parameters"])
+    assert torch.equal(second.state()["2.parameters"], state["2.parameters"])
+    with pytest.raises(ValueError, match="parameters"):
+        third.load_state(state | {"1.parameters": torch.ones(1)})
+    assert torch.equal(third.state()["2.parameters"], state["2.parameters"])
+
+
 def repeating_jobs(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that repeat themselves and one another, some long enough to share blocks; they end at various steps."""
     rng = random.Random(3)

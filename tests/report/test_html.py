@@ -104,6 +104,9 @@ def test_a_measured_speed_up_is_at_the_head_with_bars_and_a_tree(ours, plain, ti
     ]
     assert [float(w) for w in re.findall(r"- 215px\) \* ([\d.]+)", html)] == list(widths)
     assert outline.words.index("with drafts") < outline.words.index("plain") < outline.words.index("sea")
+    assert "as fast as plain decoding, token for token" in outline.words
+    differing = Outline(page(summary(live=live | speeds | {"identical": 3}), record()))
+    assert "as fast as plain decoding" in differing.words and any("3 of 4 answers" in w for w in differing.words)
     without = page(summary(live=live | speeds | {"tree": [tree[0].as_json()]}), record())
     assert "Several tokens" not in without and f"{times} times" in without
 

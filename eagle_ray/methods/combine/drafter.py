@@ -279,7 +279,7 @@ class EnsembleDrafter(Drafter):
         return {f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what is there for each part. Raises ValueError, once the others are loaded, if one does not fit."""
+        """Go on from what is there. Raises ValueError, once the other parts are loaded, if a part's does not fit."""
         loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
         faults = []
         for i, load in enumerate(loads):
