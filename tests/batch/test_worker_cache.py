@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly import costs
 from eagle_ray.assembly.worker_plan import WorkerPlan
@@ -23,7 +25,7 @@ from eagle_ray.planner import cost_cache
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from tests.support.jobs import token_rows
+from tests.support.jobs import PAIR, token_rows
 from tests.support.kernels import make_entry
 from tests.support.workers import batches_of, outputs
 
@@ -184,6 +186,27 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
     fourth = Worker(other, Run(run.output, run.run_id, 3, "another"), [], WorkerPlan())
     assert known_tokens(fourth) == 0
     fourth.close()
+
+
+def test_a_head_that_was_trained_again_does_not_go_on_from_the_others_state(make_job, tmp_path):
+    """Its files have the names and sizes of those before."""
+    head = Path(shutil.copytree(PAIR / "draft", tmp_path / "head"))
+    config = make_job(token_rows(2), **{"speculative.method": "eagle2+suffix", "model.draft": str(head)})
+    first = Worker(config, start(config), [], WorkerPlan())
+    asyncio.run(first.answer(batches_of(config)[0]))
+    first.close()
+
+    def known_at_start() -> int:
+        worker = Worker(config, start(config), [], WorkerPlan())
+        num_known = known_tokens(worker)
+        worker.close()
+        return num_known
+
+    assert known_at_start() > 0
+    (weights,) = head.glob("*.safetensors")
+    tensors = {name: -tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    assert known_at_start() == 0
 
 
 class Clock:

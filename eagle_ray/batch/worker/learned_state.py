@@ -5,8 +5,8 @@
 A worker reads the newest files of its models before its first row, and writes its own after rows are answered. Its
 first write is at once and removes what it read, if no other worker has written that since. While further rows are in
 flight, the next one is 2 s after the last, then 4 s and so on up to a minute, so a young job that is killed loses
-little. A worker that has read something waits a minute at once. If nothing is in flight, 2 s suffice. One write runs at
-a time, however long the storage takes.
+little. A worker that has read something waits a minute after its first write already. If nothing is in flight, 2 s
+suffice. One write runs at a time, however long the storage takes.
 
 So a job that was killed goes on with the texts of its suffix index and the calibration of its drafts, and the files do
 not add up. Outputs do not depend on them: a damaged, foreign or missing file costs a line in the log.
@@ -48,7 +48,7 @@ class LearnedState:
     """One worker's file, and those that it reads at its start.
 
     Args:
-        models: what the state is of use to, as JSON: target, drafts and the settings of speculation.
+        models: what the state is of use to, as JSON: target, drafts with their weights, and settings of speculation.
     """
 
     def __init__(self, run: Run, models: Mapping[str, Any]):
