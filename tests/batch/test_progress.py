@@ -1,5 +1,6 @@
 """The sum of what workers report, whether a failing one ends the job, and when to give up."""
 
+import json
 import logging
 import time
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from eagle_ray.batch.worker.progress import Progress, ProgressActor, WorkerRepor
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
+from tests.support.workers import until
 
 
 def test_a_report_replaces_the_one_before():
@@ -153,6 +155,31 @@ def test_a_job_whose_workers_cannot_even_report_ends_with_the_reason(monkeypatch
     with pytest.raises(ClusterError, match=words), interruptible(), monitor:
         time.sleep(60)
     assert any(line.endswith("waiting for memory") for line in messages)
+
+
+def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_path):
+    """While it runs, tokens of rows in flight count, and those of rows that are made again."""
+    progress, written = Progress(ready_at=time.monotonic() - 100), []
+    progress.add(WorkerReport("a", 0, 0, work={"num_output_tokens": 900}, rows=8, output_tokens=90))
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    output = StoragePath.of(tmp_path)
+    run = SimpleNamespace(
+        output=output,
+        data=output,
+        run_id="a",
+        attempt=1,
+        check_current=lambda: None,
+        publish=lambda name, text: written.append(json.loads(text)),
+    )
+    actor = SimpleNamespace(
+        snapshot=SimpleNamespace(remote=lambda: progress), files=SimpleNamespace(remote=lambda: {"part": 8})
+    )
+    monitor = ProgressMonitor(actor, run, 8, 0.05, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
+    with interruptible(), monitor:
+        until(lambda: written)
+    first, last = written[0], written[-1]
+    assert first["tokens_per_s"] == pytest.approx(9, rel=0.1) and last["tokens_per_s"] == pytest.approx(0.9, rel=0.1)
+    assert first["output_tokens"] == last["output_tokens"] == 90
 
 
 def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():
