@@ -25,6 +25,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.combine.drafter import kv_numbers, layers_read, slot_bytes
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.method import plans_alone
+from eagle_ray.models.graphs import pass_rows
 from eagle_ray.models.supported_models import head_dims, kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
@@ -34,7 +35,7 @@ CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more
 COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
 SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
 SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
-TARGET_POOLS = 3  # pools of memory in which the target attends: eager passes, and two kinds of graphs
+TARGET_POOLS = 2  # pools of memory in which graphs of the target attend: plain passes, and those over trees
 DRAFT_POOLS = 2  # more of them if there are drafts: pairs and further levels
 
 
@@ -192,8 +193,8 @@ class EngineSizes:
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
         logit_bytes: of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
-        readings: how Triton's attention may read in the largest pass; none if it does not run.
-        pools: in which such a pass may run, each with memory of its own.
+        readings: how Triton's attention may read in the largest pass, which is eager; none if it does not run.
+        graph_pools: in which replayed passes attend, each with memory of its own.
     """
 
     itemsize: int
@@ -206,7 +207,7 @@ class EngineSizes:
     logit_bytes: int = 0
     explicit_scores: bool = False
     readings: tuple[Reading, ...] = ()
-    pools: int = 0
+    graph_pools: int = 0
 
     @classmethod
     def of(
@@ -247,7 +248,7 @@ class EngineSizes:
             logit_bytes=COPIES_OF_LOGITS * itemsize if on_gpu else itemsize + CPU_LOGIT_BYTES,
             explicit_scores=explicit_scores,
             readings=_readings(shape, itemsize) if on_gpu and not explicit_scores else (),
-            pools=TARGET_POOLS + (DRAFT_POOLS if parts else 0),
+            graph_pools=TARGET_POOLS + (DRAFT_POOLS if parts else 0),
         )
 
     @property
@@ -267,10 +268,20 @@ class EngineSizes:
         copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
 
-    def sums(self, lengths: SequenceLengths) -> int:
-        """Return the bytes of attention's sums over parts of contexts, in all pools."""
-        trees = max(lengths.tree_columns, CHAIN_ROWS)
-        return self.pools * max((each.max_sum_bytes(trees, lengths.full) for each in self.readings), default=0)
+    def sums(self, lengths: SequenceLengths, slots: int) -> int:
+        """Return the bytes of attention's sums over parts of contexts: of eager passes, and in all pools of graphs.
+
+        A replayed pass has the rows of one tree for each slot at most, an eager one those of prompts.
+        """
+        num_rows = pass_rows(slots * lengths.tree_columns)
+        replayed = [replace(each, num_rows=num_rows) for each in self.readings]
+        return _max_sums(self.readings, lengths) + self.graph_pools * _max_sums(replayed, lengths)
+
+
+def _max_sums(readings: Sequence[Reading], lengths: SequenceLengths) -> int:
+    """Return the most bytes of sums of a launch that reads in one of these ways."""
+    trees = max(lengths.tree_columns, CHAIN_ROWS)
+    return max((each.max_sum_bytes(trees, lengths.full) for each in readings), default=0)
 
 
 def _readings(shape: Any, itemsize: int) -> tuple[Reading, ...]:

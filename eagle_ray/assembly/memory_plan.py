@@ -88,13 +88,13 @@ class MemoryPlan:
         feature_per_token: what else a token of the cache takes.
         per_slot: queued features, drafts and logits of a slot.
         passes: tensors of the largest pass that do not depend on slots.
-        sums: attention's sums over parts of contexts.
         graphs, graphs_per_slot: executables of CUDA graphs, and how many more each slot needs.
         process: Python and its packages; 0 on a GPU's machine, or if it is not known.
         memory: where all this is put; None if it is not known.
         slots: sequences that run at once.
         kv_tokens: of all slots together, in whole blocks; None lets each slot be full.
         is_planned: the KV tokens were chosen by the memory that there is.
+        sizes: of an engine on a GPU, by which attention's sums follow from lengths and slots; None if there are none.
     """
 
     lengths: SequenceLengths
@@ -111,7 +111,7 @@ class MemoryPlan:
     kv_tokens: int | None = None
     is_planned: bool = False
     graphs_per_slot: int = 0
-    sums: int = 0
+    sizes: EngineSizes | None = None
 
     @classmethod
     def of(
@@ -125,14 +125,14 @@ class MemoryPlan:
         process: int = 0,
     ) -> MemoryPlan:
         """Return the plan for one slot. of_pass: bytes of a pass's tensors on a GPU; None on a CPU."""
-        passes = graphs = graphs_per_slot = sums = 0
+        passes = graphs = graphs_per_slot = 0
         if of_pass is not None:
             passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
             graphs, graphs_per_slot = GRAPH_BYTES, SLOT_GRAPH_BYTES
-            sums = sizes.sums(lengths)
         kv, feature = sizes.kv_per_token, sizes.feature_per_token
         parts = (kv, feature, sizes.per_slot, passes, graphs, process, memory)
-        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot, sums=sums)
+        on_gpu = None if of_pass is None else sizes
+        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot, sizes=on_gpu)
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
         """Return the plan for these settings, which are kept where they are not auto.
@@ -143,13 +143,14 @@ class MemoryPlan:
             slots, kv_tokens = self.lengths.on_cpu(slots, kv_tokens)
             return replace(self, slots=slots, kv_tokens=kv_tokens, is_planned=False)
         if slots == "auto":
-            slots = self._auto_slots(kv_tokens)
+            slots = replace(self, slots=MAX_SLOTS)._auto_slots(kv_tokens)
+        plan = replace(self, slots=slots)
         if kv_tokens != "auto":
-            return replace(self, slots=slots, kv_tokens=kv_tokens, is_planned=False)
-        tokens = self.tokens_left_by(slots)
+            return replace(plan, kv_tokens=kv_tokens, is_planned=False)
+        tokens = plan.tokens_left_by(slots)
         if tokens < min(self.lengths.usual, self.lengths.full):
-            raise EngineError(self._too_small(self.memory))
-        return replace(self, slots=slots, kv_tokens=min(tokens, slots * self.lengths.full), is_planned=True)
+            raise EngineError(plan._too_small(self.memory))
+        return replace(plan, kv_tokens=min(tokens, slots * self.lengths.full), is_planned=True)
 
     def _auto_slots(self, kv_tokens: int | Auto | None) -> int:
         if isinstance(kv_tokens, int):
@@ -161,7 +162,8 @@ class MemoryPlan:
 
     def tokens_left_by(self, slots: int) -> int:
         """Return the KV tokens, in whole blocks, for which this many slots leave room."""
-        return (self.for_slots - slots * self._bytes_of_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
+        left = replace(self, slots=slots).for_slots - slots * self._bytes_of_slot
+        return left // self.per_token // BLOCK_SIZE * BLOCK_SIZE
 
     def tokens_that_fit(self, slots: int) -> int:
         """Return the most KV tokens with which this many slots fit if both are set; 0 if none do."""
@@ -188,6 +190,11 @@ class MemoryPlan:
     def elsewhere(self) -> int:
         """Return the bytes of the target's layers on the worker's other GPUs."""
         return 0 if self.memory is None else min(self.target, self.memory.others_room)
+
+    @property
+    def sums(self) -> int:
+        """Return the bytes of attention's sums over parts of contexts."""
+        return 0 if self.sizes is None else self.sizes.sums(self.lengths, self.slots)
 
     @property
     def for_slots(self) -> int:

@@ -199,7 +199,7 @@ class CudaGraphRunner:
         return sizes[bisect_left(sizes, min(size, largest))]
 
     def num_rows(self, num_rows: int) -> int:
-        return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
+        return pass_rows(num_rows)
 
     def max_rows(self, num_sequences: int, max_nodes: int) -> int:
         """Return the rows of the largest pass over trees of this many sequences, of at most max_nodes drafted nodes."""
@@ -500,6 +500,11 @@ def _contexts(device: str, capacity: int) -> list[int]:
     while bounds[-1] < capacity:
         bounds.append(min(bounds[-1] * CONTEXT_GROWTH[device], capacity))
     return bounds
+
+
+def pass_rows(num_rows: int) -> int:
+    """Return the rows of the pass over trees that is replayed for this many."""
+    return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
 
 
 def _bucket(size: int, sizes: Sequence[int], step: int) -> int:

@@ -121,15 +121,15 @@ class BudgetPlanner:
             self._repeats_probe = False
             return self._draft_probe(batch)
         if self.modes.runs(DraftKind.MODEL):
-            return self._next_probe(batch) if self.modes.probes.is_due(self.modes.num_steps) else self._best_plan(batch)
+            return self._next_probe(batch) if self.modes.is_probe_due else self._best_plan(batch)
         return self._plan_without_model(batch)
 
     def _plan_without_model(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of a step while the model is off: plain or by lookups alone, unless a probe is due."""
-        if self.modes.num_steps % OFF_REVIEW_EVERY == 0 and self.modes.texts.have_changed(batch):
+        if self.modes.num_steps % OFF_REVIEW_EVERY == 0 and self.modes.texts_have_changed(batch):
             self.modes.restart_probes(batch, self.acceptance)
             self._probes_anew = True
-        if self._has_model and self.modes.probes.is_due(self.modes.num_steps):
+        if self.modes.is_probe_due:
             return self._next_probe(batch)
         if self.modes.runs(DraftKind.LOOKUPS):
             return self._lookups_plan(batch)
@@ -139,7 +139,7 @@ class BudgetPlanner:
             self._lookups.begin_trial(self.modes.num_steps)
         if not self._lookups.is_trying:
             return PLAIN
-        self.modes.texts.remember(batch)
+        self.modes.remember_texts(batch)
         return self._as_probe(self._lookups_plan(batch))
 
     def _is_trial_due(self, lookups: LookupGains, batch: DecodeBatch) -> bool:
@@ -272,7 +272,7 @@ class BudgetPlanner:
         Otherwise: a trial, which also observes the cost of drafting for the whole batch, if it is promising; or a
         draft, and another at the next step if drafts are replayed.
         """
-        self.modes.probes.begin(self.modes.num_steps)
+        self.modes.begin_probe()
         if self.modes.runs(DraftKind.MODEL):
             return self._next_probe_on(batch)
         if not self.modes.is_trial_promising(batch):
@@ -370,7 +370,7 @@ class BudgetPlanner:
     # observations
 
     def _pay(self, outcome: StepOutcome) -> None:
-        self.modes.probes.pay(outcome.seconds.total)
+        self.modes.pay(outcome.seconds.total)
         if self._lookups is not None:
             self._lookups.schedule.pay(outcome.seconds.total)
 
@@ -410,7 +410,7 @@ class BudgetPlanner:
         if not outcome.plan.probe:
             return
         if self.modes.runs(DraftKind.MODEL):
-            self.modes.probes.charge(self._probe_cost(outcome))
+            self.modes.charge(self._probe_cost(outcome), plain_s, is_drafting=False)
             return
         cost_s = self._probe_cost(outcome)
         lookups.schedule.charge(cost_s)

@@ -22,7 +22,7 @@ from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.storage.cache_directory import cache_home, locked
 
 log = logging.getLogger("eagle_ray")
-VERSION = 8  # of the files; costs of another version are measured again
+VERSION = 9  # of the files; costs of another version are measured again
 CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
 LOCK_LIMIT_S = 120.0  # longer than any measurement takes
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")

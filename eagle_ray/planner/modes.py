@@ -53,8 +53,6 @@ class PlannerModes:
         best: the best plan of the last review.
         next_review: the step of the next review.
         num_steps: steps so far.
-        probes: when the model is probed.
-        texts: those that the last probe was of.
     """
 
     def __init__(self, search: PlanSearch, lookups: LookupGains | None, has_model: bool):
@@ -63,7 +61,8 @@ class PlannerModes:
         self.kind = DraftKind.MODEL if has_model else DraftKind.LOOKUPS
         self.best = PlanEstimate(0.0)
         self.next_review = self.num_steps = 0
-        self.probes, self.texts = ProbeSchedule(), TextHistogram()
+        self._probes = ProbeSchedule()  # of the model; while it is on, of anything else
+        self._texts = TextHistogram()  # those that the last probe was of
         self._review_size = 0  # batch size of the last review
         self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
         self._judges_probe = False  # at the next review, after a probe of the model while it was off
@@ -113,6 +112,53 @@ class PlannerModes:
         plain_s = self._search.plain_seconds(size, num_cached)
         return max(size / plain_s, *self._rates(size, plain_s).values())
 
+    # probes
+
+    @property
+    def is_probe_due(self) -> bool:
+        """Return whether the model may be probed, or while it is on a plain step, a wider draft or lookups alone."""
+        return self._has_model and self._probes.is_due(self.num_steps)
+
+    def begin_probe(self) -> None:
+        """Record that a probe runs at this step."""
+        self._probes.begin(self.num_steps)
+
+    def charge(self, cost_s: float, plain_s: float, is_drafting: bool) -> None:
+        """Add the cost of a probe, with or without drafts. A trial that has lost much ends.
+
+        Args:
+            cost_s: its seconds beyond those that its tokens would have taken.
+            plain_s: of a plain step.
+            is_drafting: the model drafted. Then the probe is judged at the next review, if the model is off.
+        """
+        self._probes.charge(cost_s)
+        self._trial_s += cost_s
+        if self.mode is Mode.PROBING and self._trial_s > TRIAL_LOSS * plain_s:
+            self.review_soon()
+        self._judges_probe = is_drafting and not self.runs(DraftKind.MODEL)
+
+    def pay(self, seconds: float) -> None:
+        """Pay off the probes' share of a step that took this long."""
+        self._probes.pay(seconds)
+
+    def texts_have_changed(self, batch: DecodeBatch) -> bool:
+        """Return whether the batch's texts are unlike those of the last probe."""
+        return self._texts.have_changed(batch)
+
+    def remember_texts(self, batch: DecodeBatch) -> None:
+        """Compare later texts with those of this batch, which a probe is of."""
+        self._texts.remember(batch)
+
+    def restart_probes(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
+        """Probe again soon, since the texts have changed."""
+        plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
+        self.remember_texts(batch)
+        self._probes.restart(plain_s)
+        acceptance.fade()
+        if self._lookups is not None:
+            self._lookups.schedule.restart(plain_s)
+            self._lookups.fade()
+
     # trials
 
     def is_trial_promising(self, batch: DecodeBatch) -> bool:
@@ -125,30 +171,6 @@ class PlannerModes:
         """Draft for the whole batch until the next review."""
         self.mode, self.kind, self._trial_s = Mode.PROBING, DraftKind.MODEL, 0.0
         self.next_review = self.num_steps + REVIEW_EVERY
-
-    def charge(self, cost_s: float, plain_s: float, is_drafting: bool) -> None:
-        """Add the cost of a probe of the model. A trial that has lost much ends.
-
-        Args:
-            cost_s: its seconds beyond those that its tokens would have taken.
-            plain_s: of a plain step.
-            is_drafting: it drafted. Then it is judged at the next review, if the model is off.
-        """
-        self.probes.charge(cost_s)
-        self._trial_s += cost_s
-        if self.mode is Mode.PROBING and self._trial_s > TRIAL_LOSS * plain_s:
-            self.review_soon()
-        self._judges_probe = is_drafting and not self.runs(DraftKind.MODEL)
-
-    def restart_probes(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
-        """Probe again soon, since the texts have changed."""
-        plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
-        self.texts.remember(batch)
-        self.probes.restart(plain_s)
-        acceptance.fade()
-        if self._lookups is not None:
-            self._lookups.schedule.restart(plain_s)
-            self._lookups.fade()
 
     # reviews
 
@@ -199,11 +221,11 @@ class PlannerModes:
         was_on, is_on = previous == (Mode.ON, DraftKind.MODEL), self.runs(DraftKind.MODEL)
         self._num_unpaid = self._num_unpaid + 1 if is_on and self.best.rate * plain_s < len(batch) else 0
         if is_on:
-            self.probes.resume()
+            self._probes.resume()
         elif was_on:
-            self.probes.allow_retry(plain_s)
+            self._probes.allow_retry(plain_s)
         elif self._has_model and (self._judges_probe or previous[0] is Mode.WARM_UP):
-            self.texts.remember(batch)
+            self.remember_texts(batch)
             if acceptance.accuracy * float(acceptance.model.expected([1.0])[0, 0, 0]) < POOR_ACCEPTANCE:
-                self.probes.back_off()
+                self._probes.back_off()
         self._judges_probe = False

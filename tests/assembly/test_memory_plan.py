@@ -25,6 +25,7 @@ from eagle_ray.assembly.model_memory import (
 )
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
+from eagle_ray.kernels import tree_metadata
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.graphs import MAX_AHEAD
 from eagle_ray.models.loader import load_config as target_config
@@ -281,23 +282,29 @@ def test_contexts_and_copies_of_logits_are_counted():
     assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 40 * (10 << 20)
 
 
-def test_sums_of_attention_are_counted_for_each_pool():
-    """Of an 8B on an H100 that cannot be seen: 128 MiB of cut contexts and 34 MiB of the programs' own, five times."""
+def test_sums_of_attention_are_counted_for_each_pool(monkeypatch):
+    """Of an 8B on an H100: 128 MiB of cut contexts and 34 MiB of the programs' own, five times.
+
+    Graphs of four sequences without trees have few contexts that are cut.
+    """
+    monkeypatch.setattr(tree_metadata, "multiprocessors", lambda device: tree_metadata.H100)
     shape = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256)
     heads = [head3()]
     sizes = EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, on_gpu=True)
-    assert sizes.sums(LONG) == pytest.approx(5 * 161 * 2**20, rel=0.01)
-    assert sizes.sums(SequenceLengths(64, 61)) < sizes.sums(LONG)
-    assert (
-        EngineSizes.of(shape, [], SpeculativeConfig(), itemsize=2, on_gpu=True).sums(LONG) == sizes.sums(LONG) * 3 // 5
-    )
+    full = sizes.sums(LONG, slots=256)
+    assert full == pytest.approx(5 * 161 * 2**20, rel=0.01)
+    assert sizes.sums(SequenceLengths(64, 61), slots=256) < full
+    alone = EngineSizes.of(shape, [], SpeculativeConfig(), itemsize=2, on_gpu=True)
+    assert alone.sums(LONG, slots=256) == full * 3 // 5
+    assert alone.sums(SequenceLengths(131_072, 1), slots=4) == pytest.approx((161 + 2 * 36) * 2**20, rel=0.01)
     memory = DeviceMemory(80 * GB, 76 * GB)
-    plan = MemoryPlan.of(sizes, LONG, 15 * GB, GB, of_pass=GB, memory=memory)
+    plan = MemoryPlan.of(sizes, LONG, 15 * GB, GB, of_pass=GB, memory=memory).sized(256, "auto")
     without = MemoryPlan.of(replace(sizes, readings=()), LONG, 15 * GB, GB, of_pass=GB, memory=memory)
-    assert plan.sums == sizes.sums(LONG) == without.for_slots - plan.for_slots == plan.total - without.total
+    without = replace(without, slots=256, kv_tokens=plan.kv_tokens)
+    assert plan.sums == full == without.for_slots - plan.for_slots == plan.total - without.total
     assert "sums of attention 808 MiB" in plan.describe() and "sums" not in without.describe()
     for no_kernels in ({"on_gpu": False}, {"on_gpu": True, "explicit_scores": True}):
-        assert EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, **no_kernels).sums(LONG) == 0
+        assert EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, **no_kernels).sums(LONG, 256) == 0
 
 
 def test_a_pass_is_run_and_measured(monkeypatch):

@@ -1,6 +1,10 @@
 """The sum of what workers report, whether a failing one ends the job, and when to give up."""
 
+import asyncio
+import json
 import logging
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -23,11 +27,15 @@ from eagle_ray.batch.driver.progress_monitor import (
     waited_for,
 )
 from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.worker import actor, engine_process
 from eagle_ray.batch.worker.crash_isolation import CrashLog
-from eagle_ray.batch.worker.progress import Progress, ProgressActor, WorkerReport
+from eagle_ray.batch.worker.progress import JobMetrics, Progress, ProgressActor, WorkerReport, start_progress
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
+from tests.support import workers
+from tests.support.jobs import token_rows
+from tests.support.workers import LAST_WORD, LASTS, arguments_of, batches_of, pid_of, until
 
 
 def test_a_report_replaces_the_one_before():
@@ -153,6 +161,74 @@ def test_a_job_whose_workers_cannot_even_report_ends_with_the_reason(monkeypatch
     with pytest.raises(ClusterError, match=words), interruptible(), monitor:
         time.sleep(60)
     assert any(line.endswith("waiting for memory") for line in messages)
+
+
+def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_path):
+    """While it runs, tokens of rows in flight count, and those of rows that are made again."""
+    progress, written = Progress(ready_at=time.monotonic() - 100), []
+    progress.add(WorkerReport("a", 0, 0, work={"num_output_tokens": 900}, rows=8, output_tokens=90))
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    output = StoragePath.of(tmp_path)
+    run = SimpleNamespace(
+        output=output,
+        data=output,
+        run_id="a",
+        attempt=1,
+        check_current=lambda: None,
+        publish=lambda name, text: written.append(json.loads(text)),
+    )
+    actor = SimpleNamespace(
+        snapshot=SimpleNamespace(remote=lambda: progress), files=SimpleNamespace(remote=lambda: {"part": 8})
+    )
+    monitor = ProgressMonitor(actor, run, 8, 0.05, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
+    with interruptible(), monitor:
+        until(lambda: written)
+    first, last = written[0], written[-1]
+    assert first["tokens_per_s"] == pytest.approx(9, rel=0.1) and last["tokens_per_s"] == pytest.approx(0.9, rel=0.1)
+    assert first["output_tokens"] == last["output_tokens"] == 90
+
+
+def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
+    ray_session, make_job, monkeypatch, caplog
+):
+    """The metrics fail once while the row is in flight."""
+    counts, count = [], JobMetrics.count
+
+    def count_or_fail(metrics: JobMetrics, report: WorkerReport, answers: pa.Table | None) -> None:
+        counts.append(report)
+        if len(counts) == 3:
+            raise OSError("the agent does not answer")
+        count(metrics, report, answers)
+
+    monkeypatch.setattr(JobMetrics, "count", count_or_fail)
+    monkeypatch.setattr(actor, "BEAT_S", 0.02)
+    monkeypatch.setattr(actor, "FLUSH_S", 0.02)
+    monkeypatch.setattr(engine_process, "WORKER", workers.CLASS)
+    config, totals, seen = make_job(token_rows(1), name=LASTS), start_progress(num_workers=1), set()
+    engine_actor = actor.EngineActor(*arguments_of(config), totals)
+
+    def snapshot() -> Progress:
+        return ray.get(totals.snapshot.remote())
+
+    def has_grown() -> bool:
+        now = snapshot()
+        assert now.rows == now.output_tokens == 0
+        seen.add(now.made_tokens)
+        return len(seen) > 3 and len(counts) > 5
+
+    async def answer() -> list[pa.Table]:
+        batch = asyncio.ensure_future(anext(engine_actor(batches_of(config)[0])))
+        await asyncio.to_thread(until, has_grown)
+        (StoragePath.of(config.output.path) / LAST_WORD).write_atomic(b"")
+        return [await batch]
+
+    try:
+        assert [len(table) for table in asyncio.run(answer())] == [1]
+        until(lambda: snapshot().rows == 1)
+    finally:
+        os.kill(pid_of(counts[0].worker_id), signal.SIGKILL)
+        ray.kill(totals)
+    assert "what the engine does cannot be reported now" in caplog.text
 
 
 def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly import costs
 from eagle_ray.assembly.worker_plan import WorkerPlan
@@ -22,7 +25,7 @@ from eagle_ray.planner import cost_cache
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from tests.support.jobs import token_rows
+from tests.support.jobs import PAIR, token_rows
 from tests.support.kernels import make_entry
 from tests.support.workers import batches_of, outputs
 
@@ -185,21 +188,79 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
     fourth.close()
 
 
-def test_a_young_worker_writes_often(make_job, monkeypatch):
+def test_a_head_that_was_trained_again_does_not_go_on_from_the_others_state(make_job, tmp_path):
+    """Its files have the names and sizes of those before."""
+    head = Path(shutil.copytree(PAIR / "draft", tmp_path / "head"))
+    config = make_job(token_rows(2), **{"speculative.method": "eagle2+suffix", "model.draft": str(head)})
+    first = Worker(config, start(config), [], WorkerPlan())
+    asyncio.run(first.answer(batches_of(config)[0]))
+    first.close()
+
+    def known_at_start() -> int:
+        worker = Worker(config, start(config), [], WorkerPlan())
+        num_known = known_tokens(worker)
+        worker.close()
+        return num_known
+
+    assert known_at_start() > 0
+    (weights,) = head.glob("*.safetensors")
+    tensors = {name: -tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    assert known_at_start() == 0
+
+
+class Clock:
+    """A clock of the module that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(learned_state, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+
+    def writes(self, state: learned_state.LearnedState, seconds: int) -> list[float]:
+        """Return when the state is written while a row is in flight, in seconds from now."""
+        begin, written = self.now, []
+        while self.now < begin + seconds:
+            if state.start_write(num_in_flight=1):
+                written.append(self.now - begin)
+                state.end_write()
+            self.now += 1
+        return written
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_young_worker_writes_often(make_job, clock):
     """At once, after 2, 4, 8, 16 and 32 s, then once a minute; 2 s after the last write if nothing is in flight."""
-    now = 1000.0
-    monkeypatch.setattr(learned_state, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     state = learned_state.LearnedState(start(make_job(token_rows(1))), {})
-    written = []
-    for _ in range(300):
-        if state.start_write(num_in_flight=1):
-            written.append(now - 1000)
-        now += 1
-    assert written == [0, 2, 6, 14, 30, 62, 122, 182, 242]
-    now = 1242.0 + 1
+    assert clock.writes(state, 243) == [0, 2, 6, 14, 30, 62, 122, 182, 242]
     assert not state.start_write(0)
-    now += 1
-    assert state.start_write(0) and not state.start_write(1)
+    clock.now += 1
+    assert state.start_write(0)
+
+
+def test_one_write_runs_at_a_time(make_job, clock):
+    state = learned_state.LearnedState(start(make_job(token_rows(1))), {})
+    assert state.start_write(1)
+    clock.now += 1000  # the storage takes as long
+    assert not state.start_write(1) and not state.start_write(0)
+    state.end_write()
+    assert not state.start_write(1)
+    assert clock.writes(state, 10) == [2, 6]
+
+
+def test_a_worker_that_goes_on_from_a_state_writes_once_a_minute(make_job, clock):
+    run, engine = start(make_job(token_rows(1))), SimpleNamespace(load_learned=dict)
+    learned_state.LearnedState(run, {}).store({"tokens": torch.arange(3)})
+    (file,) = learned_files(run)
+    second, third = learned_state.LearnedState(run, {}), learned_state.LearnedState(run, {})
+    second.load(engine)
+    assert clock.writes(second, 130) == [0, 60, 120]
+    file.write_atomic(b"damaged")
+    third.load(engine)
+    assert clock.writes(third, 10) == [0, 2, 6]
 
 
 def test_older_states_are_read_as_long_as_an_index_has_room(make_job, caplog, monkeypatch):

@@ -43,7 +43,7 @@ def planner_that_drafts(engine) -> BudgetPlanner:
     model.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     model.sync()
     planner.num_offers, planner.num_drafts = NUM_PROBES, 1
-    planner.modes.probes.charge(1.0)
+    planner.modes.charge(1.0, 1.0, is_drafting=False)
     engine.planner = planner
     return planner
 
@@ -69,7 +69,7 @@ def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = BudgetPlanner(TreeBounds(12, 4, 4), flat(head_share=5.0), can_sync=False)
     engine.planner.num_offers = NUM_PROBES
-    engine.planner.modes.probes.charge(1.0)
+    engine.planner.modes.charge(1.0, 1.0, is_drafting=False)
     assert watched_step(engine) == ([], ["numpy"])
 
 

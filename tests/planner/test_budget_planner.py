@@ -142,7 +142,8 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner.modes.probes.charge(1000 * believed.plain_seconds(8, 0))
+    plain_s = believed.plain_seconds(8, 0)
+    planner.modes.charge(1000 * plain_s, plain_s, is_drafting=False)
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)

@@ -16,6 +16,7 @@ import torch
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
@@ -28,6 +29,8 @@ from eagle_ray.storage.path import StoragePath
 
 CLASS = f"{__name__}:FragileWorker"  # as the engine's process finds it
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
+LASTS = "lasts"  # likewise: its rows end once LAST_WORD is in its output
+LAST_WORD = "_last_word"
 LOGGED = "measuring the cost of steps: for up to 5 s"
 ACTOR_PID = "FRAGILE_ACTOR_PID"  # an environment variable
 KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
@@ -48,6 +51,9 @@ class FragileWorker(Worker):
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)
         self._is_buggy = config.name == IS_BUGGY
+        self._lasts_until = run.output / LAST_WORD if config.name == LASTS else None
+        if config.name == LASTS:
+            engine_process.BEAT_S = 0.02
         super().__init__(config, run, carried, plan)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
@@ -61,6 +67,8 @@ class FragileWorker(Worker):
             await asyncio.Event().wait()  # for ever, if nothing else ends it
         if GREEDY in prompts:
             raise EngineError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")
+        while self._lasts_until is not None and not self._lasts_until.exists():
+            await super().answer(requests)  # its tokens are made, and no row is done
         return await super().answer(requests)
 
 

@@ -192,13 +192,13 @@ class ProgressMonitor:
                 self._rows_in_files = progress.rows_in_files
                 if is_due := time.monotonic() >= next_file:
                     next_file += self._every_s
-                facts = self._facts(progress)
+                facts = self._facts(progress, progress.made_tokens)
                 progress_display.show(facts)
                 if is_due:
                     self._write(facts)
             if self._stop_reason is None and (progress := self._poll()) is not None:
                 self._count_files()
-                progress_display.show_last(facts := self._facts(progress))
+                progress_display.show_last(facts := self._facts(progress, progress.output_tokens))
                 self._write(facts)
 
     def _poll(self) -> Progress | None:
@@ -264,8 +264,12 @@ class ProgressMonitor:
             self._write_error = str(error)
             log.debug("%s cannot be written: %s", PROGRESS, error)
 
-    def _facts(self, progress: Progress) -> Facts:
-        """Return the facts that are logged and written to ``_progress.json``."""
+    def _facts(self, progress: Progress, num_tokens: int) -> Facts:
+        """Return the facts that are logged and written to ``_progress.json``.
+
+        num_tokens: of which tokens_per_s is the rate: while the job runs those that engines made, since rows in flight
+        are work, and at its end those of answered rows.
+        """
         now = time.monotonic()
         waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
         running = now - (self._ready_at or now)
@@ -286,7 +290,7 @@ class ProgressMonitor:
             "rows_in_files": self._rows_in_files,
             "errors": progress.errors,
             "output_tokens": progress.output_tokens,
-            "tokens_per_s": progress.made_tokens / running if running >= MIN_RATE_WINDOW_S else None,
+            "tokens_per_s": num_tokens / running if running >= MIN_RATE_WINDOW_S else None,
             "mean_acceptance_length": progress.mean_acceptance_length,
             "busy_slots": progress.busy_slots,
             "engine_s": round(progress.engine_s, 1),

@@ -11,6 +11,7 @@ its batches to it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.runs.run import Run
 
+log = logging.getLogger("eagle_ray")
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
 RESTART_DELAY_S = 5
@@ -81,11 +83,14 @@ class EngineActor:
         yield nest(answers)
 
     async def _report_beats(self) -> None:
-        """Report what the engine does while batches are in flight."""
+        """Report what the engine does while batches are in flight. No error ends it."""
         while self._num_batches:
             await asyncio.sleep(BEAT_S)
-            self._report = self._report.with_counters(self._engine.counters())
-            self._publish(None)
+            try:
+                self._report = self._report.with_counters(self._engine.counters())
+                self._publish(None)
+            except Exception:
+                log.exception("what the engine does cannot be reported now")
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         return await self._engine.answer(requests)

@@ -2,11 +2,14 @@
 
     OUT/_cache/learned-9d1c0f27ab33e061-01795821486-4be1a2c9.safetensors    by models, start and worker
 
-A worker reads the newest files of its models before its first row. It writes its own when nothing is in flight, and
-otherwise after 2 s, after 4 s more and so on, at last once a minute: a young job that is killed loses little. Its first
-write removes what it read, if no other worker has written that since. So a job that was killed goes on with the texts
-of its suffix index, and the files do not add up. Outputs do not depend on them: a damaged, foreign or missing file
-costs a line in the log.
+A worker reads the newest files of its models before its first row, and writes its own after rows are answered. Its
+first write is at once and removes what it read, if no other worker has written that since. While further rows are in
+flight, the next one is 2 s after the last, then 4 s and so on up to a minute, so a young job that is killed loses
+little. A worker that has read something waits a minute after its first write already. If nothing is in flight, 2 s
+suffice. One write runs at a time, however long the storage takes.
+
+So a job that was killed goes on with the texts of its suffix index and the calibration of its drafts, and the files do
+not add up. Outputs do not depend on them: a damaged, foreign or missing file costs a line in the log.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from eagle_ray.storage.store import FileVersion
 
 log = logging.getLogger("eagle_ray")
 LEARNED, SUFFIX = "learned-", ".safetensors"
-MAX_INTERVAL_S = 60.0  # between writes while rows are in flight; at first IDLE_INTERVAL_S, then twice as long each time
-IDLE_INTERVAL_S = 2.0  # between writes while none is
+MAX_INTERVAL_S = 60.0  # from the end of a write to the next; at first IDLE_INTERVAL_S, then twice as long each time
+IDLE_INTERVAL_S = 2.0  # likewise while no row is in flight
 MAX_READ = 8  # files: of the workers of one attempt
 MAX_READ_BYTES = 5 << 20  # of all files that are read: a suffix index keeps no more texts
 MAX_BYTES = 64 << 20  # of a file; 500,000 tokens take 2 MB
@@ -45,7 +48,7 @@ class LearnedState:
     """One worker's file, and those that it reads at its start.
 
     Args:
-        models: what the state is of use to, as JSON: target, drafts and the settings of speculation.
+        models: what the state is of use to, as JSON: target, drafts with their weights, and settings of speculation.
     """
 
     def __init__(self, run: Run, models: Mapping[str, Any]):
@@ -57,6 +60,7 @@ class LearnedState:
         self._read: dict[StoragePath, FileVersion] = {}
         self._interval_s = IDLE_INTERVAL_S
         self._written_at = -math.inf
+        self._is_writing = False
 
     def load(self, engine: Engine) -> None:
         """Let the engine's drafter go on from the newest files of its models, the newest last."""
@@ -66,30 +70,37 @@ class LearnedState:
         except (JobError, OSError) as error:
             log.debug("%s: nothing is read there: %s", self._directory, one_line(error))
             return
-        newest = _newest(versions)
-        for file in newest:
-            self._load_file(file, versions[file], engine)
+        num_loaded = sum(self._load_file(file, versions[file], engine) for file in _newest(versions))
         self._read = versions
-        if newest:
-            log.info("what earlier drafters learned is read from %s (%d files)", self._directory, len(newest))
+        if num_loaded:
+            self._interval_s = MAX_INTERVAL_S  # what was read outlives this worker: only what is new can be lost
+            log.info("what earlier drafters learned is read from %s (%d files)", self._directory, num_loaded)
 
-    def _load_file(self, file: StoragePath, version: FileVersion, engine: Engine) -> None:
+    def _load_file(self, file: StoragePath, version: FileVersion, engine: Engine) -> bool:
+        """Return whether the engine's drafter has taken the file."""
         try:
             if version.size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
             engine.load_learned(load(file.read_bytes()))
         except (ValueError, KeyError, SafetensorError, OSError) as error:
             log.warning("%s is ignored: %s", file, one_line(error))
+            return False
+        return True
 
     def start_write(self, num_in_flight: int) -> bool:
-        """Return whether the state is to be written now; if so, the next write is due an interval later."""
-        now = time.monotonic()
-        if now - self._written_at < (self._interval_s if num_in_flight else IDLE_INTERVAL_S):
+        """Return whether the state is to be written now; if so, `end_write` follows."""
+        interval_s = self._interval_s if num_in_flight else IDLE_INTERVAL_S
+        if self._is_writing or time.monotonic() - self._written_at < interval_s:
             return False
         if num_in_flight and self._written_at > -math.inf:
             self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
-        self._written_at = now
+        self._is_writing = True
         return True
+
+    def end_write(self) -> None:
+        """End a write, with or without a file: the next one is due an interval later."""
+        self._is_writing = False
+        self._written_at = time.monotonic()
 
     def store(self, state: dict[str, Tensor]) -> None:
         """Write the worker's file whole."""

@@ -145,6 +145,8 @@ class Worker:
             pass  # reported where rows are answered
         except Exception:
             log.exception("what the drafter has learned cannot be written; the job goes on")
+        finally:
+            self._learned.end_write()
 
     async def _answer(self, request: Request) -> list[OutputRow]:
         if request.user_turns is not None:
