@@ -10,6 +10,7 @@ copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
@@ -80,7 +81,7 @@ def build_model(
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name in quantized:
             weight = checkpoint.projection(name)
-            _check_shape(name, weight, module)
+            check_shape(f"{name}.weight", weight.shape, (module.out_features, module.in_features))
             bias = checkpoint.tensor(f"{name}.bias").to(device, dtype) if module.bias is not None else None
             model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize, runs_on or device))
     _fill(model, checkpoint, dtype, device)
@@ -115,10 +116,10 @@ def _layer(
     return dense_linear(dense.to(device, dtype), bias)
 
 
-def _check_shape(name: str, weight: Weight, module: nn.Linear) -> None:
-    expected = (module.out_features, module.in_features)
-    if tuple(weight.shape) != expected:
-        raise EngineError(f"the target's {name}.weight is {tuple(weight.shape)}, and its config wants {expected}")
+def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise EngineError naming a tensor if it has another shape than the config wants."""
+    if tuple(shape) != tuple(wanted):
+        raise EngineError(f"the target's {name} is {tuple(shape)}, and its config wants {tuple(wanted)}")
 
 
 def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
@@ -132,10 +133,7 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
             missing.append(name)
             continue
         value = checkpoint.tensor(name)
-        if value.shape != parameter.shape:
-            raise EngineError(
-                f"the target's {name} is {tuple(value.shape)}, and its config wants {tuple(parameter.shape)}"
-            )
+        check_shape(name, value.shape, parameter.shape)
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, own)

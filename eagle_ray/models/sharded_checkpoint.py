@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
-from eagle_ray.models.quantized_model import Checkpoint, build_model, empty_model, quantized_checkpoint
+from eagle_ray.models.quantized_model import Checkpoint, build_model, check_shape, empty_model, quantized_checkpoint
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, kv_heads_of, padded_rows, shard_config
 
@@ -58,7 +58,8 @@ def load_shard(
         rounds: whether plain weights of layers are rounded to FP8.
 
     Raises:
-        EngineError: the files cannot be read, or lack a tensor, or are to be rounded and are quantised already.
+        EngineError: the files cannot be read, or lack a tensor, or have one of another shape than the config's, or are
+            to be rounded and are quantised already.
     """
     shard = Shard(ranks.rank, ranks.size, config.vocab_size, kv_heads_of(config))
     whole = quantized_checkpoint(path, config) or PlainCheckpoint.open(path)
@@ -69,7 +70,10 @@ def load_shard(
     model.set_experts_implementation("eager")  # for the check of the model: the others refuse some widths
     with torch.device("meta"):
         model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
-    checkpoint = ShardedCheckpoint(whole, shard, ranks.check, device if rounds else None)
+    shapes = {
+        name: tensor.shape for name, tensor in empty_model(config, dtype).named_parameters(remove_duplicate=False)
+    }
+    checkpoint = ShardedCheckpoint(whole, shard, shapes, ranks.check, device if rounds else None)
     build_model(shape, checkpoint, dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
@@ -110,27 +114,32 @@ class PlainCheckpoint:
     def tensor(self, name: str) -> Tensor:
         return self.files.tensor(self.stored.get(name, name))
 
-    def part(self, source: str, name: str, shard: Shard) -> Tensor:
-        """Read one rank's part of a tensor. name: the parameter's, which decides what part that is."""
+    def part(self, source: str, name: str, shard: Shard, shape: Sequence[int]) -> Tensor:
+        """Read one rank's part of a tensor.
+
+        Args:
+            name: the parameter's, which decides what part that is.
+            shape: of the whole parameter.
+        """
         block, _, kind = name.rpartition(".")
         if name in self.num_experts:
-            return self._joined_experts(block, STACKS[kind], self.num_experts[name], shard)
+            return self._joined_experts(block, STACKS[kind], self.num_experts[name], shard, shape)
         stored = self.files.slice_of(self.stored.get(source, source))
+        check_shape(name, stored.get_shape(), shape)
         if block.endswith(".experts"):
             return _part_of_stack(stored, kind, shard)
         return read_slice(stored, shard.part_of(name, stored.get_shape()))
 
     def _joined_experts(
-        self, block: str, projections: Sequence[str], num_experts: int, shard: Shard
+        self, block: str, projections: Sequence[str], num_experts: int, shard: Shard, shape: Sequence[int]
     ) -> Float[Tensor, "E O I"]:
-        """Read a rank's part of every expert's own tensors."""
+        """Read a rank's part of every expert's own tensors. shape: of the whole stack of all experts."""
+        of_each = shape[1] // len(projections), shape[2]
         stack: Tensor | None = None
         for expert in range(num_experts):
             names = [f"{block}.{expert}.{projection}.weight" for projection in projections]
-            own = torch.cat([self.part(name, name, shard) for name in names])
+            own = torch.cat([self.part(name, name, shard, of_each) for name in names])
             stack = own.new_empty(num_experts, *own.shape) if stack is None else stack
-            if own.shape != stack.shape[1:]:
-                raise EngineError(f"the target's {names[0]} is no tensor of the shape of expert 0's")
             stack[expert] = own
         assert stack is not None, "a stack has experts"
         return stack
@@ -138,15 +147,17 @@ class PlainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ShardedCheckpoint:
-    """What one rank reads of a checkpoint. Raises EngineError as that does.
+    """What one rank reads of a checkpoint. Raises EngineError as that does, and for tensors of other shapes.
 
     Attributes:
+        shapes: of the whole target's parameters.
         check: is called before each tensor, and raises if there is no use in reading it.
         rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them as they are.
     """
 
     whole: Checkpoint
     shard: Shard
+    shapes: Mapping[str, Sequence[int]]
     check: Callable[[], None] = lambda: None
     rounds_on: str | None = None
 
@@ -164,6 +175,7 @@ class ShardedCheckpoint:
             return fp8_weight(self.tensor(f"{name}.weight").to(self.rounds_on, torch.bfloat16))
         self.check()
         weight = self.whole.projection(name)
+        check_shape(f"{name}.weight", weight.shape, self.shapes[f"{name}.weight"])
         part = self.shard.part_of(f"{name}.weight", weight.shape)
         if part is None:
             return weight
@@ -176,9 +188,10 @@ class ShardedCheckpoint:
         is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
         source = EMBEDDING if is_tied else name
         if isinstance(self.whole, PlainCheckpoint):
-            tensor = self.whole.part(source, name, self.shard)
+            tensor = self.whole.part(source, name, self.shard, self.shapes[name])
         else:
             tensor = self.whole.tensor(source)
+            check_shape(name, tensor.shape, self.shapes[name])
             tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
         return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
 
@@ -211,7 +224,7 @@ def read_slice(stored: Any, part: Part | None) -> Tensor:
 
 
 def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> QuantizedWeight:
-    """Return some outputs of a weight, or some whole groups of its inputs."""
+    """Return some outputs of a weight, or some whole groups of its inputs, or some of the inputs of its only group."""
     if part.dim == 0:
         index = torch.arange(part.begin, part.end + part.padding).clamp(max=part.end - 1)
         return weight.rows(index)
@@ -220,13 +233,15 @@ def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> Quantized
             f"tensor {name}.qweight: its groups have inputs that are apart (desc_act), which ranks cannot share. Set "
             "tensor_parallel to 1, or take a checkpoint without desc_act."
         )
+    codes = weight.codes[:, part.begin : part.end].contiguous()
+    if weight.scale.shape[1] == 1:
+        return QuantizedWeight(codes, weight.scale, weight.offset, weight.bits)
     size = weight.group_size
     if part.begin % size or part.end % size:
         raise EngineError(
             f"tensor {name}.qweight: groups of {size} inputs, and a rank's {part.end - part.begin} are no whole number "
             "of them. Set tensor_parallel to less."
         )
-    codes = weight.codes[:, part.begin : part.end].contiguous()
     groups = slice(part.begin // size, part.end // size)
     return QuantizedWeight(
         codes, weight.scale[:, groups].contiguous(), weight.offset[:, groups].contiguous(), weight.bits

@@ -1,11 +1,14 @@
 """Shards: each rank's part of a target computes with the others what the whole computes, by as few sums as possible."""
 
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     LlamaConfig,
@@ -23,7 +26,7 @@ from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
 from eagle_ray.config import ModelConfig
-from eagle_ray.core.errors import ConfigError, RankError
+from eagle_ray.core.errors import ConfigError, EngineError, RankError
 from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -31,6 +34,7 @@ from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import fitting_sizes
 from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
+from tests.support.quantised_files import PackedLayer, gptq_layer, integer_layer
 from tests.support.ranks import on_ranks
 
 SHAPE = dict(
@@ -53,6 +57,8 @@ CONFIGS = {
     "qwen2, two key/value heads": Qwen2Config(**SHAPE | dict(num_key_value_heads=2)),
     "llama, one key/value head": LlamaConfig(**SHAPE | dict(num_key_value_heads=1), attention_bias=True),
 }
+FOR_GROUPS = dict(hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+CONFIGS_OF_QUANTISED = {"llama, for groups": LlamaConfig(**SHAPE | FOR_GROUPS)}
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 MIXTURES = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3, sliding_window=7),
@@ -74,7 +80,7 @@ def checkpoint(tmp_path):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+        model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_OF_QUANTISED)[name])
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if key.endswith("bias"):
@@ -129,6 +135,45 @@ def test_quantised_projections_are_shared(tmp_path, dequantize, most):
     for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
         assert counts == [4, 1]
         assert error(logits, whole) < most and error(some_logits, some) < most
+
+
+CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
+INTEGERS = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNELS}},
+    "ignore": ["lm_head"],
+}
+ONE_GROUP = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}
+
+
+@pytest.mark.parametrize(
+    "make, quantization",
+    [
+        (lambda out, num_in: integer_layer(out, num_in, symmetric=False), INTEGERS),
+        (lambda out, num_in: gptq_layer(4, out, [0] * num_in, 1), ONE_GROUP),
+    ],
+    ids=["int8", "gptq"],
+)
+def test_a_scale_for_all_inputs_is_that_of_each_part(checkpoint, tmp_path, make, quantization):
+    path = checkpoint("llama, for groups")
+    quantise(path, make, quantization)
+    whole, some, _ = passed(path, dequantize=True)
+    assert num_ranks(ModelConfig(target=str(path), device="cpu"), EngineArgs(tensor_parallel=2)) == 2
+    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=True)):
+        assert counts == [6, 1]
+        assert error(logits, whole) < 1e-5 and error(some_logits, some) < 1e-5
+
+
+def quantise(path: Path, make: Callable[[int, int], PackedLayer], quantization: dict) -> None:
+    """Put other projections, which are quantised, into a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        layer = make(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
 def test_ranks_share_a_head_of_keys_if_there_are_more_of_them(checkpoint, tmp_path):
@@ -201,6 +246,38 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
     ranks.why_lost = lambda seconds: next(reasons, "rank 1 was ended by signal 9")
     with pytest.raises(RankError, match="rank 0 of 2: rank 1 was ended by signal 9"):
         load_causal_lm(checkpoint("llama"), torch.float32, "cpu", ranks=ranks)
+
+
+LAYER = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(
+    "name, shape, wanted",
+    [
+        (f"{LAYER}.up_proj.weight", (73, 48), (72, 48)),
+        (f"{LAYER}.down_proj.weight", (48, 73), (48, 72)),
+        (f"{LAYER}.up_proj.bias", (73,), (72,)),
+        ("model.layers.0.self_attn.k_proj.weight", (25, 48), (24, 48)),
+        ("lm_head.weight", (103, 48), (101, 48)),
+        ("model.layers.2.mlp.experts.3.gate_proj.weight", (25, 48), (24, 48)),
+    ],
+)
+def test_a_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path, name, shape, wanted):
+    """Halves of 73 rows would be 36 each, as those of 72 are."""
+    path = checkpoint("qwen3_moe" if "experts" in name else "llama, biases")
+    tensors = load_file(path / "model.safetensors")
+    assert tensors[name].shape == wanted
+    save_file(tensors | {name: torch.zeros(shape)}, path / "model.safetensors", {"format": "pt"})
+    said = re.escape(f"the target's {name} is {shape}, and its config wants {wanted}")
+    with pytest.raises(EngineError, match=said):
+        load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
+
+
+def test_a_quantised_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path):
+    path = checkpoint("llama, for groups")
+    quantise(path, lambda out, num_in: integer_layer(out + (out == 128), num_in, symmetric=False), INTEGERS)
+    with pytest.raises(EngineError, match=r"mlp.gate_proj.weight is \(129, 64\), and its config wants \(128, 64\)"):
+        load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
 
 
 @pytest.mark.parametrize(
