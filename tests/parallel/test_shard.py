@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
@@ -25,7 +27,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
-from eagle_ray.config import ModelConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, RankError
 from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.loader import load_causal_lm
@@ -69,6 +71,7 @@ MIXTURES = {
     ),
 }
 CONFIGS |= MIXTURES
+PLAIN = SpeculativeConfig(method="none")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PROMPTS = [list(range(5, 45)), [7, 3, 9]]
 SOME = [5, 100, 7, 26, 51, 52]
@@ -159,7 +162,7 @@ def test_a_scale_for_all_inputs_is_that_of_each_part(checkpoint, tmp_path, make,
     path = checkpoint("llama, for groups")
     quantise(path, make, quantization)
     whole, some, _ = passed(path, dequantize=True)
-    assert num_ranks(ModelConfig(target=str(path), device="cpu"), EngineArgs(tensor_parallel=2)) == 2
+    assert num_ranks(ModelConfig(target=str(path), device="cpu"), PLAIN, EngineArgs(tensor_parallel=2)) == 2
     for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=True)):
         assert counts == [6, 1]
         assert error(logits, whole) < 1e-5 and error(some_logits, some) < 1e-5
@@ -308,7 +311,86 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, siz
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu")
     with pytest.raises(ConfigError, match=f"(?s)^tensor_parallel: {size}.*{words}"):
-        num_ranks(model, EngineArgs(tensor_parallel=size))
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=size))
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+BY_ACTIVATIONS = {"actorder": "group", "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+SHUFFLED = PACKED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": BY_ACTIVATIONS}}}
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "changes, file, fp8, words",
+    [
+        ({"quantization_config": BITSANDBYTES}, FILE, False, "quantised by 'bitsandbytes', which ranks do not read"),
+        ({"quantization_config": GPTQ | {"desc_act": True}}, FILE, False, r"apart \(desc_act or actorder\)"),
+        ({"quantization_config": SHUFFLED}, FILE, False, r"apart \(desc_act or actorder\)"),
+        ({}, "pytorch_model-00001-of-2.bin", False, "in pytorch_model-00001-of-2.bin, and ranks read parts of safe"),
+        ({"quantization_config": GPTQ}, FILE, True, "fp8 is for plain weights"),
+    ],
+    ids=["quantiser", "desc_act", "actorder", "pickle", "fp8"],
+)
+def test_what_ranks_do_not_read_is_refused_before_they_start(tmp_path, monkeypatch, caplog, changes, file, fp8, words):
+    """With auto, layers are placed in turn, and the log says why."""
+    config = dict(SHAPE, model_type="llama", architectures=["X"], intermediate_size=128, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / file).write_bytes(b"never read")
+    model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8" if fp8 else "none")
+    monkeypatch.setattr(follow, "load_config", AutoConfig.from_pretrained)  # bitsandbytes need not be installed
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: 2, and .*{words}.*, or set tensor_parallel to 1.$"):
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2))
+    see_gpus(monkeypatch, ["H100", "H100"])
+    with caplog.at_level("INFO", "eagle_ray"):
+        assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto", num_gpus=2)) == 1
+    assert re.search(f"placed on 2 GPUs in turn.*{words}", caplog.text)
+
+
+@pytest.mark.parametrize("order", [{}, {"desc_act": True, "static_groups": True}, {"desc_act": True, "group_size": -1}])
+def test_groups_in_the_order_of_inputs_are_split(tmp_path, order):
+    config = dict(SHAPE, model_type="llama", architectures=["X"], intermediate_size=128, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ | order}))
+    (tmp_path / FILE).write_bytes(b"never read")
+    assert num_ranks(ModelConfig(target=str(tmp_path), device="cpu"), PLAIN, EngineArgs(tensor_parallel=2)) == 2
+
+
+def see_gpus(monkeypatch, kinds: list[str], room: int = 10**9) -> None:
+    """Let the machine have GPUs of these kinds."""
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[device])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+
+
+@pytest.mark.parametrize(
+    "num_gpus, ranks, words",
+    [
+        (4, 2, "has 4 GPUs, one for each rank. Set it to one of 1, 4, or give the engine 2 GPUs"),
+        (3, 2, "has 3 GPUs, one for each rank. Set it to 1, the only one that does, or give the engine 2 GPUs"),
+        (1, 8, "has 4 GPUs, one for each rank. Set it to one of 1, 2, 4, or give the engine 8 GPUs"),
+        (0.5, 2, "Set it to 1, the only one that does, or give the engine 2 GPUs"),
+    ],
+)
+def test_numbers_that_the_gpus_allow_are_named(checkpoint, monkeypatch, num_gpus, ranks, words):
+    """An engine with one GPU by its settings, an LLM's, takes all that the machine has."""
+    see_gpus(monkeypatch, ["H100"] * 4)
+    model = ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16")
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: {ranks}, and the engine .*{words}"):
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=ranks, num_gpus=num_gpus))
+
+
+def test_ranks_that_draft_with_a_model_have_gpus_of_one_kind(checkpoint, monkeypatch):
+    """Each computes the draft's logits, whose last bits decide trees."""
+    see_gpus(monkeypatch, ["H100", "H200"])
+    model = ModelConfig(target=str(checkpoint("llama")), draft="a/head", dtype="bfloat16")
+    eagle, args = SpeculativeConfig(method="eagle3"), EngineArgs(tensor_parallel=2, num_gpus=2)
+    with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\), on which ranks could draft other trees"):
+        num_ranks(model, eagle, args)
+    assert num_ranks(model, eagle, replace(args, tensor_parallel="auto")) == 1
+    assert num_ranks(model, SpeculativeConfig(method="suffix"), args) == 2
+    see_gpus(monkeypatch, ["H100", "H100"])
+    assert num_ranks(model, eagle, args) == 2
 
 
 def test_the_sizes_that_would_do_are_named():
@@ -340,33 +422,28 @@ def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path, family,
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8")
     with pytest.raises(ConfigError, match=words):
-        num_ranks(model, EngineArgs(tensor_parallel=2))
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2))
 
 
 @pytest.mark.parametrize("room, num_seen, size", [(10**9, 2, 2), (10**4, 2, 1), (10**9, 1, 1)])
 def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, num_seen, size):
     path = checkpoint("llama")
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_seen)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+    see_gpus(monkeypatch, ["H100"] * num_seen, room)
     model = ModelConfig(target=str(path), dtype="bfloat16")
-    assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
 
 
 def test_ranks_of_a_mixture_have_gpus_of_one_kind(checkpoint, monkeypatch):
     """Each chooses experts by a product of its own, and no checksum would see that two chose differently."""
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    see_gpus(monkeypatch, ["H100", "H100"])
     args, auto = EngineArgs(tensor_parallel=2, num_gpus=2), EngineArgs(tensor_parallel="auto", num_gpus=2)
     model = ModelConfig(target=str(checkpoint("qwen3_moe")), dtype="bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    assert num_ranks(model, args) == num_ranks(model, auto) == 2
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["H100", "H200"][device])
+    assert num_ranks(model, PLAIN, args) == num_ranks(model, PLAIN, auto) == 2
+    see_gpus(monkeypatch, ["H100", "H200"])
     with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\)"):
-        num_ranks(model, args)
-    assert num_ranks(model, auto) == 1
-    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), args) == 2
+        num_ranks(model, PLAIN, args)
+    assert num_ranks(model, PLAIN, auto) == 1
+    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), PLAIN, args) == 2
 
 
 def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
@@ -385,5 +462,5 @@ def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
 
 def test_one_rank_is_the_default_on_a_cpu():
     model = ModelConfig(device="cpu")
-    assert num_ranks(model, EngineArgs(tensor_parallel="auto")) == 1
-    assert num_ranks(model, EngineArgs(tensor_parallel=2)) == 2
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto")) == 1
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2)) == 2
