@@ -212,6 +212,16 @@ def _usual_name(stored: str) -> str:
     return stored
 
 
+def share_of(stored: str, shard: Shard) -> float:
+    """Return which share of a tensor's numbers a rank has. stored: its name in a file, of a quantised layer or not."""
+    layer, _, kind = _usual_name(stored).rpartition(".")
+    if layer.endswith(".experts"):
+        return 1 / shard.size
+    whole = shard.vocab_size if f"{layer}.weight" == LM_HEAD else shard.size * shard.kv_heads  # ranks divide both
+    part = shard.part_of(f"{layer}.{'bias' if kind == 'bias' else 'weight'}", (whole, whole))
+    return 1 if part is None else (part.end - part.begin + part.padding) / whole
+
+
 def _part_of_stack(stored: Any, kind: str, shard: Shard) -> Float[Tensor, "E O I"]:
     """Return a rank's part of a tensor of all experts in a file. stored: safetensors' slice of it."""
     _, num_out, num_in = stored.get_shape()
