@@ -101,7 +101,7 @@ def build_engine_from_config(
     args = args or EngineArgs()
     start = start or StartLog()
     check_device(model)
-    size = num_ranks(model, args)
+    size = num_ranks(model, speculative, args)
     if size == 1:
         return build_rank(model, speculative, replace(args, tensor_parallel=1), None, start)
     member = lead(model, speculative, args, size)

@@ -1,6 +1,6 @@
 """Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
 
-    size = num_ranks(model, args)                       # tensor_parallel, checked before anything is loaded
+    size = num_ranks(model, speculative, args)          # tensor_parallel, checked before anything is loaded
     member = lead(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
     bundle = ...                                        # of this rank's part of the target, with member.lockstep
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,18 +32,22 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_pairs
 from eagle_ray.kernels.availability import together, turn_off, use_triton
+from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import REPLACEMENTS, load_config
+from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, group_size_of, what_would_do
 from eagle_ray.report.text import counted
-from eagle_ray.storage.model_files import gguf_in
+from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
 log = logging.getLogger("eagle_ray")
 COMMAND = f"from {__name__} import run_follower; run_follower()"
+SAFETENSORS, PICKLES = WEIGHT_PATTERNS
+FP8_OF_PLAIN = "model.quantization: fp8 is for plain weights, and these are quantised: set it to none"
 BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds a rank's engine
 
 
@@ -73,64 +79,126 @@ class Member:
             engine.graphs.agrees = lambda is_captured: self.ranks.minimum([is_captured]) == [True]
 
 
-def num_ranks(model: ModelConfig, args: EngineArgs) -> int:
+def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs) -> int:
     """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do."""
-    wanted, on_gpu = args.tensor_parallel, device_type(model) == "cuda"
-    if wanted == 1 or (wanted == "auto" and not (on_gpu and args.num_gpus > 1)):
-        return 1
-    num_gpus = _gpus_for(args) if on_gpu else 0
-    if wanted == "auto" and num_gpus < args.num_gpus:
+    wanted, num_seen = args.tensor_parallel, torch.cuda.device_count() if device_type(model) == "cuda" else 0
+    if wanted == 1 or (wanted == "auto" and not 1 < args.num_gpus <= num_seen):
         return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
-    config = load_config(path)
-    group_size = inputs_together(model, path, config)
-    if wanted == "auto":
-        size = int(args.num_gpus)
-        try:
-            check_shards(config, size, group_size)
-            _check_kinds(config, size)
-            reason = why_no_room(model, size)
-        except ConfigError as error:
-            reason = str(error)
-        if reason is not None:
-            log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, reason)
-        return size if reason is None else 1
-    check_shards(config, wanted, group_size)
-    if on_gpu and (args.num_gpus not in (1, wanted) or num_gpus < wanted):
-        fitting = [size for size in fitting_sizes(config, group_size) if size <= num_gpus]
-        raise ConfigError(
-            f"tensor_parallel: {wanted}, and the engine has {counted(num_gpus, 'GPU')}, one for each rank. "
-            f"{what_would_do(fitting)}, or give the engine {wanted} GPUs."
-        )
-    if on_gpu:
-        _check_kinds(config, wanted)
-    return wanted
+    target = SharedTarget(model, path, load_config(path), reads_draft(speculative.merged_methods, model.drafts))
+    return target.num_ranks(args, num_seen, torch.cuda.get_device_name, partial(why_no_room, model))
 
 
-def _gpus_for(args: EngineArgs) -> int:
-    """Return how many GPUs of this machine ranks may have: those of the engine, or all if it was given one."""
-    num_seen = torch.cuda.device_count()
-    return min(num_seen, int(args.num_gpus)) if args.num_gpus > 1 else num_seen
+@dataclass(frozen=True, slots=True)
+class SharedTarget:
+    """A target that ranks are to share, and how many of them can, as its config and the names of its files tell.
 
-
-def _check_kinds(config: Any, size: int) -> None:
-    """Raise ConfigError if experts would be chosen on GPUs of several kinds, whose products differ in a last bit."""
-    kinds = sorted({torch.cuda.get_device_name(i) for i in range(size) if config.model_type in MIXTURES})
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"tensor_parallel: {size}, and the GPUs are of several kinds ({', '.join(kinds)}), on which ranks of a "
-            "mixture of experts could choose different ones. Give the engine GPUs of one kind, or set it to 1."
-        )
-
-
-def inputs_together(model: ModelConfig, path: Path, config: Any) -> int | None:
-    """Return how many inputs of a layer ranks cannot take apart, for check_shards; None for plain weights.
-
-    path: of the target. config: of the target.
+    Attributes:
+        model: of which quantization is read.
+        path: of its directory; weights may be missing.
+        has_draft: whether a draft with weights is read.
     """
-    if model.quantization == "fp8":
-        return FP8_MULTIPLE
-    return group_size_of({} if gguf_in(path) is not None else quantization_of(config))
+
+    model: ModelConfig
+    path: Path
+    config: Any
+    has_draft: bool = False
+
+    def num_ranks(
+        self,
+        args: EngineArgs,
+        num_seen: int,
+        kind_of: Callable[[int], str] | None,
+        why_no_room: Callable[[int], str | None],
+    ) -> int:
+        """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do.
+
+        Args:
+            num_seen: GPUs that the engine's process sees; 0 on a CPU.
+            kind_of: returns a GPU's kind; None if they cannot be seen from here.
+            why_no_room: returns why a GPU has no room for the part of one of so many ranks, or None if it has.
+        """
+        if args.tensor_parallel == "auto":
+            size = int(args.num_gpus) if 1 < args.num_gpus <= num_seen else 1
+            reason = None if size == 1 else self._why_not(size, kind_of) or why_no_room(size)
+            if reason is not None:
+                log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, reason)
+            return size if reason is None else 1
+        if args.tensor_parallel > 1:
+            self._check(args.tensor_parallel)
+        if args.tensor_parallel > 1 and num_seen:
+            self._check_gpus(args.tensor_parallel, args.num_gpus, num_seen)
+            self._check_kinds(args.tensor_parallel, kind_of)
+        return args.tensor_parallel
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return every number of ranks that can share the target, 1 among them."""
+        return [1] if self._why_whole() is not None else fitting_sizes(self.config, self._inputs_together())
+
+    def _why_not(self, size: int, kind_of: Callable[[int], str] | None) -> str | None:
+        try:
+            self._check(size)
+            self._check_kinds(size, kind_of)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _check(self, size: int) -> None:
+        """Raise ConfigError if so many ranks cannot share the target on any GPUs."""
+        if (reason := self._why_whole()) is not None:
+            raise ConfigError(f"tensor_parallel: {size}, and {reason}, or set tensor_parallel to 1.")
+        check_shards(self.config, size, self._inputs_together())
+
+    def _why_whole(self) -> str | None:
+        """Return why no two ranks can share the target, and what else to take; None if their number decides."""
+        if gguf_in(self.path) is not None:
+            return FP8_OF_PLAIN if self.model.quantization == "fp8" else None
+        quantization = quantization_of(self.config)
+        if quantization is not None and not reads(quantization):
+            method = quantization.get("quant_method")
+            return f"the target is quantised by {method!r}, which ranks do not read: take {REPLACEMENTS}"
+        if quantization is not None and self.model.quantization == "fp8":
+            return FP8_OF_PLAIN
+        if quantization is not None and has_scattered_groups(quantization):
+            return "inputs that share a scale are apart (desc_act or actorder): take a checkpoint without that"
+        pickles = sorted(self.path.glob(PICKLES))
+        if pickles and not any(self.path.glob(SAFETENSORS)):
+            return f"the target is in {pickles[0].name}, and ranks read parts of safetensors files: save it as those"
+        return None
+
+    def _inputs_together(self) -> int | None:
+        """Return how many inputs of a layer ranks cannot take apart; None for plain weights."""
+        if self.model.quantization == "fp8":
+            return FP8_MULTIPLE
+        return group_size_of({} if gguf_in(self.path) is not None else quantization_of(self.config))
+
+    def _check_gpus(self, size: int, given: float, num_seen: int) -> None:
+        """Raise ConfigError if the ranks do not have a GPU each: of those given to the engine, or of all if it is 1."""
+        num_gpus = min(num_seen, int(given)) if given > 1 else num_seen
+        if given in (1, size) and num_gpus >= size:
+            return
+        possible = [own for own in self.sizes if own <= num_gpus and (given == 1 or own in (1, given))]
+        raise ConfigError(
+            f"tensor_parallel: {size}, and the engine has {counted(num_gpus, 'GPU')}, one for each rank. "
+            f"{what_would_do(possible)}, or give the engine {size} GPUs."
+        )
+
+    def _check_kinds(self, size: int, kind_of: Callable[[int], str] | None) -> None:
+        """Raise ConfigError if ranks would compute alone on GPUs of several kinds, whose products differ in a last bit.
+
+        Scores of experts and the logits of drafts are such products; of the target's logits each rank has all.
+        """
+        is_mixture = self.config.model_type in MIXTURES
+        if kind_of is None or not (is_mixture or self.has_draft):
+            return
+        if len(kinds := sorted({kind_of(i) for i in range(size)})) > 1:
+            could = "of a mixture of experts could choose different ones" if is_mixture else "could draft other trees"
+            without = "" if is_mixture else ", take a method that reads no draft"
+            raise ConfigError(
+                f"tensor_parallel: {size}, and the GPUs are of several kinds ({', '.join(kinds)}), on which ranks "
+                f"{could}. Give the engine GPUs of one kind{without}, or set it to 1."
+            )
 
 
 def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:

@@ -240,8 +240,19 @@ def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
     path = download(model.target, "target")
     config = load_config(path)
     needed = target_bytes_of(path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks)
-    room = int(MEMORY_SHARE * min(torch.cuda.get_device_properties(i).total_memory for i in range(num_ranks)))
-    if needed is None or needed <= room:
+    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_ranks))
+    return None if needed is None else why_too_large(needed, total, num_ranks)
+
+
+def why_too_large(needed: int, total: int, num_ranks: int) -> str | None:
+    """Return why a GPU has no room for the target, or for one of its ranks; None if it has.
+
+    Args:
+        needed: bytes of its weights.
+        total: bytes of the GPU.
+    """
+    room = int(MEMORY_SHARE * total)
+    if needed <= room:
         return None
     what = "the target" if num_ranks == 1 else f"one of {num_ranks} ranks"
     return f"{what} takes {needed / 1e9:.1f} GB, and a GPU has room for {room / 1e9:.1f} GB"

@@ -9,6 +9,7 @@ On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,19 @@ from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.gguf.blocks import READERS
-from eagle_ray.gguf.llama_checkpoint import GGUFFile
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
-from eagle_ray.methods.head_files import read_headers
+from eagle_ray.methods.head_files import TensorHeader, read_headers
 from eagle_ray.models.gpu_linears import GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
-from eagle_ray.models.quantized_model import quantization_of
+from eagle_ray.models.quantized_model import quantization_of, quantized_checkpoint
+from eagle_ray.models.sharded_checkpoint import share_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 from eagle_ray.parallel.draft_shards import leave_out
-from eagle_ray.parallel.shard import shard_config
+from eagle_ray.parallel.shard import Shard, kv_heads_of, shard_config
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
@@ -229,52 +230,54 @@ def target_bytes_of(
     Args:
         shape: the target's config.
         model: of which dtype and quantization are read.
-        num_ranks: each has its part of all tensors, and the whole embedding.
+        num_ranks: each has its part of the tensors that ranks share, and the whole of the others.
     """
-    whole = _whole_bytes_of(target, shape, dtype, device, model)
-    if whole is None or num_ranks == 1:
-        return whole
-    embedding = shape.vocab_size * shape.hidden_size * dtype.itemsize
-    shared = whole if shape.tie_word_embeddings else whole - embedding
-    return embedding + -(-shared // num_ranks)
+    sizes = _tensor_bytes(target, shape, dtype, device, model)
+    if sizes is None or num_ranks == 1:
+        return None if sizes is None else int(sum(sizes.values()))
+    shard = Shard(0, num_ranks, shape.vocab_size, kv_heads_of(shape))
+    sizes = {LM_HEAD: sizes.get(EMBEDDING, 0)} | sizes  # a rank has rows of its own of a tied one
+    return math.ceil(sum(size * share_of(name, shard) for name, size in sizes.items()))
 
 
-def _whole_bytes_of(target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig) -> int | None:
-    """Return the bytes of all tensors.
+def _tensor_bytes(
+    target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig
+) -> Mapping[str, float] | None:
+    """Return the bytes of each tensor by its name; None if there are no weights.
 
     Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
     what they take in its files, unless no kernel of the device reads them: then they are restored to `dtype`.
     """
-    file = gguf_in(target)
-    if file is not None:
-        return _gguf_bytes(file, shape, dtype, device, model.dtype == "float32")
-    quantized = quantization_of(shape)
-    if quantized is None and model.quantization == "none":
-        return loaded_bytes(target, dtype)
+    if gguf_in(target) is not None:
+        return _gguf_bytes(target, shape, dtype, device, model.dtype == "float32")
     headers = read_headers(target)
     if headers is None:
         return None
+    quantized = quantization_of(shape)
     if quantized is None:
-        rounded = {name for name in headers if name.endswith(PROJECTION)}
-        return sum(
-            4 * h.shape[0] + h.numel if name in rounded else h.numel * dtype.itemsize for name, h in headers.items()
-        )
+        is_rounded = model.quantization == "fp8"
+        return {
+            name: 4 * h.shape[0] + h.numel if is_rounded and name.endswith(PROJECTION) else _loaded(h, dtype)
+            for name, h in headers.items()
+        }
     factor = dtype.itemsize if is_restored(quantized, device) else 1
-    return sum(h.num_bytes * (1 if h.is_float else factor) for h in headers.values())
+    return {name: h.num_bytes * (1 if h.is_float else factor) for name, h in headers.items()}
 
 
-def _gguf_bytes(file: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool) -> int:
+def _gguf_bytes(target: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool) -> dict[str, float]:
     """Return about the bytes of a GGUF file's tensors in memory: codes of 4 or 8 bits with their scales, or dense."""
-    checkpoint = GGUFCheckpoint(GGUFFile.open(file), shape.to_dict())
+    checkpoint = quantized_checkpoint(target, shape)
+    assert isinstance(checkpoint, GGUFCheckpoint), "the directory has a GGUF file"
     quantized = set() if dequantize else {f"{name}.weight" for name in checkpoint.names()} - {EMBEDDING}
-    total = 0.0
+    sizes = {}
     for name, source in checkpoint.sources.items():
         tensor = checkpoint.file.tensors[source]
         kind = tensor.tensor_type.name
         bits = READERS[kind][0] if name in quantized and kind in READERS else None
         is_dense = bits is None or (bits == 8 and device == "cuda")
-        total += int(tensor.n_elements) * (dtype.itemsize if is_dense or bits is None else bits / 8 + SCALE_BYTES)
-    return int(total)
+        each = dtype.itemsize if is_dense or bits is None else bits / 8 + SCALE_BYTES
+        sizes[name] = int(tensor.n_elements) * each
+    return sizes
 
 
 def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
@@ -301,7 +304,11 @@ def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
     headers = read_headers(path)
     if headers is None:
         return None
-    return sum(h.numel * dtype.itemsize if dtype is not None and h.is_float else h.num_bytes for h in headers.values())
+    return sum(_loaded(header, dtype) for header in headers.values())
+
+
+def _loaded(header: TensorHeader, dtype: torch.dtype | None) -> int:
+    return header.numel * dtype.itemsize if dtype is not None and header.is_float else header.num_bytes
 
 
 def _packed_copy(target: Path, shape: Any, dtype: torch.dtype) -> int:

@@ -206,7 +206,10 @@ def _range_of(settings: _Settings, room: int | None, cpus: int) -> tuple[int, in
 
 
 def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, room: int, min_workers: int) -> str:
-    """Describe the GPUs wanted and available, and the settings or the machine that would work."""
+    """Describe the GPUs wanted and available, and the settings or the machine that would work.
+
+    Ranks share by heads and widths what more of them do, so a divisor of their number is named.
+    """
     if not sum(gpus):
         return (
             f"{settings.gpus_key}: {num_gpus:g}, and the cluster has no GPU. Run it on a machine with a GPU, or set "
@@ -218,11 +221,15 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
         key = f"{settings.number_key}.min" if is_range else settings.number_key
         each = f"{counted(num_gpus, 'GPU')} of one node each"
         return f"{key}: {min_workers} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
-    is_by_ranks = settings.num_gpus == "auto" and num_gpus == settings.num_ranks
-    key = f"{settings.gpus_key.partition('.')[0]}.tensor_parallel" if is_by_ranks else settings.gpus_key
+    most, ranks = math.floor(max(gpus)) or max(gpus), settings.num_ranks
+    keys = [settings.gpus_key]
+    if ranks != "auto" and ranks > 1:
+        most = max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= max(most, 1))
+        of_ranks = f"{settings.gpus_key.partition('.')[0]}.tensor_parallel"
+        keys = [of_ranks] if settings.num_gpus == "auto" else [*keys, of_ranks]
     return (
-        f"{key}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set it to "
-        f"{max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs."
+        f"{' and '.join(keys)}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set "
+        f"{'both' if len(keys) > 1 else 'it'} to {most:g}, or run it on nodes with {num_gpus:g} GPUs."
     )
 
 

@@ -16,9 +16,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.follow import inputs_together
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.follow import SharedTarget
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
-from eagle_ray.assembly.load_models import planned_dtype
+from eagle_ray.assembly.load_models import planned_dtype, why_too_large
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.model_memory import plan_checkpoint, process_bytes
 from eagle_ray.config import JobConfig
@@ -28,7 +29,6 @@ from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import load_config
-from eagle_ray.parallel.shard import check_shards, fitting_sizes
 from eagle_ray.report.text import gib
 from eagle_ray.storage.store import StorageError
 
@@ -113,12 +113,15 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
         return Finding("memory", says, facts, advice=todo)
     room = plan.memory.room + plan.memory.others_room
     sharing, num_gpus = num_sharing(workers, device), workers.plan.num_gpus
-    problem = None if plan.fits else remedy(plan, sharing, dtype.itemsize, num_gpus, _sizes(here), num_ranks)
+    problem = None if plan.fits else remedy(plan, sharing, dtype.itemsize, num_gpus, _shared(here).sizes, num_ranks)
     return Finding("memory", f"{says}; it would have {gib(room)}", facts | {"room": room}, problem)
 
 
 def _planned(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> tuple[int, MemoryPlan | None]:
-    """Return the ranks of a worker and the plan of each, as a start chooses them. Raises as ranks_of does."""
+    """Return the ranks of a worker and the plan of each, as a start chooses them.
+
+    Raises ConfigError if they cannot share the target, EngineError if its weights cannot be looked at.
+    """
     execution, there = here.config.execution, memory_of(workers, device)
     lengths = model_limits(here.config.model).lengths(here.config.speculative, execution.kv_tokens)
 
@@ -127,27 +130,20 @@ def _planned(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.
         models = here.config, here.target, here.drafts, here.shape, device, dtype
         return plan_checkpoint(*models, lengths, memory, process_bytes(device), num_ranks)
 
-    num_ranks = ranks_of(here, workers, device)
-    plan = plan_of(num_ranks)
-    if num_ranks > 1 and execution.tensor_parallel == "auto" and plan is not None and not plan.fits:
-        in_turn = plan_of(1)
-        return (num_ranks, plan) if in_turn is None or not in_turn.fits else (1, in_turn)
-    return num_ranks, plan
+    def why_no_room(num_ranks: int) -> str | None:
+        plan = plan_of(num_ranks)
+        seen = None if plan is None else plan.memory
+        return None if plan is None or seen is None else why_too_large(plan.target, seen.total, num_ranks)
+
+    args = EngineArgs.of_worker(execution, workers.plan.num_gpus)
+    num_gpus = ceil(workers.plan.num_gpus) if device == "cuda" else 0
+    kind_of = torch.cuda.get_device_name if workers.is_here and torch.cuda.is_available() else None
+    num_ranks = _shared(here).num_ranks(args, num_gpus, kind_of, why_no_room)
+    return num_ranks, plan_of(num_ranks)
 
 
-def ranks_of(here: PairHere, workers: PlannedWorkers, device: str) -> int:
-    """Return the ranks of each worker. Raises ConfigError if they cannot share the target."""
-    wanted, num_gpus = here.config.execution.tensor_parallel, int(workers.plan.num_gpus)
-    if wanted == "auto":
-        return num_gpus if device == "cuda" and num_gpus in _sizes(here) else 1
-    if wanted > 1:
-        check_shards(here.shape, wanted, inputs_together(here.config.model, here.target, here.shape))
-    return wanted
-
-
-def _sizes(here: PairHere) -> list[int]:
-    """Return the numbers of ranks that can share the target: 1 for one that is not split."""
-    return fitting_sizes(here.shape, inputs_together(here.config.model, here.target, here.shape))
+def _shared(here: PairHere) -> SharedTarget:
+    return SharedTarget(here.config.model, here.target, here.shape, has_draft=bool(here.drafts))
 
 
 def memory_of(workers: PlannedWorkers, device: str) -> DeviceMemory | None:

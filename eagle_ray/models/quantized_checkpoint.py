@@ -74,6 +74,20 @@ def reads(quantization: dict[str, Any]) -> bool:
     return isinstance(method, str) and method in METHODS
 
 
+def has_scattered_groups(quantization: dict[str, Any]) -> bool:
+    """Return whether inputs that share a scale are apart: GPTQ's desc_act and compressed-tensors' actorder group them
+    by their activations.
+
+    quantization: as of `reads`.
+    """
+    if quantization.get("quant_method") == "gptq":
+        in_order = quantization.get("static_groups") is True or quantization.get("group_size", -1) == -1
+        return quantization.get("desc_act") is True and not in_order
+    groups = quantization.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    return any(own.get("strategy") == "group" and own.get("actorder") in GROUPED_ACTORDERS for own in weights)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
     """A directory of safetensors files with quantised layers. Use `open` to build it."""

@@ -25,7 +25,14 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
-from eagle_ray.models.quantized_model import Checkpoint, build_model, check_shape, empty_model, quantized_checkpoint
+from eagle_ray.models.quantized_model import (
+    Checkpoint,
+    build_model,
+    check_shape,
+    empty_model,
+    quantization_of,
+    quantized_checkpoint,
+)
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, kv_heads_of, padded_rows, shard_config
 
@@ -50,7 +57,7 @@ def load_shard(
     dequantize: bool = False,
     rounds: bool = False,
 ) -> PreTrainedModel:
-    """Return this rank's part of the causal LM in a directory, which check_shards has let pass, frozen on the device.
+    """Return this rank's part of the causal LM in a directory, which num_ranks has let pass, frozen on the device.
 
     Args:
         config: of the whole target.
@@ -62,7 +69,9 @@ def load_shard(
             to be rounded and are quantised already.
     """
     shard = Shard(ranks.rank, ranks.size, config.vocab_size, kv_heads_of(config))
-    whole = quantized_checkpoint(path, config) or PlainCheckpoint.open(path)
+    quantized = quantized_checkpoint(path, config)
+    assert quantized is not None or quantization_of(config) is None, "num_ranks lets no other quantisers pass"
+    whole = quantized or PlainCheckpoint.open(path)
     if rounds and not isinstance(whole, PlainCheckpoint):
         raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")
     shape = shard_config(config, ranks.size)
@@ -201,6 +210,16 @@ def _usual_name(stored: str) -> str:
     for mixtrals, usual in MIXTRAL_NAMES.items():
         stored = stored.replace(mixtrals, usual)
     return stored
+
+
+def share_of(stored: str, shard: Shard) -> float:
+    """Return which share of a tensor's numbers a rank has. stored: its name in a file, of a quantised layer or not."""
+    layer, _, kind = _usual_name(stored).rpartition(".")
+    if layer.endswith(".experts"):
+        return 1 / shard.size
+    whole = shard.vocab_size if f"{layer}.weight" == LM_HEAD else shard.size * shard.kv_heads  # ranks divide both
+    part = shard.part_of(f"{layer}.{'bias' if kind == 'bias' else 'weight'}", (whole, whole))
+    return 1 if part is None else (part.end - part.begin + part.padding) / whole
 
 
 def _part_of_stack(stored: Any, kind: str, shard: Shard) -> Float[Tensor, "E O I"]:

@@ -111,6 +111,27 @@ def test_gpus_of_one_actor_are_on_one_node():
 
 
 @pytest.mark.parametrize(
+    ("settings", "gpus", "todo"),
+    [
+        ({"tensor_parallel": 8}, 6, "^execution.tensor_parallel: 8 GPUs .* Set it to 4, or"),
+        ({"tensor_parallel": 4}, 2.5, "Set it to 2, or"),
+        ({"tensor_parallel": 3}, 2, "Set it to 1, or"),
+        ({"gpus_per_actor": 4}, 2.5, "^execution.gpus_per_actor: 4 GPUs .* Set it to 2, or"),
+        (
+            {"gpus_per_actor": 4, "tensor_parallel": 4},
+            3,
+            "^execution.gpus_per_actor and execution.tensor_parallel: 4 GPUs .* Set both to 2, or",
+        ),
+    ],
+)
+def test_the_gpus_that_are_advised_are_a_number_of_ranks(settings, gpus, todo):
+    """As many as there are would be refused by the engine if they do not divide the heads."""
+    execution = ExecutionConfig.model_validate(settings)
+    with pytest.raises(ClusterUnfit, match=todo):
+        WorkerPlan.of_job(execution, "cuda", [{"GPU": gpus}], num_rows=10)
+
+
+@pytest.mark.parametrize(
     ("actors", "todo"),
     [(5, "^execution.actors: 5 .* Set it to 4"), ({"min": 5, "max": 9}, "^execution.actors.min: 5 .* Set it to 4")],
 )

@@ -163,8 +163,34 @@ def test_ranks_have_a_plan_each(monkeypatch):
     assert shared.facts["ranks"] == 2 and shared.facts["memory"]["others_room"] == 0
     assert whole.facts["kv_per_token"] / 2 <= shared.facts["kv_per_token"] < whole.facts["kv_per_token"]
     assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"]
+    _, here = pair_here(job(**{"execution.tensor_parallel": 2}))
+    four = PlannedWorkers(WorkerPlan(1, 1, 4, 1), 1, is_here=True, memory=None)
+    refused = memory(here, four, "cuda", torch.bfloat16).problem
+    assert refused.startswith("tensor_parallel: 2, and the engine has 4 GPUs, one for each rank.")
     _, here = pair_here(job(**{"execution.tensor_parallel": 7}))
     assert "tensor_parallel: 7 does not divide the target's" in memory(here, two, "cuda", torch.bfloat16).problem
+
+
+def test_doctor_places_layers_in_turn_where_a_start_does(monkeypatch, tmp_path):
+    """A target in a pickle is not split, nor one of which a rank has no room; slots that have none are a problem."""
+    two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
+    target = random_model(config_of("qwen3"))
+    target.save_pretrained(tmp_path)
+    own = {"model.target": str(tmp_path), "speculative.method": "none", "execution.kv_tokens": "auto"}
+
+    def found(num_bytes: int, **settings: object) -> Finding:
+        card = DeviceMemory(num_bytes, num_bytes, others_room=10**9)
+        monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+        return memory(pair_here(job(**own | settings))[1], two, "cuda", torch.bfloat16)
+
+    assert found(2 * 10**9).facts["ranks"] == 2
+    assert found(10**5).facts["ranks"] == 1
+    crowded = found(2 * 10**9, **{"execution.slots": 256, "execution.kv_tokens": 10**9})
+    assert crowded.facts["ranks"] == 2 and crowded.level == "problem"
+    torch.save(target.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert found(2 * 10**9).facts["ranks"] == 1
+    assert "is in pytorch_model.bin, and" in found(2 * 10**9, **{"execution.tensor_parallel": 2}).problem
 
 
 def test_ranks_of_a_mixture_of_experts_have_a_plan_each(monkeypatch, tmp_path):

@@ -1,12 +1,17 @@
 """Shards: each rank's part of a target computes with the others what the whole computes, by as few sums as possible."""
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
@@ -22,8 +27,8 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
-from eagle_ray.config import ModelConfig
-from eagle_ray.core.errors import ConfigError, RankError
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError, EngineError, RankError
 from eagle_ray.models.gpu_linears import fp8_weight
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -31,6 +36,7 @@ from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import fitting_sizes
 from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
+from tests.support.quantised_files import PackedLayer, gptq_layer, integer_layer
 from tests.support.ranks import on_ranks
 
 SHAPE = dict(
@@ -53,6 +59,8 @@ CONFIGS = {
     "qwen2, two key/value heads": Qwen2Config(**SHAPE | dict(num_key_value_heads=2)),
     "llama, one key/value head": LlamaConfig(**SHAPE | dict(num_key_value_heads=1), attention_bias=True),
 }
+FOR_GROUPS = dict(hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+CONFIGS_OF_QUANTISED = {"llama, for groups": LlamaConfig(**SHAPE | FOR_GROUPS)}
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 MIXTURES = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=3, sliding_window=7),
@@ -63,6 +71,7 @@ MIXTURES = {
     ),
 }
 CONFIGS |= MIXTURES
+PLAIN = SpeculativeConfig(method="none")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PROMPTS = [list(range(5, 45)), [7, 3, 9]]
 SOME = [5, 100, 7, 26, 51, 52]
@@ -74,7 +83,7 @@ def checkpoint(tmp_path):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+        model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_OF_QUANTISED)[name])
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if key.endswith("bias"):
@@ -129,6 +138,45 @@ def test_quantised_projections_are_shared(tmp_path, dequantize, most):
     for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
         assert counts == [4, 1]
         assert error(logits, whole) < most and error(some_logits, some) < most
+
+
+CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
+INTEGERS = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNELS}},
+    "ignore": ["lm_head"],
+}
+ONE_GROUP = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}
+
+
+@pytest.mark.parametrize(
+    "make, quantization",
+    [
+        (lambda out, num_in: integer_layer(out, num_in, symmetric=False), INTEGERS),
+        (lambda out, num_in: gptq_layer(4, out, [0] * num_in, 1), ONE_GROUP),
+    ],
+    ids=["int8", "gptq"],
+)
+def test_a_scale_for_all_inputs_is_that_of_each_part(checkpoint, tmp_path, make, quantization):
+    path = checkpoint("llama, for groups")
+    quantise(path, make, quantization)
+    whole, some, _ = passed(path, dequantize=True)
+    assert num_ranks(ModelConfig(target=str(path), device="cpu"), PLAIN, EngineArgs(tensor_parallel=2)) == 2
+    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=True)):
+        assert counts == [6, 1]
+        assert error(logits, whole) < 1e-5 and error(some_logits, some) < 1e-5
+
+
+def quantise(path: Path, make: Callable[[int, int], PackedLayer], quantization: dict) -> None:
+    """Put other projections, which are quantised, into a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        layer = make(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
 def test_ranks_share_a_head_of_keys_if_there_are_more_of_them(checkpoint, tmp_path):
@@ -203,6 +251,38 @@ def test_whoever_reads_stops_once_a_rank_is_lost(checkpoint, tmp_path):
         load_causal_lm(checkpoint("llama"), torch.float32, "cpu", ranks=ranks)
 
 
+LAYER = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(
+    "name, shape, wanted",
+    [
+        (f"{LAYER}.up_proj.weight", (73, 48), (72, 48)),
+        (f"{LAYER}.down_proj.weight", (48, 73), (48, 72)),
+        (f"{LAYER}.up_proj.bias", (73,), (72,)),
+        ("model.layers.0.self_attn.k_proj.weight", (25, 48), (24, 48)),
+        ("lm_head.weight", (103, 48), (101, 48)),
+        ("model.layers.2.mlp.experts.3.gate_proj.weight", (25, 48), (24, 48)),
+    ],
+)
+def test_a_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path, name, shape, wanted):
+    """Halves of 73 rows would be 36 each, as those of 72 are."""
+    path = checkpoint("qwen3_moe" if "experts" in name else "llama, biases")
+    tensors = load_file(path / "model.safetensors")
+    assert tensors[name].shape == wanted
+    save_file(tensors | {name: torch.zeros(shape)}, path / "model.safetensors", {"format": "pt"})
+    said = re.escape(f"the target's {name} is {shape}, and its config wants {wanted}")
+    with pytest.raises(EngineError, match=said):
+        load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
+
+
+def test_a_quantised_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path):
+    path = checkpoint("llama, for groups")
+    quantise(path, lambda out, num_in: integer_layer(out + (out == 128), num_in, symmetric=False), INTEGERS)
+    with pytest.raises(EngineError, match=r"mlp.gate_proj.weight is \(129, 64\), and its config wants \(128, 64\)"):
+        load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
+
+
 @pytest.mark.parametrize(
     "size, changes, words",
     [
@@ -231,7 +311,86 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, siz
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu")
     with pytest.raises(ConfigError, match=f"(?s)^tensor_parallel: {size}.*{words}"):
-        num_ranks(model, EngineArgs(tensor_parallel=size))
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=size))
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+BY_ACTIVATIONS = {"actorder": "group", "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+SHUFFLED = PACKED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": BY_ACTIVATIONS}}}
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "changes, file, fp8, words",
+    [
+        ({"quantization_config": BITSANDBYTES}, FILE, False, "quantised by 'bitsandbytes', which ranks do not read"),
+        ({"quantization_config": GPTQ | {"desc_act": True}}, FILE, False, r"apart \(desc_act or actorder\)"),
+        ({"quantization_config": SHUFFLED}, FILE, False, r"apart \(desc_act or actorder\)"),
+        ({}, "pytorch_model-00001-of-2.bin", False, "in pytorch_model-00001-of-2.bin, and ranks read parts of safe"),
+        ({"quantization_config": GPTQ}, FILE, True, "fp8 is for plain weights"),
+    ],
+    ids=["quantiser", "desc_act", "actorder", "pickle", "fp8"],
+)
+def test_what_ranks_do_not_read_is_refused_before_they_start(tmp_path, monkeypatch, caplog, changes, file, fp8, words):
+    """With auto, layers are placed in turn, and the log says why."""
+    config = dict(SHAPE, model_type="llama", architectures=["X"], intermediate_size=128, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / file).write_bytes(b"never read")
+    model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8" if fp8 else "none")
+    monkeypatch.setattr(follow, "load_config", AutoConfig.from_pretrained)  # bitsandbytes need not be installed
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: 2, and .*{words}.*, or set tensor_parallel to 1.$"):
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2))
+    see_gpus(monkeypatch, ["H100", "H100"])
+    with caplog.at_level("INFO", "eagle_ray"):
+        assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto", num_gpus=2)) == 1
+    assert re.search(f"placed on 2 GPUs in turn.*{words}", caplog.text)
+
+
+@pytest.mark.parametrize("order", [{}, {"desc_act": True, "static_groups": True}, {"desc_act": True, "group_size": -1}])
+def test_groups_in_the_order_of_inputs_are_split(tmp_path, order):
+    config = dict(SHAPE, model_type="llama", architectures=["X"], intermediate_size=128, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ | order}))
+    (tmp_path / FILE).write_bytes(b"never read")
+    assert num_ranks(ModelConfig(target=str(tmp_path), device="cpu"), PLAIN, EngineArgs(tensor_parallel=2)) == 2
+
+
+def see_gpus(monkeypatch, kinds: list[str], room: int = 10**9) -> None:
+    """Let the machine have GPUs of these kinds."""
+    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[device])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+
+
+@pytest.mark.parametrize(
+    "num_gpus, ranks, words",
+    [
+        (4, 2, "has 4 GPUs, one for each rank. Set it to one of 1, 4, or give the engine 2 GPUs"),
+        (3, 2, "has 3 GPUs, one for each rank. Set it to 1, the only one that does, or give the engine 2 GPUs"),
+        (1, 8, "has 4 GPUs, one for each rank. Set it to one of 1, 2, 4, or give the engine 8 GPUs"),
+        (0.5, 2, "Set it to 1, the only one that does, or give the engine 2 GPUs"),
+    ],
+)
+def test_numbers_that_the_gpus_allow_are_named(checkpoint, monkeypatch, num_gpus, ranks, words):
+    """An engine with one GPU by its settings, an LLM's, takes all that the machine has."""
+    see_gpus(monkeypatch, ["H100"] * 4)
+    model = ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16")
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: {ranks}, and the engine .*{words}"):
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=ranks, num_gpus=num_gpus))
+
+
+def test_ranks_that_draft_with_a_model_have_gpus_of_one_kind(checkpoint, monkeypatch):
+    """Each computes the draft's logits, whose last bits decide trees."""
+    see_gpus(monkeypatch, ["H100", "H200"])
+    model = ModelConfig(target=str(checkpoint("llama")), draft="a/head", dtype="bfloat16")
+    eagle, args = SpeculativeConfig(method="eagle3"), EngineArgs(tensor_parallel=2, num_gpus=2)
+    with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\), on which ranks could draft other trees"):
+        num_ranks(model, eagle, args)
+    assert num_ranks(model, eagle, replace(args, tensor_parallel="auto")) == 1
+    assert num_ranks(model, SpeculativeConfig(method="suffix"), args) == 2
+    see_gpus(monkeypatch, ["H100", "H100"])
+    assert num_ranks(model, eagle, args) == 2
 
 
 def test_the_sizes_that_would_do_are_named():
@@ -263,50 +422,42 @@ def test_products_in_fp8_are_checked_before_anything_is_loaded(tmp_path, family,
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8")
     with pytest.raises(ConfigError, match=words):
-        num_ranks(model, EngineArgs(tensor_parallel=2))
+        num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2))
 
 
 @pytest.mark.parametrize("room, num_seen, size", [(10**9, 2, 2), (10**4, 2, 1), (10**9, 1, 1)])
 def test_auto_places_layers_in_turn_if_a_rank_has_no_room(checkpoint, monkeypatch, room, num_seen, size):
     path = checkpoint("llama")
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_seen)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+    see_gpus(monkeypatch, ["H100"] * num_seen, room)
     model = ModelConfig(target=str(path), dtype="bfloat16")
-    assert num_ranks(model, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto", num_gpus=2)) == size
 
 
 def test_ranks_of_a_mixture_have_gpus_of_one_kind(checkpoint, monkeypatch):
     """Each chooses experts by a product of its own, and no checksum would see that two chose differently."""
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    see_gpus(monkeypatch, ["H100", "H100"])
     args, auto = EngineArgs(tensor_parallel=2, num_gpus=2), EngineArgs(tensor_parallel="auto", num_gpus=2)
     model = ModelConfig(target=str(checkpoint("qwen3_moe")), dtype="bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    assert num_ranks(model, args) == num_ranks(model, auto) == 2
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ["H100", "H200"][device])
+    assert num_ranks(model, PLAIN, args) == num_ranks(model, PLAIN, auto) == 2
+    see_gpus(monkeypatch, ["H100", "H200"])
     with pytest.raises(ConfigError, match=r"several kinds \(H100, H200\)"):
-        num_ranks(model, args)
-    assert num_ranks(model, auto) == 1
-    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), args) == 2
+        num_ranks(model, PLAIN, args)
+    assert num_ranks(model, PLAIN, auto) == 1
+    assert num_ranks(ModelConfig(target=str(checkpoint("llama")), dtype="bfloat16"), PLAIN, args) == 2
 
 
-def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path):
-    for name in ("llama", "qwen2, tied", *MIXTURES):
-        path = checkpoint(name)
-        planned = target_bytes_of(path, CONFIGS[name], torch.float32, "cpu", ModelConfig(target=str(path)), 2)
-        meetings = tmp_path / name
-        meetings.mkdir()
-
-        def size_of(ranks: RankGroup, path=path) -> int:
-            return weight_bytes(load_causal_lm(path, torch.float32, "cpu", ranks=ranks))
-
-        sizes = on_ranks(2, meetings, size_of)
-        assert planned == pytest.approx(max(sizes), rel=0.02)
+@pytest.mark.parametrize("name, size", [*((name, 2) for name in CONFIGS), ("qwen2, two key/value heads", 4)])
+def test_the_bytes_of_a_rank_are_planned(checkpoint, tmp_path, name, size):
+    """Routers, norms and key/value heads of several ranks are not divided."""
+    path = checkpoint(name)
+    planned = target_bytes_of(path, CONFIGS[name], torch.float32, "cpu", ModelConfig(target=str(path)), size)
+    sizes = on_ranks(
+        size, tmp_path, lambda ranks: weight_bytes(load_causal_lm(path, torch.float32, "cpu", ranks=ranks))
+    )
+    assert planned == pytest.approx(max(sizes), abs=1)
 
 
 def test_one_rank_is_the_default_on_a_cpu():
     model = ModelConfig(device="cpu")
-    assert num_ranks(model, EngineArgs(tensor_parallel="auto")) == 1
-    assert num_ranks(model, EngineArgs(tensor_parallel=2)) == 2
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel="auto")) == 1
+    assert num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2)) == 2
