@@ -9,10 +9,12 @@ from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
+from eagle_ray.assembly.follow import Member
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weight_bytes
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
+from eagle_ray.core.errors import RankError
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
@@ -280,7 +282,7 @@ def plain():
 
 @pytest.mark.parametrize("name, graphs", [("eagle2", "off"), ("eagle2", "on"), ("eagle3", "on")])
 def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatch, name, graphs):
-    """Each step's tokens and rows are compared by checksum, so ranks whose drafts differ would end."""
+    """Each step's trees are compared by checksum, so ranks whose drafts differ would end."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
     model, speculative = drafts(tmp_path)[name]
 
@@ -295,6 +297,22 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatc
     one = build_engine_from_config(model, speculative, ARGS).engine
     assert work(one) == plain
     assert abs(one.counters.num_steps - counters[0][0]) <= 2, "as many drafts are accepted"
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_rank_whose_drafts_differ_ends(tmp_path, monkeypatch, graphs):
+    """Its head is whole. Of a shared one the logits are gathered, so that both have the same drafts, however wrong."""
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
+
+    def join(member, engine):
+        original(member, engine)
+        if not member.leads:
+            engine.drafter.head.fc.register_forward_hook(lambda module, inputs, output: -output)
+
+    original = Member.join
+    monkeypatch.setattr(Member, "join", join)
+    with pytest.raises(RankError, match="rank 1: its step has checksum"):
+        with_ranks(2, tmp_path, *drafts(tmp_path)["eagle3"], ARGS, lambda engine: run(engine, *CASES_OF_TINY))
 
 
 @pytest.mark.parametrize("config", [deepspec_config, dflash2_config])

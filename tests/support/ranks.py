@@ -26,12 +26,24 @@ NAME = "eagle-ray-rank-"
 
 
 def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) -> list[Result]:
-    """Return what each rank's work returns, by rank. Raises what the first of them raises."""
+    """Return what each rank's work returns, by rank. Raises what the first to fail raises; the others learn of it."""
     meeting, dtype = str(directory / "meeting"), torch.get_default_dtype()
+    errors: list[BaseException] = []
+
+    def run(ranks: RankGroup) -> Result:
+        try:
+            return work(ranks)
+        except BaseException as error:
+            errors.append(error)
+            ranks.close()
+            raise
+
     try:
         with ThreadPoolExecutor(size) as threads:
-            futures = [threads.submit(work, RankGroup(rank, size, meeting)) for rank in range(size)]
-            return [future.result() for future in futures]
+            futures = [threads.submit(run, RankGroup(rank, size, meeting)) for rank in range(size)]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
     finally:  # transformers sets it while it makes a model, and a thread may put back what another has set
         torch.set_default_dtype(dtype)
 
