@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -78,6 +79,21 @@ def with_ranks(
     result = results[0][0]
     assert result is not None
     return result, [engine for _, engine in results]
+
+
+class CountedSlice:
+    """A slice of a file's tensor that counts the numbers it is asked for."""
+
+    def __init__(self, stored: Any, name: str, counts: Counter[str]):
+        self._stored, self._name, self._counts = stored, name, counts
+
+    def get_shape(self) -> list[int]:
+        return self._stored.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self._stored[index]
+        self._counts[self._name] += part.numel()
+        return part
 
 
 def followers_of(pid: int) -> list[psutil.Process]:
