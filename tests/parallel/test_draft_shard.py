@@ -1,6 +1,8 @@
 """Draft heads over ranks: they compute what a whole head does, with the same bits on all, in as few collectives."""
 
 import logging
+import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weigh
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
 from eagle_ray.core.errors import RankError
+from eagle_ray.methods import head_files
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
@@ -42,7 +45,7 @@ from tests.support.checkpoints import (
     write,
 )
 from tests.support.engines import Whimsical, some_params, some_prompts
-from tests.support.ranks import on_ranks, with_ranks
+from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import llama, run
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # for 4 ranks
@@ -129,10 +132,22 @@ def test_blocks_are_those_of_the_whole_head(tmp_path, shared, name):
     assert results[0][1] == (2 * num_layers, num_gathers)
 
 
-def test_a_rank_reads_and_holds_its_part(tmp_path, shared):
-    path = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3)
-    whole = load_head(path, TARGET)
-    heads = on_ranks(2, tmp_path, lambda ranks: load_head(path, TARGET, ranks))
+def test_a_rank_reads_and_holds_its_part(tmp_path, shared, monkeypatch):
+    path, counts = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3), defaultdict(Counter)
+    whole, read_slice = load_head(path, TARGET), head_files.read_slice
+
+    def counted(stored, part):
+        return read_slice(CountedSlice(stored, "all", counts[threading.get_ident()]), part)
+
+    def work(ranks: RankGroup):
+        head = load_head(path, TARGET, ranks)
+        row = 32 * (ranks.rank == 1)  # of zeros, in the last rank's lm_head
+        held = sum(p.numel() for p in head.parameters()) + head.d2t.numel() + head.t2d.numel()
+        assert counts[threading.get_ident()]["all"] == held - row
+        return head
+
+    monkeypatch.setattr(head_files, "read_slice", counted)
+    heads = on_ranks(2, tmp_path, work)
     shared_numbers = sum(p.numel() for name, p in whole.named_parameters() if "proj" not in name and "lm_" not in name)
     numbers = sum(p.numel() for p in whole.parameters())
     for head in heads:
@@ -195,7 +210,10 @@ def test_rows_of_frequent_tokens_are_dealt_out_evenly(tmp_path, monkeypatch, num
     def work(ranks: RankGroup):
         mine = Shard(ranks.rank, 3, vocab_size=200, kv_heads=1)
         lm_head = dense_linear(cut_out(whole, mine.part_of("lm_head.weight", whole.shape)), None)
+        sent, gather = [], ranks.gather
+        ranks.gather = lambda part: sent.append(part) or gather(part)
         some = slice_rows(GatheredHead(lm_head, ranks, mine, 200), tokens)
+        assert max(part.numel() for part in sent) <= 9 * 32, "rows for all ranks go to each of them"
         return some(hidden), len(some.weight)
 
     for logits, num_rows in on_ranks(3, tmp_path, work):
