@@ -128,12 +128,13 @@ def build_rank(
     causal_lm = load_target(model, args, start, tokenizer, ranks)
     weights = load_draft(model, speculative, causal_lm, start, ranks)
     if member is not None:
-        member.agree_on_kernels(causal_lm.device)
+        with member.waits(start):
+            member.agree_on_kernels(causal_lm.device)
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
-    if ranks is not None:
-        with start.part("ranks", f"waiting for the other {ranks.size - 1} of {ranks.size} ranks"):
-            memory = memory.smallest(ranks.minimum)
+    if member is not None:
+        with member.waits(start):
+            memory = memory.smallest(member.ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     if engine.grammars is not None and member is not None and not member.leads:

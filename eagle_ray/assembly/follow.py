@@ -13,7 +13,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -27,8 +27,9 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import check_device, device_type, why_no_room
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.errors import ConfigError, UnfitDevice
+from eagle_ray.core.errors import ConfigError, RankError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_pairs
 from eagle_ray.kernels.availability import together, turn_off, use_triton
@@ -62,6 +63,10 @@ class Member:
     def leads(self) -> bool:
         return self.lockstep.leads
 
+    def waits(self, start: StartLog) -> AbstractContextManager[None]:
+        """Time what waits for the other ranks as a part of the start."""
+        return start.part("ranks", f"waiting for the other {self.ranks.size - 1} of {self.ranks.size} ranks")
+
     def agree_on_kernels(self, device: torch.device) -> None:
         """Let all ranks run Triton's kernels, or none: they compute other bits than the portable path."""
         runs_kernels = use_triton(device)
@@ -70,8 +75,24 @@ class Member:
         if device.type == "cuda":
             together.add(self.ranks)
 
+    def agree_on_routers(self, checksums: dict[int, int]) -> None:
+        """Raise RankError on all ranks if the routers of a layer say something else on one of them.
+
+        checksums: by layer, of what they say.
+        """
+        own = [*checksums.values(), *(-checksum for checksum in checksums.values())]
+        smallest = self.ranks.minimum(own) if own else []
+        for layer, least, most in zip(checksums, smallest, smallest[len(checksums) :], strict=False):
+            if least != -most:
+                raise RankError(
+                    f"rank {self.ranks.rank} of {self.ranks.size}: the router of layer {layer} scores experts in other "
+                    "last bits on one rank than on another, so that they would choose different ones. Give all ranks "
+                    "processors of one kind and as many threads, or set tensor_parallel to 1."
+                )
+
     def join(self, engine: Engine) -> None:
-        """Let the engine take its steps with those of the other ranks."""
+        """Let the engine take its steps with those of the other ranks. Raises RankError as agree_on_routers does."""
+        self.agree_on_routers(engine.target.routers())
         engine.lockstep = self.lockstep
         self.lockstep.share = self.ranks.of_first
         engine.drafts_grammars = False  # what grammars predict depends on when they were compiled
@@ -202,16 +223,33 @@ class SharedTarget:
 
 
 def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
-    """Start the other ranks of an engine, and return this process's, rank 0. On a CPU they share its threads."""
+    """Start the other ranks of an engine, and return this process's, rank 0.
+
+    On a CPU they share its threads until its lockstep is closed.
+    """
     check_device(model)
-    if device_type(model) == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    num_threads = torch.get_num_threads()
+    own_threads = max(1, num_threads // size) if device_type(model) == "cpu" else num_threads
     log.info("%d ranks share every layer of the target, each in a process of its own", size)
-    content = model, speculative, replace(args, tensor_parallel=1), torch.get_num_threads()
+    content = model, speculative, replace(args, tensor_parallel=1), own_threads
     followers = Followers(COMMAND, size, content, args.owns_process)
+    torch.set_num_threads(own_threads)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
     ranks.why_lost, ranks.when_met = followers.why_lost, followers.note_meeting
-    return Member(ranks, Leader(followers.pipes, followers.why_lost, followers.close, followers.tell_if_stuck))
+
+    def end() -> None:
+        followers.close()
+        ranks.close()
+        torch.set_num_threads(num_threads)
+
+    def tell_if_stuck(give_up: Callable[[str], None]) -> None:
+        def leave(reason: str) -> None:
+            give_up(reason)
+            ranks.close()
+
+        followers.tell_if_stuck(leave)
+
+    return Member(ranks, Leader(followers.pipes, followers.why_lost, end, tell_if_stuck))
 
 
 def run_follower() -> None:

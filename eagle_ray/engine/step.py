@@ -61,6 +61,7 @@ class StepOutput:
         tokens: the accepted drafts and the bonus token; those past num_accepted + 1 are arbitrary.
         drafted_by_depth: verified nodes; D is 0 in a plain step, which has no confidences either.
         confidences: ConfidenceCounts as drafted, then as calibrated.
+        trees: DraftTree.sums of the verified trees; no column in a plain step.
         logprobs: those of the tokens; no columns if not requested.
     """
 
@@ -68,15 +69,17 @@ class StepOutput:
     tokens: Int[np.ndarray, "B D1"]
     drafted_by_depth: Int[np.ndarray, "B D"]
     confidences: Int[np.ndarray, "B C"]
+    trees: Int[np.ndarray, "B _"]
     logprobs: Float[np.ndarray, "B _"]
 
     @classmethod
     def of(cls, record: Int[np.ndarray, "B X"], max_depth: int) -> StepOutput:
         """Read a `step_record`."""
         num_counts = NUM_COUNTS if max_depth else 0
-        ends = accumulate((1, max_depth + 1, max_depth, num_counts))
-        num_accepted, tokens, by_depth, confidences, bits = np.split(record, list(ends), axis=1)
-        return cls(num_accepted[:, 0], tokens, by_depth, confidences, bits.astype(np.int32).view(np.float32))
+        ends = accumulate((1, max_depth + 1, max_depth, num_counts, int(max_depth > 0)))
+        num_accepted, tokens, by_depth, confidences, trees, bits = np.split(record, list(ends), axis=1)
+        logprobs = bits.astype(np.int32).view(np.float32)
+        return cls(num_accepted[:, 0], tokens, by_depth, confidences, trees, logprobs)
 
     def token_lists(self) -> list[list[int]]:
         """Return each sequence's new tokens."""
@@ -145,9 +148,15 @@ class DecodeStep:
         return StepOutput.of(record, self.shape.max_depth), tops
 
     def checksum(self, output: StepOutput) -> int:
-        """Return a checksum of what was planned and of the tokens that came of it, without arbitrary ones."""
+        """Return a checksum of what was planned, of the verified trees and of the tokens that came of it, without
+        arbitrary ones.
+
+        Confidences are left out. A head that is whole on every rank scores in other last bits on a GPU of another kind,
+        which harms nothing until a tree differs.
+        """
         sizes = [self.plan.max_depth, self.shape.num_nodes, self.shape.num_rows, self.draft.num_catch_up]
-        return crc32(repr((sizes, self.batch.at.host_slots, output.token_lists())).encode())
+        computed = output.trees.tolist(), output.token_lists()
+        return crc32(repr((sizes, self.batch.at.host_slots, *computed)).encode())
 
     def sync_lengths(self, drafter: Drafter) -> None:
         """Note the lengths of a step that was launched before they were known, and tell the drafter's model."""
@@ -255,8 +264,9 @@ def step_record(
 ) -> Int[Tensor, "B X"]:
     """Everything the host needs of a step in one integer tensor: one copy instead of six.
 
-    Columns: num_accepted, tokens [D+1]; where there are drafts, verified nodes by depth [D] and ConfidenceCounts
-    [3 * CONFIDENCE_BINS], as drafted and as calibrated; where asked for, the bits of the log-probabilities [D+1].
+    Columns: num_accepted, tokens [D+1]; where there are drafts, verified nodes by depth [D], ConfidenceCounts
+    [3 * CONFIDENCE_BINS], as drafted and as calibrated, and DraftTree.sums; where asked for, the bits of the
+    log-probabilities [D+1].
     """
     parts = [result.num_accepted[:, None], result.tokens]
     if max_depth and tree_ops.available(tree.tokens.device):
@@ -264,6 +274,8 @@ def step_record(
         parts.append(tree_ops.count_nodes(*inputs, CONFIDENCE_BINS, CONFIDENCE_UNIT))
     elif max_depth:
         parts += node_counts(tree, result, max_depth)
+    if max_depth:
+        parts.append(tree.sums()[:, None])
     if logprobs is not None:
         parts.append(logprobs.view(torch.int32).long())
     return torch.cat(parts, 1)

@@ -30,6 +30,9 @@ failures: list[str] = []  # why they were turned off, if they were
 class Ranks(Protocol):
     """The ranks of an engine, which run kernels all or none."""
 
+    @property
+    def is_lost(self) -> bool: ...
+
     def turn_off_kernels(self) -> None: ...
 
 
@@ -44,7 +47,8 @@ def turn_off(error: BaseException) -> bool:
     if failures:
         return False
     for ranks in list(together):
-        ranks.turn_off_kernels()
+        if not ranks.is_lost:  # one that is ends with the next sum
+            ranks.turn_off_kernels()
     text = str(error).strip() or type(error).__name__
     failures.append(f"a kernel failed ({text.splitlines()[-1]})")
     log.warning("portable path from now on, no Triton kernels: %s", failures[0])

@@ -215,6 +215,10 @@ class Decoder:
         """Return the model's decoder, or None if transformers has to run it."""
         return cls(model, feature_layers) if is_llama_shaped(model) else None
 
+    def routers(self) -> dict[int, int]:
+        """Return Experts.checksum of each layer that has experts."""
+        return {i: layer.mlp.checksum() for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
+
     def __call__(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:

@@ -14,7 +14,8 @@ The pairs (row, choice) are sorted by expert once, and each expert multiplies it
 that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or, where that would copy to the host and so
 could not be captured in a CUDA graph, each expert multiplies every row. Which of the three is known from device, dtype
 and sizes, before a capture starts. Weights are those of the transformers modules, in their memory. A rank has some of
-the `I` numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose alike.
+the `I` numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose alike. That is
+tried at the start (`checksum`), since no step's checksum sees it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,7 @@ ROUNDED = (
 BLOCKS = ("MixtralSparseMoeBlock", *ROUNDED)
 FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device
 ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
+TRIED_ROWS = (1, 33)  # of the passes whose routes ranks compare
 MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row
 grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", torch._grouped_mm)  # torch 2.9 has the second only
 
@@ -94,6 +97,15 @@ class Experts:
         assert isinstance(normed, Tensor), "a router reads no rows in FP8"
         delta = self._delta(normed)
         return delta if self.ranks is None else self.ranks.reduce(delta)
+
+    @torch.inference_mode()
+    def checksum(self) -> int:
+        """Return a checksum of what the router says of some rows, to the last bit."""
+        numbers = self.gate_up.shape[2]
+        rows = torch.randn(max(TRIED_ROWS), numbers, generator=torch.Generator().manual_seed(numbers))
+        rows = rows.to(self.gate_up.device, self.gate_up.dtype)
+        logits = torch.cat([self.reader(rows[:num_rows]) for num_rows in TRIED_ROWS])
+        return crc32(logits.contiguous().cpu().view(torch.uint8).numpy())
 
     def _delta(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
         """Return what this process's numbers of the experts add."""

@@ -136,6 +136,10 @@ class TargetModel:
             kv_dtype or cache_dtype(model),
         )
 
+    def routers(self) -> dict[int, int]:
+        """Return a checksum of the router of each layer with experts, as far as our own forward runs them."""
+        return {} if self._decoder is None else self._decoder.routers()
+
     def prefill(self, prompts: PromptBatch) -> TargetOutput:
         """Run the chunks and fill their slots."""
         hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))

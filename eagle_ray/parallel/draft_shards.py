@@ -95,8 +95,8 @@ def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
 
     head: any draft, as methods check it.
     """
-    if (reason := why_whole(head, ranks)) is not None:
-        log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, reason)
+    if why_whole(head, ranks) is not None:
+        log_whole(head, ranks)
         return None
     part = DraftPart.of(head, ranks)
     whole, own = head.config, shard_config(head.config, ranks.size)
@@ -107,6 +107,11 @@ def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
         if (numbers := part.part_of(name, parameter.shape)) is not None:
             _resize(head, name, _part_shape(parameter.shape, numbers))
     return part
+
+
+def log_whole(head: Any, ranks: RankGroup) -> None:
+    """Log that each rank has the whole of a draft, and why."""
+    log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, why_whole(head, ranks))
 
 
 def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:

@@ -25,8 +25,10 @@ On a GPU all of them are launched on the current stream and can be captured in a
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,13 +37,15 @@ import torch.distributed
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.core.errors import RankError, UnfitDevice
+from eagle_ray.core.errors import OUT_OF_MEMORY, RankError, UnfitDevice
+from eagle_ray.kernels.availability import together
 
 TIMEOUT_S = 120.0  # of one collective, should a rank wait for another that does not come; a silent one ends long before
 START_TIMEOUT_S = 1800.0  # of the first: ranks load their weights at different speeds
 FALLBACK_S = 30.0  # within which a kernel fails on all ranks that fails on one
 POLL_S = 0.02  # between two looks for the others, where no collective waits for them
 REASON_S = 3.0  # that a rank waits to learn why a collective failed
+CLOSE_S = 5.0  # that a rank waits for the end of what is under way on its GPU, once it leaves
 ONE_SHOT_BYTES = 512 << 10  # up to which every rank reads all parts whole
 LOOPBACK = "127.0.0.1"
 SYMMETRIC = (torch.bfloat16, torch.float32)  # which symmetric memory adds
@@ -54,6 +58,8 @@ class Collectives(Protocol):
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]: ...
 
     def gather(self, part: Float[Tensor, "*rows N"]) -> list[Float[Tensor, "*rows N"]]: ...
+
+    def close(self) -> None: ...
 
 
 class RankGroup:
@@ -75,6 +81,7 @@ class RankGroup:
         self.meeting, self.device = meeting, torch.device(device)
         self._host: Any = None
         self._collectives: Collectives | None = None
+        self._is_closed = False
         self.num_reduces = self.num_gathers = 0
         self.why_lost: Callable[[float], str | None] = lambda seconds: None
         self.when_met: Callable[[], None] = lambda: None
@@ -100,6 +107,11 @@ class RankGroup:
         parts = self._together(lambda: GlooCollectives(self._connect(), self.size).gather(own))
         return torch.stack(parts).amin(0).tolist()
 
+    @property
+    def is_lost(self) -> bool:
+        """Return whether a rank is known to be lost."""
+        return self.why_lost(0.0) is not None
+
     def turn_off_kernels(self) -> None:
         """Wait until a kernel has failed on all ranks, each of which runs its pass again without kernels.
 
@@ -117,13 +129,22 @@ class RankGroup:
             raise RankError(f"rank {self.rank} of {self.size}: {reason}")
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one get an error."""
-        self._host = self._collectives = None
+        """Leave the group; ranks that wait for this one get an error, and so does what is called here later.
+
+        Any thread may call this, and again. It waits for CLOSE_S at most.
+        """
+        self._is_closed = True
+        together.discard(self)
+        collectives, self._host, self._collectives = self._collectives, None, None
+        if collectives is not None:
+            collectives.close()
 
     def _together(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except RuntimeError as error:  # whatever gloo and NCCL raise
+            if OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
+                raise  # of this rank
             reason = self.why_lost(REASON_S) or f"another rank is lost ({str(error).strip().splitlines()[0]})"
             raise RankError(f"rank {self.rank} of {self.size}: {reason}") from error
 
@@ -137,6 +158,8 @@ class RankGroup:
 
     def _connect(self) -> Any:
         """Return gloo's group of all ranks, which is there on a GPU's host, too."""
+        if self._is_closed:
+            raise RankError(f"rank {self.rank} of {self.size}: {self.why_lost(0.0) or 'the ranks have been closed'}")
         if self._host is None:
             self._rendezvous()
             options: Any = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -183,6 +206,9 @@ class GlooCollectives:
             total += other
         return total.to(part.dtype)
 
+    def close(self) -> None:
+        """Nothing is to be ended: the connections end with the group."""
+
     def gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
         self._group.allgather([parts], [part.contiguous()]).wait()
@@ -196,9 +222,9 @@ class CudaCollectives:
         self._size = ranks.size
         distributed: Any = torch.distributed  # torch's CPU build has no NCCL
         self._group = distributed.ProcessGroupNCCL(ranks.store("device"), ranks.rank, ranks.size)
+        self._group._set_default_timeout(timedelta(seconds=TIMEOUT_S))  # NCCL's own is 10 minutes
         self._group.allreduce([torch.zeros(1, device=ranks.device)]).wait()  # it connects here, not in a capture
-        memory = SymmetricMemory.of(ranks)
-        self._symmetric = memory if ranks.minimum([memory is not None]) == [True] else None
+        self._symmetric = SymmetricMemory.of(ranks)
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         """Add in rank order where that is possible; NCCL adds in an order that depends on the size of the tensor."""
@@ -216,6 +242,19 @@ class CudaCollectives:
         self._group.allgather([parts], [part.contiguous()]).wait()
         return parts
 
+    def close(self) -> None:
+        """End what is under way, so that a thread that waits for a lost rank comes back.
+
+        Not tried on a GPU yet: `abort` could wait for a graph that was captured, so another thread calls it.
+        """
+        ending = threading.Thread(target=self._abort, daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+
+    def _abort(self) -> None:
+        with suppress(AttributeError, RuntimeError):  # of an older torch; of a group that has failed by itself
+            self._group.abort()
+
 
 class SymmetricMemory:
     """Sums by memory that every rank reads.
@@ -231,17 +270,27 @@ class SymmetricMemory:
 
     @classmethod
     def of(cls, ranks: RankGroup) -> SymmetricMemory | None:
-        """Return the memory of these ranks, or None if this torch or these GPUs lack it."""
-        name = f"eagle-ray {ranks.meeting}"
-        try:
+        """Return the memory of these ranks, or None on all of them if this torch or these GPUs lack it on one.
+
+        They agree before they meet in it: one that has none would let the others wait.
+        """
+        part = torch.zeros(8 * ranks.size, dtype=torch.bfloat16, device=ranks.device)
+        memory: SymmetricMemory | None = None
+        with suppress(ImportError, AttributeError, RuntimeError):
             from torch._C._distributed_c10d import _SymmetricMemory as library
 
+            name = f"eagle-ray {ranks.meeting}"
             library.set_group_info(name, ranks.rank, ranks.size, ranks.store("symmetric memory"))
-            memory = cls(library, name)
-            memory.reduce(torch.zeros(8 * ranks.size, dtype=torch.bfloat16, device=ranks.device))
-        except (ImportError, AttributeError, RuntimeError):
+            own = cls(library, name)
+            own._allocate(part)
+            memory = own
+        if ranks.minimum([memory is not None]) == [False] or memory is None:
             return None
-        return memory
+        works = False
+        with suppress(AttributeError, RuntimeError):
+            memory.reduce(part)
+            works = True
+        return memory if ranks.minimum([works]) == [True] else None
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         """Return the sum of all ranks' parts, in one of SYMMETRIC."""
@@ -254,9 +303,18 @@ class SymmetricMemory:
 
     def _memory(self, part: Tensor) -> Tensor:
         """Return symmetric memory for the part. It is made at a pass's warm-up, never while the pass is captured."""
-        numel = 1 << math.ceil(math.log2(part.numel()))
-        if (part.dtype, numel) not in self._shared:
-            shared = self._library.empty_strided_p2p((numel,), (1,), part.dtype, part.device)
+        key = part.dtype, _power_of_2(part.numel())
+        if key not in self._shared:
+            shared = self._allocate(part)
             self._library.rendezvous(shared, self._name)
-            self._shared[part.dtype, numel] = shared
-        return self._shared[part.dtype, numel]
+            self._shared[key] = shared
+        return self._shared[key]
+
+    def _allocate(self, part: Tensor) -> Tensor:
+        """Return new memory for the part, in which the ranks have not met."""
+        return self._library.empty_strided_p2p((_power_of_2(part.numel()),), (1,), part.dtype, part.device)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is no less."""
+    return 1 << math.ceil(math.log2(number))

@@ -42,7 +42,7 @@ MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 OF_KEYS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj")
-DEALT_ROWS = 256  # of an lm_head for each rank that are sent at once: 256 x 8,192 in bf16 are 4 MiB a rank
+DEALT_ROWS = 256  # of an lm_head that a rank sends at once, to all: 256 x 8,192 in bf16 are 4 MiB
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
 
 
@@ -305,7 +305,8 @@ class GatheredHead(nn.Module):
         shard = replace(self.shard, vocab_size=len(token_ids))
         padding = token_ids.new_zeros(shard.size * shard.num_logits - len(token_ids))
         wanted = torch.cat([token_ids, padding]).view(shard.size, -1)  # by the rank that gets them
-        rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(DEALT_ROWS, 1)])
+        at_once = max(DEALT_ROWS // shard.size, 1)  # for each rank; every rank gets what all of them get
+        rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(at_once, 1)])
         with torch.device("meta"):
             part = nn.Linear(self.in_features, shard.num_logits, bias=False)
         part.weight = nn.Parameter(rows, requires_grad=False)

@@ -27,6 +27,7 @@ from torch import Tensor
 from eagle_ray.kernels import tree_ops
 
 NODES_PER_WORD = 64  # of a mask of ancestors: node j is bit j % 64 of word j // 64
+TOKEN_STEP = 1 << 20  # in `sums`, between two tokens: more than a tree has nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,12 @@ class DraftTree:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors, in the order of the constructor's arguments."""
         return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
+
+    def sums(self) -> Int[Tensor, " B"]:
+        """Return a number for each tree that differs, most likely, where a token, a parent or a node's place does."""
+        places = torch.arange(1, 2 * self.num_nodes, 2, device=self.tokens.device)
+        nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP) * places
+        return (nodes * self.valid).sum(1)
 
     def to(self, device: torch.device | str) -> DraftTree:
         """Return the trees on another device."""

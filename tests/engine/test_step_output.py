@@ -1,6 +1,7 @@
 """The statistics of steps that are added up as arrays are those that counting sequence by sequence gives."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ def record(source: np.random.Generator, size: int, depth: int) -> np.ndarray:
     columns = [source.integers(0, depth + 1, (size, 1)), source.integers(0, 9, (size, depth + 1))]
     if depth:
         columns += [source.integers(0, 3, (size, depth)), source.integers(0, 99, (size, NUM_COUNTS))]
+        columns.append(source.integers(0, 99, (size, 1)))
     return np.concatenate(columns, 1)
 
 
@@ -35,7 +37,7 @@ def count(sequence: Sequence, row: list[int], depth: int, passes: int) -> None:
     sequence.target_forwards += 1
     sequence.draft_forwards += passes
     if depth:
-        bins = np.reshape(row[2 * depth + 2 :], (6, CONFIDENCE_BINS)).tolist()
+        bins = np.reshape(row[2 * depth + 2 : -1], (6, CONFIDENCE_BINS)).tolist()
         stats.drafted.add(ConfidenceCounts(*bins[:3]))
         stats.calibrated.add(ConfidenceCounts(*bins[3:]))
 
@@ -68,7 +70,7 @@ def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
 
 def test_the_tokens_of_a_step_are_those_up_to_the_bonus_token():
     tokens, nothing = np.array([[7, 8, 9], [8, 7, 7], [5, 6, 7]]), np.zeros((3, 0), dtype=int)
-    output = StepOutput(np.array([1, 0, 2]), tokens, nothing, nothing, nothing)
+    output = StepOutput(np.array([1, 0, 2]), tokens, nothing, nothing, nothing, nothing)
     assert output.token_lists() == [[7, 8], [8], [5, 6, 7]]
     assert contain_any(output.token_lists(), {7, 9}) == [True, False, True]
     assert contain_any(output.token_lists(), ()) == [False] * 3
@@ -81,6 +83,22 @@ def test_the_counts_of_a_record_are_those_of_torch():
     picks = torch.randint(0, 6, (len(trees) * 9,), generator=torch.Generator().manual_seed(3))
     result = accept_path(tree, tree.pack(torch.zeros(len(trees), dtype=torch.int64), len(picks)), picks, depth)
     wanted = torch.cat(node_counts(tree, result, depth), 1)
-    found = step_record(tree, result, depth, None)[:, depth + 2 :]
+    found = step_record(tree, result, depth, None)[:, depth + 2 : -1]
     assert (found - wanted).abs().max() <= 1  # of a sum of probabilities in units of 2**-20
     assert torch.equal(found[:, :depth], wanted[:, :depth]) and int(found.sum()) > 0
+
+
+def test_trees_that_differ_in_a_node_have_other_sums():
+    """A token, a parent, or two children of one node in another order; what padding holds says nothing."""
+    tree = DraftTree(
+        tokens=torch.tensor([[4, 7, 9, 5, 0]]),
+        parents=torch.tensor([[-1, 0, 0, 1, -1]]),
+        depths=torch.tensor([[0, 1, 1, 2, 0]]),
+        log_values=torch.zeros(1, 5),
+        draft_log_probs=torch.zeros(1, 5),
+        valid=torch.tensor([[True, True, True, True, False]]),
+    )
+    others = [{"tokens": [4, 7, 9, 6, 0]}, {"parents": [-1, 0, 0, 2, -1]}, {"tokens": [4, 9, 7, 5, 0]}]
+    sums = [replace(tree, **{k: torch.tensor([v]) for k, v in other.items()}).sums() for other in others]
+    assert len({int(s) for s in [tree.sums(), *sums]}) == 4
+    assert torch.equal(replace(tree, tokens=torch.tensor([[4, 7, 9, 5, 3]])).sums(), tree.sums())

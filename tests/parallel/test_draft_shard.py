@@ -1,6 +1,8 @@
 """Draft heads over ranks: they compute what a whole head does, with the same bits on all, in as few collectives."""
 
 import logging
+import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
+from eagle_ray.assembly.follow import Member
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weight_bytes
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
+from eagle_ray.core.errors import RankError
+from eagle_ray.methods import head_files
 from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
@@ -40,7 +45,7 @@ from tests.support.checkpoints import (
     write,
 )
 from tests.support.engines import Whimsical, some_params, some_prompts
-from tests.support.ranks import on_ranks, with_ranks
+from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import llama, run
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # for 4 ranks
@@ -127,10 +132,22 @@ def test_blocks_are_those_of_the_whole_head(tmp_path, shared, name):
     assert results[0][1] == (2 * num_layers, num_gathers)
 
 
-def test_a_rank_reads_and_holds_its_part(tmp_path, shared):
-    path = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3)
-    whole = load_head(path, TARGET)
-    heads = on_ranks(2, tmp_path, lambda ranks: load_head(path, TARGET, ranks))
+def test_a_rank_reads_and_holds_its_part(tmp_path, shared, monkeypatch):
+    path, counts = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3), defaultdict(Counter)
+    whole, read_slice = load_head(path, TARGET), head_files.read_slice
+
+    def counted(stored, part):
+        return read_slice(CountedSlice(stored, "all", counts[threading.get_ident()]), part)
+
+    def work(ranks: RankGroup):
+        head = load_head(path, TARGET, ranks)
+        row = 32 * (ranks.rank == 1)  # of zeros, in the last rank's lm_head
+        held = sum(p.numel() for p in head.parameters()) + head.d2t.numel() + head.t2d.numel()
+        assert counts[threading.get_ident()]["all"] == held - row
+        return head
+
+    monkeypatch.setattr(head_files, "read_slice", counted)
+    heads = on_ranks(2, tmp_path, work)
     shared_numbers = sum(p.numel() for name, p in whole.named_parameters() if "proj" not in name and "lm_" not in name)
     numbers = sum(p.numel() for p in whole.parameters())
     for head in heads:
@@ -193,7 +210,10 @@ def test_rows_of_frequent_tokens_are_dealt_out_evenly(tmp_path, monkeypatch, num
     def work(ranks: RankGroup):
         mine = Shard(ranks.rank, 3, vocab_size=200, kv_heads=1)
         lm_head = dense_linear(cut_out(whole, mine.part_of("lm_head.weight", whole.shape)), None)
+        sent, gather = [], ranks.gather
+        ranks.gather = lambda part: sent.append(part) or gather(part)
         some = slice_rows(GatheredHead(lm_head, ranks, mine, 200), tokens)
+        assert max(part.numel() for part in sent) <= 9 * 32, "rows for all ranks go to each of them"
         return some(hidden), len(some.weight)
 
     for logits, num_rows in on_ranks(3, tmp_path, work):
@@ -280,7 +300,7 @@ def plain():
 
 @pytest.mark.parametrize("name, graphs", [("eagle2", "off"), ("eagle2", "on"), ("eagle3", "on")])
 def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatch, name, graphs):
-    """Each step's tokens and rows are compared by checksum, so ranks whose drafts differ would end."""
+    """Each step's trees are compared by checksum, so ranks whose drafts differ would end."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
     model, speculative = drafts(tmp_path)[name]
 
@@ -295,6 +315,22 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatc
     one = build_engine_from_config(model, speculative, ARGS).engine
     assert work(one) == plain
     assert abs(one.counters.num_steps - counters[0][0]) <= 2, "as many drafts are accepted"
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_rank_whose_drafts_differ_ends(tmp_path, monkeypatch, graphs):
+    """Its head is whole. Of a shared one the logits are gathered, so that both have the same drafts, however wrong."""
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
+
+    def join(member, engine):
+        original(member, engine)
+        if not member.leads:
+            engine.drafter.head.fc.register_forward_hook(lambda module, inputs, output: -output)
+
+    original = Member.join
+    monkeypatch.setattr(Member, "join", join)
+    with pytest.raises(RankError, match="rank 1: its step has checksum"):
+        with_ranks(2, tmp_path, *drafts(tmp_path)["eagle3"], ARGS, lambda engine: run(engine, *CASES_OF_TINY))
 
 
 @pytest.mark.parametrize("config", [deepspec_config, dflash2_config])

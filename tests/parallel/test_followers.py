@@ -5,17 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from itertools import product
 
 import psutil
 import pytest
+import torch
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.assembly import costs
+from eagle_ray.assembly import costs, follow
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels import availability
 from eagle_ray.parallel import followers as followers_module
 from eagle_ray.parallel.followers import Followers
 from eagle_ray.parallel.rank_group import RankGroup
@@ -31,21 +36,36 @@ def ids(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def held() -> Counter[str]:
+    """Return how many files, sockets and pipes this process has open, by kind, and children under "children"."""
+    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
+    kinds = Counter(name.partition(":")[0] if name.startswith(("socket:", "pipe:")) else name for name in names)
+    return kinds + Counter(children=len(psutil.Process().children(recursive=True)))
+
+
+def _is_open(number: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")
+
+
 def listening() -> set[int]:
     """Return the ports at which this process listens."""
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_two_processes_answer_as_one_and_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_two_processes_answer_as_one_and_leave_nothing():
+    """But the file in memory in which they met, which stays."""
     ports = listening()
     with LLM(**SETTINGS) as llm:
         one = ids(llm.generate(PROMPTS, PARAMS))
+    before = held()
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         assert len(followers_of(os.getpid())) == 1
         assert ids(llm.generate(PROMPTS, PARAMS)) == one
-    assert not followers_of(os.getpid()) and not [path for path in tmp_path.iterdir() if "rank" in path.name]
+    assert not followers_of(os.getpid())
     assert wait_until(lambda: listening() <= ports, 5)
+    assert wait_until(lambda: [*(held() - before).elements()] == ["/memfd:eagle-ray-ranks (deleted)"], 5), (
+        held() - before
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -127,23 +147,60 @@ if __name__ == "__main__":
 """
 
 
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @pytest.mark.parametrize("stops_follower", [False, True])
-def test_a_leader_that_dies_leaves_neither_process_nor_file(tmp_path, monkeypatch, stops_follower):
+def test_a_leader_that_dies_leaves_no_process(stops_follower):
     """Its followers end even if they are stopped."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     leader = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert leader.stdout.readline() == b"ready\n"
         [follower] = followers_of(leader.pid)
+        children = psutil.Process(leader.pid).children(recursive=True)
         if stops_follower:
             follower.suspend()
         leader.kill()
         leader.wait()
-        assert wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE, 10)
-        assert not [path for path in tmp_path.rglob("*") if "rank" in path.name]
+        assert follower in children and wait_until(lambda: not any(map(runs, children)), 10)
     finally:
         leader.kill()
         leader.wait()
+
+
+def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
+    """Engines with ranks that are opened one after another have as many threads each."""
+    monkeypatch.setattr(follow, "COMMAND", "import time; time.sleep(60)")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(2):
+            member = follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
+            assert torch.get_num_threads() == 2
+            availability.together.add(member.ranks)
+            member.lockstep.close()
+            assert torch.get_num_threads() == 4
+            assert member.ranks not in availability.together
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_are_left_once_their_requests_have_failed(monkeypatch):
+    """As on a GPU, on which the leader waits in a sum."""
+    monkeypatch.setattr(follow, "COMMAND", "raise SystemExit(3)")
+    monkeypatch.setattr(followers_module, "GRACE_S", 0.1)
+    member, reasons = follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
+    try:
+        availability.together.add(member.ranks)
+        member.lockstep.tell_if_stuck(reasons.append)
+        member.ranks.when_met()
+        assert wait_until(lambda: member.ranks not in availability.together, 20)
+        assert reasons == ["rank 1 ended with exit code 3"]
+    finally:
+        member.lockstep.close()
 
 
 def test_a_follower_that_ends_early_says_how():

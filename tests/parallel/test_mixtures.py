@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle_ray.assembly import assemble
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import EngineError, RankError
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_layouts import SafetensorFiles
@@ -17,7 +18,7 @@ from eagle_ray.parallel.rank_group import RankGroup
 from tests.support.checkpoints import RAW, eagle_tensors, write
 from tests.support.engines import Whimsical, some_params, some_prompts
 from tests.support.families import MOE, config_of, random_model
-from tests.support.ranks import on_ranks, with_ranks
+from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import run
 
 WHOLE = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)  # heads that four ranks share
@@ -84,19 +85,21 @@ def test_every_rank_chooses_the_same_experts(target, tmp_path):
     assert all(torch.equal(own, other) for own, other in zip(*parts, strict=True))
 
 
-class CountedSlice:
-    """A slice of a file's tensor that counts the numbers it is asked for."""
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_rank_whose_router_scores_otherwise_ends_at_the_start(name, tmp_path, monkeypatch):
+    """By last bits, with which other experts are chosen at a near tie alone: that may come after hours."""
+    model = ModelConfig(target=str(_saved(CONFIGS[name], tmp_path / "target")), device="cpu", max_model_len=128)
 
-    def __init__(self, stored, name: str, counts: Counter):
-        self._stored, self._name, self._counts = stored, name, counts
+    def load(model, args, start, tokenizer, ranks):
+        target = original(model, args, start, tokenizer, ranks)
+        if ranks.rank == 1:
+            target.base_model.layers[1].mlp.part.gate.weight.data[0] *= 1 + 1e-6
+        return target
 
-    def get_shape(self):
-        return self._stored.get_shape()
-
-    def __getitem__(self, index):
-        part = self._stored[index]
-        self._counts[self._name] += part.numel()
-        return part
+    original = assemble.load_target
+    monkeypatch.setattr(assemble, "load_target", load)
+    with pytest.raises(RankError, match=r"rank . of 2: the router of layer 1 scores experts in other last bits"):
+        with_ranks(2, tmp_path, model, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
 
 
 @pytest.mark.parametrize("layout", ["each expert's own tensors", "tensors of all experts"])

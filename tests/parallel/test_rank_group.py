@@ -1,17 +1,20 @@
 """RankGroup: what ranks compute and agree on, by groups of their own."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from eagle_ray.assembly import follow
 from eagle_ray.assembly.follow import Member
-from eagle_ray.core.errors import UnfitDevice
+from eagle_ray.core.errors import RankError, UnfitDevice
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.availability import turn_off
 from eagle_ray.parallel import rank_group
 from eagle_ray.parallel.lockstep import ALONE
-from eagle_ray.parallel.rank_group import CudaCollectives, RankGroup
+from eagle_ray.parallel.rank_group import CudaCollectives, RankGroup, SymmetricMemory
 from eagle_ray.planner.planner import Allocation
 from tests.support.ranks import on_ranks
 
@@ -73,8 +76,114 @@ def test_the_host_reads_no_mask_to_send_it():
     assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (3, 6, 1.5, None)
 
 
-def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path):
-    assert on_ranks(2, tmp_path, lambda ranks: ranks.turn_off_kernels()) == [None, None]
+class OfThread:
+    """What availability has of the process of a rank that is a thread here."""
+
+    def __init__(self):
+        self._groups = {}
+
+    def add(self, ranks: RankGroup) -> None:
+        self._groups[threading.get_ident()] = ranks
+
+    def discard(self, ranks: RankGroup) -> None:
+        self._groups.pop(threading.get_ident(), None)
+
+    def __iter__(self):
+        return iter([self._groups[threading.get_ident()]])
+
+
+def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(availability, "failures", [])
+    monkeypatch.setattr(availability, "together", OfThread())
+
+    def work(ranks: RankGroup) -> tuple[bool, list[str]]:
+        availability.together.add(ranks)
+        time.sleep(0.3 * ranks.rank)
+        before = list(availability.failures)
+        return turn_off(RuntimeError("no compiler")), before
+
+    assert on_ranks(2, tmp_path, work) == [(True, [])] * 2, "neither is done before both have come"
+    assert availability.failures == ["a kernel failed (no compiler)"] * 2
+
+
+@pytest.mark.parametrize("how", ["closed", "lost"])
+def test_kernels_of_a_later_engine_wait_for_no_ranks_that_have_ended(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(availability, "failures", [])
+    ranks = RankGroup(0, 2, str(tmp_path / "meeting"))
+    availability.together.add(ranks)
+    if how == "closed":
+        ranks.close()
+    else:
+        ranks.why_lost = lambda seconds: "rank 1 was ended by signal 9"
+    started = time.monotonic()
+    assert turn_off(RuntimeError("no compiler"))
+    assert time.monotonic() - started < rank_group.FALLBACK_S / 2
+    availability.together.discard(ranks)
+
+
+def test_ranks_that_are_closed_compute_no_more(tmp_path):
+    """Not even by a new connection, for which the others would have to come."""
+
+    def work(ranks: RankGroup):
+        ranks.minimum([1])
+        ranks.close()
+        ranks.close()
+        with pytest.raises(RankError, match=r"rank . of 2: the ranks have been closed"):
+            ranks.minimum([1])
+        return True
+
+    assert on_ranks(2, tmp_path, work) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), torch.OutOfMemoryError),
+        (RuntimeError("Connection reset by peer"), RankError),
+    ],
+)
+def test_a_rank_without_memory_has_lost_no_other(error, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_group, "REASON_S", 0.0)
+
+    def fails(self, part):
+        raise error
+
+    monkeypatch.setattr(rank_group.GlooCollectives, "reduce", fails)
+
+    def work(ranks: RankGroup):
+        with pytest.raises(kind):
+            ranks.reduce(torch.zeros(2))
+        return True
+
+    assert on_ranks(2, tmp_path, work) == [True, True]
+
+
+class Memory:
+    """Symmetric memory that one rank lacks. Ranks are threads here."""
+
+    own = threading.local()
+
+    def __init__(self, rank_without: int):
+        self._without, self.meetings = rank_without, []
+
+    def set_group_info(self, name, rank, size, store) -> None:
+        self.own.rank = rank
+
+    def empty_strided_p2p(self, shape, strides, dtype, device):
+        if self.own.rank == self._without:
+            raise RuntimeError("no symmetric memory here")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def rendezvous(self, shared, name) -> None:
+        self.meetings.append(self.own.rank)
+
+
+@pytest.mark.parametrize("rank_without", [0, 1])
+def test_no_rank_waits_for_one_that_lacks_symmetric_memory(rank_without, tmp_path, monkeypatch):
+    memory = Memory(rank_without)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", memory)
+    assert on_ranks(2, tmp_path, SymmetricMemory.of) == [None, None]
+    assert not memory.meetings
 
 
 def test_kernels_that_fail_on_one_rank_alone_end_it(tmp_path, monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -26,12 +27,24 @@ NAME = "eagle-ray-rank-"
 
 
 def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) -> list[Result]:
-    """Return what each rank's work returns, by rank. Raises what the first of them raises."""
+    """Return what each rank's work returns, by rank. Raises what the first to fail raises; the others learn of it."""
     meeting, dtype = str(directory / "meeting"), torch.get_default_dtype()
+    errors: list[BaseException] = []
+
+    def run(ranks: RankGroup) -> Result:
+        try:
+            return work(ranks)
+        except BaseException as error:
+            errors.append(error)
+            ranks.close()
+            raise
+
     try:
         with ThreadPoolExecutor(size) as threads:
-            futures = [threads.submit(work, RankGroup(rank, size, meeting)) for rank in range(size)]
-            return [future.result() for future in futures]
+            futures = [threads.submit(run, RankGroup(rank, size, meeting)) for rank in range(size)]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
     finally:  # transformers sets it while it makes a model, and a thread may put back what another has set
         torch.set_default_dtype(dtype)
 
@@ -66,6 +79,21 @@ def with_ranks(
     result = results[0][0]
     assert result is not None
     return result, [engine for _, engine in results]
+
+
+class CountedSlice:
+    """A slice of a file's tensor that counts the numbers it is asked for."""
+
+    def __init__(self, stored: Any, name: str, counts: Counter[str]):
+        self._stored, self._name, self._counts = stored, name, counts
+
+    def get_shape(self) -> list[int]:
+        return self._stored.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self._stored[index]
+        self._counts[self._name] += part.numel()
+        return part
 
 
 def followers_of(pid: int) -> list[psutil.Process]:

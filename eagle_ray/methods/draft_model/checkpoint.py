@@ -32,7 +32,7 @@ from eagle_ray.models.supported_models import (
     logits_postprocessor,
     probe,
 )
-from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.draft_shards import log_whole
 from eagle_ray.parallel.rank_group import RankGroup
 
 
@@ -101,7 +101,7 @@ def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | No
     """
     shape = check_draft_model(path, target)
     if ranks is not None:
-        split_head(shape, ranks)
+        log_whole(shape, ranks)
     return DraftModel(load_causal_lm(path, torch.float32, "cpu"))
 
 

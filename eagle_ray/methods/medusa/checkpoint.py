@@ -27,7 +27,7 @@ from eagle_ray.methods.head_files import (
     with_path,
 )
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.parallel.draft_shards import split_head
+from eagle_ray.parallel.draft_shards import log_whole
 from eagle_ray.parallel.rank_group import RankGroup
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
@@ -42,7 +42,7 @@ def load_medusa(path: Path, target: PretrainedConfig, ranks: RankGroup | None = 
     """
     heads = check_medusa(path, target)
     if ranks is not None:
-        split_head(heads, ranks)
+        log_whole(heads, ranks)
     return load_into(heads, path, _read(path, MEDUSA, read_tensors))
 
 
@@ -53,7 +53,7 @@ def load_hydra(path: Path, target: PretrainedConfig, ranks: RankGroup | None = N
     """
     heads = check_hydra(path, target)
     if ranks is not None:
-        split_head(heads, ranks)
+        log_whole(heads, ranks)
     return load_into(heads, path, _read(path, HYDRA, read_tensors))
 
 
