@@ -47,7 +47,8 @@ TREE = dict(max_nodes=24, max_depth=3, top_k=16)  # of 97 tokens: some drafts ar
 MANY, MAX_TOKENS = EngineArgs(32, 128, kv_tokens=None), 14
 # Four blocks and small trees: the sequences that were admitted outgrow them.
 FEW, SMALL_TREE, LONG_TOKENS = EngineArgs(4, 96, kv_tokens=128), dict(max_nodes=8, max_depth=3, top_k=4), 70
-MIN_ACCEPTED = 10  # drafts, of 18 that a random head alone has right: answers are equal without any, too
+MIN_ACCEPTED = 20  # drafts: answers are equal without any, too
+FEW_ACCEPTED = {("eagle1", True): 10}  # likewise, by column and whether it is replayed: of 18 that this head has right
 PROMPTS = ["name:12,name:12,na", "b7k{x=3}"]
 HEADER = "12;name=4,na:me" * 4  # of several blocks
 MIXED = [None, "temperature", "repetition_penalty", "json_schema", "top_logprobs", "bad_words"]
@@ -328,7 +329,7 @@ def test_each_cell_is_plain_decodings(made, plain, datastore, monkeypatch, colum
     shape = shape_of(column)
     assert faults_of(made, cases, plain(**shape), shape) == []
     assert engine.graphs is None or engine.graphs.num_replayed > 0
-    assert sum(accepted) > MIN_ACCEPTED
+    assert sum(accepted) > FEW_ACCEPTED.get((column, is_replayed), MIN_ACCEPTED)
 
 
 def num_accepted(case: Case) -> int:

@@ -196,7 +196,7 @@ def plan_input(
         join_into(types, entry.types)
         slices += entry.slices_of(file)
     if types:
-        check_columns_exist(config.input.columns, columns, types)
+        check_columns_exist(config.input.columns, columns, types, any(file.format == "csv" for file in files))
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     names = output_names(carried_names(config.input, columns, types), RESERVED)
     carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import difflib
 import json
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
@@ -300,8 +301,10 @@ def _path(name: str, text: str) -> ColumnPath:
         raise ConfigError(f"input.columns.{name}: {error}") from None
 
 
-def check_columns_exist(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
-    """Check that configured columns exist in some file, and that there is a prompt."""
+def check_columns_exist(
+    config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType], has_csv: bool
+) -> None:
+    """Check that configured columns exist in some file, and that there is a prompt. has_csv: some file is CSV."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
         if path.text in ROW_SETTINGS:
             raise ConfigError(
@@ -316,16 +319,16 @@ def check_columns_exist(config: ColumnsConfig, columns: RequestColumns, types: d
         raise ConfigError(
             f"input.columns: no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}. Name the one that holds "
             "the prompts with input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with "
-            f"input.template; columns: {', '.join(types)}{_example(types)}"
+            f"input.template; columns: {', '.join(types)}{_example(types, has_csv)}"
         )
 
 
-def _example(types: dict[str, pa.DataType]) -> str:
-    """Return the key for the only column of texts, or what a file without a header looks like; "" otherwise."""
-    texts = [name for name, kind in types.items() if name != "id" and pa.types.is_string(kind)]
-    if any(name.isdecimal() for name in types):
+def _example(types: dict[str, pa.DataType], has_csv: bool) -> str:
+    """Return the key for the only column of texts, or what a CSV file without a header looks like; "" otherwise."""
+    if has_csv and any(name.isdecimal() for name in types):
         return ". If these are values, the file lacks a header: its first line must name the columns"
-    return f". For example: --set input.columns.prompt={texts[0]}" if len(texts) == 1 else ""
+    texts = [name for name, kind in types.items() if name != "id" and kind in (pa.string(), CSV_TEXT)]
+    return f". For example: --set {shlex.quote(f'input.columns.prompt={texts[0]}')}" if len(texts) == 1 else ""
 
 
 def carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:

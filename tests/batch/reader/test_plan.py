@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from datetime import date
 from pathlib import Path
 
@@ -313,10 +314,23 @@ def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
     assert list(plan(path, "input.passthrough=[prompt]").carried_types) == ["input_prompt"]
 
 
-def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "question": "Hi"}])
-    example = r"columns: id, question\. For example: --set input\.columns\.prompt=question$"
-    with pytest.raises(ConfigError, match=rf"^input\.columns: no file has a column prompt, .*; {example}"):
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+@pytest.mark.parametrize(
+    ("column", "setting"),
+    [
+        ("question", "input.columns.prompt=question"),
+        ("my question", "'input.columns.prompt=my question'"),
+        ("$(ls)", "'input.columns.prompt=$(ls)'"),
+    ],
+)
+def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path, ending, column, setting):
+    path = str(tmp_path / f"a.{ending}")
+    if ending == "csv":
+        Path(path).write_text(f"id,{column}\na,Hi\n")
+    else:
+        write_jsonl(Path(path), [{"id": "a", column: "Hi"}])
+    example = re.escape(f"columns: id, {column}. For example: --set {setting}")
+    with pytest.raises(ConfigError, match=rf"^input\.columns: no file has a column prompt, .*; {example}$"):
         plan(path)
 
 
@@ -325,6 +339,12 @@ def test_a_csv_whose_first_line_is_a_row_is_told_apart(tmp_path):
     path.write_text("1,hello\n2,world\n")
     with pytest.raises(ConfigError, match=r"columns: 1, hello\. If these are values, the file lacks a header"):
         plan(str(path))
+
+
+def test_a_number_as_name_of_a_column_is_no_sign_of_a_missing_header_elsewhere(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"1": "Hi"}])
+    with pytest.raises(ConfigError, match=r"columns: 1\. For example: --set input\.columns\.prompt=1$"):
+        plan(path)
 
 
 def test_a_configured_column_must_exist_somewhere(tmp_path):
