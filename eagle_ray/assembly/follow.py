@@ -137,7 +137,7 @@ class SharedTarget:
         Args:
             num_seen: GPUs that the engine's process sees; 0 on a CPU.
             kind_of: returns a GPU's kind; None if they cannot be seen from here.
-            why_no_room: returns why a GPU has no room for the part of one of so many ranks, or None if it has.
+            why_no_room: returns why a GPU has no room for one of this number of ranks, or None if it has.
         """
         if args.tensor_parallel == "auto":
             size = int(args.num_gpus) if 1 < args.num_gpus <= num_seen else 1
@@ -166,7 +166,7 @@ class SharedTarget:
         return None
 
     def _check(self, size: int) -> None:
-        """Raise ConfigError if so many ranks cannot share the target on any GPUs."""
+        """Raise ConfigError if this number of ranks cannot share the target on any GPUs."""
         if (reason := self._why_whole()) is not None:
             raise ConfigError(f"tensor_parallel: {size}, and {reason}, or set tensor_parallel to 1.")
         check_shards(self.config, size, self._inputs_together())

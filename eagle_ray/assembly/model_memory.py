@@ -242,7 +242,7 @@ def target_bytes_of(
 
 def _tensor_bytes(
     target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig
-) -> Mapping[str, float] | None:
+) -> dict[str, float] | None:
     """Return the bytes of each tensor by its name; None if there are no weights.
 
     Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take

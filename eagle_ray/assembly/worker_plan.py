@@ -221,15 +221,15 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
         key = f"{settings.number_key}.min" if is_range else settings.number_key
         each = f"{counted(num_gpus, 'GPU')} of one node each"
         return f"{key}: {min_workers} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
-    most, ranks = math.floor(max(gpus)) or max(gpus), settings.num_ranks
+    largest, ranks = math.floor(max(gpus)) or max(gpus), settings.num_ranks
     keys = [settings.gpus_key]
     if ranks != "auto" and ranks > 1:
-        most = max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= max(most, 1))
+        largest = max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= max(largest, 1))
         of_ranks = f"{settings.gpus_key.partition('.')[0]}.tensor_parallel"
         keys = [of_ranks] if settings.num_gpus == "auto" else [*keys, of_ranks]
     return (
         f"{' and '.join(keys)}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set "
-        f"{'both' if len(keys) > 1 else 'it'} to {most:g}, or run it on nodes with {num_gpus:g} GPUs."
+        f"{'both' if len(keys) > 1 else 'it'} to {largest:g}, or run it on nodes with {num_gpus:g} GPUs."
     )
 
 

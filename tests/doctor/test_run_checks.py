@@ -24,6 +24,7 @@ from eagle_ray.doctor.devices import PlannedWorkers, workers
 from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.doctor.run_checks import findings_text
 from eagle_ray.doctor.system import Finding
+from eagle_ray.methods.head_files import TensorHeader
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.support.families import MOE, config_of, random_model
@@ -73,7 +74,8 @@ def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, mo
         vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
-    monkeypatch.setattr(model_memory, "loaded_bytes", lambda path, dtype: int(141e9))
+    headers = {"weights": TensorHeader((int(141e9) // 2,), int(141e9), is_float=True)}
+    monkeypatch.setattr(model_memory, "read_headers", lambda path: headers)
     memory = DeviceMemory(int(84e9), int(84e9), others_room=int(0.9 * 84e9 * (num_gpus - 1)))
     config = job(**{"speculative.method": "none"})
     lengths = SequenceLengths(8192, 1, guaranteed=4096)
