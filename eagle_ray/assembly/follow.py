@@ -82,8 +82,8 @@ class Member:
         """
         own = [*checksums.values(), *(-checksum for checksum in checksums.values())]
         smallest = self.ranks.minimum(own) if own else []
-        for layer, least, most in zip(checksums, smallest, smallest[len(checksums) :], strict=False):
-            if least != -most:
+        for layer, low, negated_high in zip(checksums, smallest, smallest[len(checksums) :], strict=False):
+            if low != -negated_high:
                 raise RankError(
                     f"rank {self.ranks.rank} of {self.ranks.size}: the router of layer {layer} scores experts in other "
                     "last bits on one rank than on another, so that they would choose different ones. Give all ranks "

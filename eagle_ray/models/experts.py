@@ -105,7 +105,7 @@ class Experts:
         rows = torch.randn(max(TRIED_ROWS), numbers, generator=torch.Generator().manual_seed(numbers))
         rows = rows.to(self.gate_up.device, self.gate_up.dtype)
         logits = torch.cat([self.reader(rows[:num_rows]) for num_rows in TRIED_ROWS])
-        return crc32(logits.contiguous().cpu().view(torch.uint8).numpy())
+        return crc32(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
 
     def _delta(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
         """Return what this process's numbers of the experts add."""

@@ -81,7 +81,7 @@ class DraftPart:
         for module in list(head.modules()):
             for name in BY_INPUTS:
                 if isinstance(linear := getattr(module, name, None), nn.Linear):
-                    if linear.bias is not None and self.ranks.rank > 0:  # it is added once
+                    if linear.bias is not None and not self.shard.adds_bias(f"{name}.bias"):
                         nn.init.zeros_(linear.bias)
                     setattr(module, name, ReducedLinear(linear, self.ranks))
         if _num_drafted(head) is not None:

@@ -277,9 +277,7 @@ class SymmetricMemory:
         part = torch.zeros(8 * ranks.size, dtype=torch.bfloat16, device=ranks.device)
         memory: SymmetricMemory | None = None
         with suppress(ImportError, AttributeError, RuntimeError):
-            from torch._C._distributed_c10d import _SymmetricMemory as library
-
-            name = f"eagle-ray {ranks.meeting}"
+            library, name = memory_library(), f"eagle-ray {ranks.meeting}"
             library.set_group_info(name, ranks.rank, ranks.size, ranks.store("symmetric memory"))
             own = cls(library, name)
             own._allocate(part)
@@ -313,6 +311,13 @@ class SymmetricMemory:
     def _allocate(self, part: Tensor) -> Tensor:
         """Return new memory for the part, in which the ranks have not met."""
         return self._library.empty_strided_p2p((_power_of_2(part.numel()),), (1,), part.dtype, part.device)
+
+
+def memory_library() -> Any:
+    """Return torch's symmetric memory. Raises ImportError if it has none."""
+    from torch._C._distributed_c10d import _SymmetricMemory as library
+
+    return library
 
 
 def _power_of_2(number: int) -> int:

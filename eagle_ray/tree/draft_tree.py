@@ -107,8 +107,8 @@ class DraftTree:
 
     def sums(self) -> Int[Tensor, " B"]:
         """Return a number for each tree that differs, most likely, where a token, a parent or a node's place does."""
-        places = torch.arange(1, 2 * self.num_nodes, 2, device=self.tokens.device)
-        nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP) * places
+        weights = torch.arange(1, 2 * self.num_nodes, 2, device=self.tokens.device)
+        nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP) * weights
         return (nodes * self.valid).sum(1)
 
     def to(self, device: torch.device | str) -> DraftTree:

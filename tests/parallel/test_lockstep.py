@@ -1,6 +1,8 @@
 """Lockstep: whatever rank 0's planner, clock and callers do, every rank takes the same steps, to the tokens of one."""
 
+import logging
 import random
+import time
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -11,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from eagle_ray.assembly import costs
+from eagle_ray.assembly import assemble, costs
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.costs import kinds_of
 from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.follow import Member
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.errors import RankError
@@ -366,6 +369,21 @@ def test_a_lost_rank_is_no_fault_of_the_planner(monkeypatch):
     with pytest.raises(RankError, match="signal 9"):
         costs.plan_drafts(engine, SpeculativeConfig(**UNIFORM, method="eagle2"), StartLog())
     assert engine.counters.planner_error is None
+
+
+def test_the_log_of_a_start_says_that_it_waits_for_ranks(tmp_path, monkeypatch, caplog):
+    """At the first place where ranks meet, once they have loaded their weights."""
+    lines = []
+
+    def agree(member, device):
+        time.sleep(0.5)
+        lines.append(caplog.text)
+
+    monkeypatch.setattr(assemble, "StartLog", lambda: StartLog(long_s=0.1))
+    monkeypatch.setattr(Member, "agree_on_kernels", agree)
+    with caplog.at_level(logging.INFO, logger="eagle_ray"):
+        with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
+    assert len(lines) == 2 and all("waiting for the other 1 of 2 ranks" in text for text in lines)
 
 
 def test_a_grammar_that_the_leader_has_compiled_has_time_on_the_others(tmp_path):

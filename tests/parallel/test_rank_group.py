@@ -181,7 +181,7 @@ class Memory:
 @pytest.mark.parametrize("rank_without", [0, 1])
 def test_no_rank_waits_for_one_that_lacks_symmetric_memory(rank_without, tmp_path, monkeypatch):
     memory = Memory(rank_without)
-    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", memory)
+    monkeypatch.setattr(rank_group, "memory_library", lambda: memory)
     assert on_ranks(2, tmp_path, SymmetricMemory.of) == [None, None]
     assert not memory.meetings
 
