@@ -358,8 +358,10 @@ def test_families_whose_quantised_layers_are_not_read_are_named(tmp_path, family
     config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": AWQ}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    norms = {f"model.layers.{i}.input_layernorm.weight": torch.ones(config.hidden_size) for i in range(2)}
-    save_file(norms, tmp_path / "model.safetensors")
+    tensors = {f"model.layers.{i}.input_layernorm.weight": torch.ones(config.hidden_size) for i in range(2)}
+    layer = MODELS["awq"][0]((config.hidden_size, config.hidden_size))
+    tensors |= {f"model.layers.0.mlp.experts.0.w1.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=f"{says} not read here"):
         load_causal_lm(tmp_path, torch.float32, "cpu")
 
