@@ -274,7 +274,7 @@ class EngineSizes:
         A replayed pass has the rows of one tree for each slot at most, an eager one those of prompts.
         """
         num_rows = pass_rows(slots * lengths.tree_columns)
-        replayed = [replace(each, num_rows=num_rows) for each in self.readings]
+        replayed = [replace(each, num_rows=min(num_rows, each.num_rows)) for each in self.readings]
         return _max_sums(self.readings, lengths) + self.graph_pools * _max_sums(replayed, lengths)
 
 

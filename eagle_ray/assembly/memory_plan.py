@@ -14,6 +14,7 @@ or one sequence of CPU_SEQUENCE_TOKENS.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -143,7 +144,7 @@ class MemoryPlan:
             slots, kv_tokens = self.lengths.on_cpu(slots, kv_tokens)
             return replace(self, slots=slots, kv_tokens=kv_tokens, is_planned=False)
         if slots == "auto":
-            slots = replace(self, slots=MAX_SLOTS)._auto_slots(kv_tokens)
+            slots = self._auto_slots(kv_tokens)
         plan = replace(self, slots=slots)
         if kv_tokens != "auto":
             return replace(plan, kv_tokens=kv_tokens, is_planned=False)
@@ -153,12 +154,16 @@ class MemoryPlan:
         return replace(plan, kv_tokens=min(tokens, slots * self.lengths.full), is_planned=True)
 
     def _auto_slots(self, kv_tokens: int | Auto | None) -> int:
+        """Return the most slots, up to MAX_SLOTS, that leave room for as many; 1 at least."""
+        lacks_room = [replace(self, slots=n)._slots_that_fit(kv_tokens) < n for n in range(1, MAX_SLOTS + 1)]
+        return max(bisect_left(lacks_room, True), 1)
+
+    def _slots_that_fit(self, kv_tokens: int | Auto | None) -> int:
+        """Return how many slots fit beside what this plan's take in passes."""
         if isinstance(kv_tokens, int):
-            fitting = kv_tokens // self.lengths.usual
-        else:
-            length = self.lengths.full if kv_tokens is None else self.lengths.usual
-            fitting = self.for_slots // (length * self.per_token + self._bytes_of_slot)
-        return max(min(fitting, MAX_SLOTS), 1)
+            return kv_tokens // self.lengths.usual
+        length = self.lengths.full if kv_tokens is None else self.lengths.usual
+        return self.for_slots // (length * self.per_token + self._bytes_of_slot)
 
     def tokens_left_by(self, slots: int) -> int:
         """Return the KV tokens, in whole blocks, for which this many slots leave room."""

@@ -107,7 +107,9 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
     if plan is None:
         return Finding("memory", "the weights are not here, so what they take is not known")
     each = "a worker" if num_ranks == 1 else f"each of a worker's {num_ranks} ranks"
-    says, facts = plan.describe(each), asdict(plan) | {"total": plan.total, "ranks": num_ranks}
+    says, facts = plan.describe(each), asdict(plan)
+    facts |= {"sums": plan.sums, "total": plan.total, "ranks": num_ranks}
+    del facts["sizes"]
     if plan.memory is None:
         todo = f"no GPU of the cluster can be seen from here: {each} needs {gib(plan.total)} free"
         return Finding("memory", says, facts, advice=todo)

@@ -149,6 +149,7 @@ def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     finding = memory(here, PlannedWorkers(WorkerPlan(1, 1, 1, 1), 1, is_here=True, memory=None), "cuda", torch.bfloat16)
     assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
     assert finding.facts["kv_tokens"] % 32 == 0
+    assert finding.facts["sums"] > 0 and "sizes" not in finding.facts
 
 
 def test_ranks_have_a_plan_each(monkeypatch):
