@@ -34,21 +34,16 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_pairs
 from eagle_ray.kernels.availability import together, turn_off, use_triton
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.gpu_linears import FP8_MULTIPLE
-from eagle_ray.models.loader import REPLACEMENTS, load_config
-from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
-from eagle_ray.models.quantized_model import quantization_of
+from eagle_ray.models.loader import load_config
+from eagle_ray.models.sharded_checkpoint import inputs_together, why_unread
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, group_size_of, what_would_do
+from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, what_would_do
 from eagle_ray.report.text import counted
-from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
 log = logging.getLogger("eagle_ray")
 COMMAND = f"from {__name__} import run_follower; run_follower()"
-SAFETENSORS, PICKLES = WEIGHT_PATTERNS
-FP8_OF_PLAIN = "model.quantization: fp8 is for plain weights, and these are quantised: set it to none"
 BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds a rank's engine
 
 
@@ -172,27 +167,10 @@ class SharedTarget:
         check_shards(self.config, size, self._inputs_together())
 
     def _why_whole(self) -> str | None:
-        """Return why no two ranks can share the target, and what else to take; None if their number decides."""
-        if gguf_in(self.path) is not None:
-            return FP8_OF_PLAIN if self.model.quantization == "fp8" else None
-        quantization = quantization_of(self.config)
-        if quantization is not None and not reads(quantization):
-            method = quantization.get("quant_method")
-            return f"the target is quantised by {method!r}, which ranks do not read: take {REPLACEMENTS}"
-        if quantization is not None and self.model.quantization == "fp8":
-            return FP8_OF_PLAIN
-        if quantization is not None and has_scattered_groups(quantization):
-            return "inputs that share a scale are apart (desc_act or actorder): take a checkpoint without that"
-        pickles = sorted(self.path.glob(PICKLES))
-        if pickles and not any(self.path.glob(SAFETENSORS)):
-            return f"the target is in {pickles[0].name}, and ranks read parts of safetensors files: save it as those"
-        return None
+        return why_unread(self.path, self.config, self.model.quantization == "fp8")
 
     def _inputs_together(self) -> int | None:
-        """Return how many inputs of a layer ranks cannot take apart; None for plain weights."""
-        if self.model.quantization == "fp8":
-            return FP8_MULTIPLE
-        return group_size_of({} if gguf_in(self.path) is not None else quantization_of(self.config))
+        return inputs_together(self.path, self.config, self.model.quantization == "fp8")
 
     def _check_gpus(self, size: int, given: float, num_seen: int) -> None:
         """Raise ConfigError if the ranks do not have a GPU each: of those given to the engine, or of all if it is 1."""

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.gpu_linears import fp8_weight
+from eagle_ray.models.gpu_linears import FP8_MULTIPLE, fp8_weight
 from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
+from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import (
     Checkpoint,
@@ -34,7 +35,8 @@ from eagle_ray.models.quantized_model import (
     quantized_checkpoint,
 )
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import Part, Shard, cut_out, joined, kv_heads_of, padded_rows, shard_config
+from eagle_ray.parallel.shard import Part, Shard, cut_out, group_size_of, joined, kv_heads_of, padded_rows, shard_config
+from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
@@ -46,6 +48,35 @@ MIXTRAL_NAMES = {
 }  # of its files, and what transformers' modules and the files of other mixtures have in their place
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts; what they join
+
+
+def why_unread(path: Path, config: PretrainedConfig, rounds: bool) -> str | None:
+    """Return why load_shard reads no part of a target, and what to do; None if it may. Weights are not looked at.
+
+    Arguments are those of load_shard.
+    """
+    quantization = {} if gguf_in(path) is not None else quantization_of(config)
+    if quantization is not None and rounds:
+        return "model.quantization: fp8 is for plain weights, and these are quantised: set it to none"
+    if quantization and not reads(quantization):
+        method = quantization.get("quant_method")
+        return f"the target is quantised by {method!r}, which ranks do not read: take AWQ, GPTQ or compressed-tensors"
+    if quantization and has_scattered_groups(quantization):
+        return "inputs that share a scale are apart (desc_act or actorder): take a checkpoint without that"
+    safetensors, pickles = (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+    if pickles and not safetensors:
+        return f"the target is in {pickles[0].name}, and ranks read parts of safetensors files: save it as those"
+    return None
+
+
+def inputs_together(path: Path, config: PretrainedConfig, rounds: bool) -> int | None:
+    """Return how many inputs of a layer ranks cannot take apart, for check_shards; None for plain weights.
+
+    Arguments are those of load_shard.
+    """
+    if rounds:
+        return FP8_MULTIPLE
+    return group_size_of({} if gguf_in(path) is not None else quantization_of(config))
 
 
 def load_shard(
