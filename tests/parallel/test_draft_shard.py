@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -133,13 +133,14 @@ def test_blocks_are_those_of_the_whole_head(tmp_path, shared, name):
 
 
 def test_a_rank_reads_and_holds_its_part(tmp_path, shared, monkeypatch):
-    path, counts = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3), defaultdict(Counter)
+    path, counts = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3), {}
     whole, read_slice = load_head(path, TARGET), head_files.read_slice
 
     def counted(stored, part):
         return read_slice(CountedSlice(stored, "all", counts[threading.get_ident()]), part)
 
     def work(ranks: RankGroup):
+        counts[threading.get_ident()] = Counter()
         head = load_head(path, TARGET, ranks)
         row = 32 * (ranks.rank == 1)  # of zeros, in the last rank's lm_head
         held = sum(p.numel() for p in head.parameters()) + head.d2t.numel() + head.t2d.numel()
