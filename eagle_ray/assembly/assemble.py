@@ -19,7 +19,7 @@ from torch import nn
 from eagle_ray.assembly.costs import plan_drafts
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import Member, lead, num_ranks
-from eagle_ray.assembly.hub import load_tokenizer, model_limits
+from eagle_ray.assembly.hub import draft_versions, load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
     check_device,
     check_kernels,
@@ -49,13 +49,17 @@ log = logging.getLogger("eagle_ray")
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory."""
+    """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory.
+
+    draft_versions: as of hub.draft_versions; empty if no draft is read.
+    """
 
     engine: Engine
     tokenizer: Tokenizer | None
     target_name: str
     draft_name: str | None
     memory: MemoryPlan
+    draft_versions: tuple[str, ...] = ()
 
 
 def build_in_thread(
@@ -141,7 +145,9 @@ def build_rank(
         engine.grammars.has_time_limit = False
     if member is None or member.leads:
         plan_drafts(engine, speculative, start)
-    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)
+    if weights is None:
+        return EngineBundle(engine, tokenizer, model.target, None, memory)
+    return EngineBundle(engine, tokenizer, model.target, model.draft_name, memory, draft_versions(model))
 
 
 def build_engine(

@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+import eagle_ray
 from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.assembly.gguf_targets import SMOLLM2, gguf_directory, target_directory
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
@@ -232,3 +233,22 @@ def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path
         raise ConfigError(f"model.draft: missing; method {method} needs {draft_requirement(method)}")
     check_num_drafts(method, model)
     return [download(name, "draft") for name in model.drafts]
+
+
+def draft_versions(model: ModelConfig) -> tuple[str, ...]:
+    """Return for each draft a text that is another one once its weights are others. Raises as download does.
+
+    No weights are read. Names, sizes and times tell those of a local directory, which another machine's copy need not
+    share. The directory of a download is named by its content, and embedded drafts are those of the package.
+    """
+    return tuple(_draft_version(name) for name in model.drafts)
+
+
+def _draft_version(name: str) -> str:
+    if name.startswith(EMBEDDED):
+        return eagle_ray.__version__
+    directory = download(name, "draft")
+    if not Path(name).is_dir():
+        return directory.name
+    files = sorted(file for pattern in WEIGHTS for file in directory.glob(pattern))
+    return ", ".join(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)

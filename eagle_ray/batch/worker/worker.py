@@ -260,6 +260,7 @@ def _models(config: JobConfig, bundle: EngineBundle) -> dict[str, Any]:
     """Return what a drafter's state depends on."""
     speculative = config.speculative
     names = {"target": bundle.target_name, "draft": bundle.draft_name, "vocab": bundle.engine.target.vocab_size}
+    names |= {"draft_versions": bundle.draft_versions}
     return names | {"methods": speculative.merged_methods, "max_depth": speculative.max_depth}
 
 
