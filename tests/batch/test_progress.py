@@ -188,10 +188,8 @@ def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_pa
     assert first["output_tokens"] == last["output_tokens"] == 90
 
 
-def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
-    ray_session, make_job, monkeypatch, caplog
-):
-    """The metrics fail once while the row is in flight."""
+def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(ray_session, make_job, monkeypatch):
+    """The metrics fail once while the row is in flight, and are told of it again and again after that."""
     counts, count = [], JobMetrics.count
 
     def count_or_fail(metrics: JobMetrics, report: WorkerReport, answers: pa.Table | None) -> None:
@@ -228,7 +226,6 @@ def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
     finally:
         os.kill(pid_of(counts[0].worker_id), signal.SIGKILL)
         ray.kill(totals)
-    assert "what the engine does cannot be reported now" in caplog.text
 
 
 def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():
