@@ -159,7 +159,7 @@ class MemoryPlan:
         return max(bisect_left(lacks_room, True), 1)
 
     def _slots_that_fit(self, kv_tokens: int | Auto | None) -> int:
-        """Return how many slots fit beside what this plan's take in passes."""
+        """Return how many slots fit next to what this plan's take in passes."""
         if isinstance(kv_tokens, int):
             return kv_tokens // self.lengths.usual
         length = self.lengths.full if kv_tokens is None else self.lengths.usual
