@@ -150,7 +150,7 @@ def test_an_expert_that_is_missing_or_has_another_width_is_named(tmp_path):
     key = "model.layers.1.mlp.experts.3.up_proj.weight"
     for tensors, words in (
         ({k: v for k, v in stored.items() if k != key}, f"tensor {key}: is missing"),
-        (stored | {key: stored[key][:20]}, r"layers.1.mlp.experts.3.gate_proj.weight is no tensor of the shape"),
+        (stored | {key: stored[key][:20]}, rf"{key} is \(20, 32\), and its config wants \(24, 32\)"),
         ({k: v for k, v in stored.items() if ".experts." not in k}, "the target is not whole: missing .*experts"),
     ):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
