@@ -18,7 +18,6 @@ namespace {
 
 constexpr int BLOCK = 4;              // queries that read a key together
 constexpr int ROWS_PER_TASK = 16;     // rows of one sequence that a thread takes at once
-constexpr int64_t SMALL = 1 << 14;    // numbers below which starting threads costs more than they save
 
 // --- norms and activation -------------------------------------------------------------------------------------------
 
@@ -377,17 +376,6 @@ void highest(const float *row, int64_t size, int64_t k, int64_t *index) {
             index[at] = i;
         }
     }
-}
-
-// The index of the first NaN, or -1.
-int64_t first_nan(const float *row, int64_t size) {
-    int has_nan = 0;
-    for (int64_t i = 0; i < size; i++)
-        has_nan |= row[i] != row[i];
-    for (int64_t i = 0; has_nan && i < size; i++)
-        if (row[i] != row[i])
-            return i;
-    return -1;
 }
 
 float log_sum_exp(const float *row, int64_t size, float most) {

@@ -24,7 +24,6 @@ struct Sampling {
     const int64_t *seed;
 };
 
-constexpr int64_t SMALL = 1 << 14;    // logits below which starting threads costs more than they save
 constexpr int CHUNK = 64;             // tokens that are looked at together
 constexpr float BINS_PER_UNIT = 32.0f;
 constexpr int NUM_BINS = 1024;        // the last one has all that is 32 or more below the highest score
@@ -160,18 +159,15 @@ class Row {
 
 // The first NaN, else the first of the highest.
 int64_t argmax(const float *logits, int64_t size) {
-    const float *nan = std::find_if(logits, logits + size, [](float x) { return x != x; });
-    if (nan != logits + size)
-        return nan - logits;
-    return std::find(logits, logits + size, largest(logits, size)) - logits;
+    const int64_t nan = first_nan(logits, size);
+    return nan >= 0 ? nan : std::find(logits, logits + size, largest(logits, size)) - logits;
 }
 
 int64_t pick(const float *logits, int64_t size, const Sampling &sampling, int64_t i, int64_t position, float *scratch) {
-    const int64_t greedy = argmax(logits, size);
-    if (sampling.temperature[i] == 0 || !std::isfinite(logits[greedy]))
-        return greedy;
+    if (sampling.temperature[i] == 0)
+        return argmax(logits, size);
     Row row(logits, size, sampling.temperature[i], scratch);
-    if (!std::isfinite(row.peak()))
+    if (!std::isfinite(row.peak()) || first_nan(scratch, size) >= 0)
         return argmax(scratch, size);
     if (sampling.top_k[i] > 0 && sampling.top_k[i] < size)
         row.keep_top_k(sampling.top_k[i]);

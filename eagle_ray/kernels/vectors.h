@@ -19,6 +19,7 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
+constexpr int64_t SMALL = 1 << 14;  // numbers below which starting threads costs more than they save
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -137,6 +138,17 @@ inline float largest(const float *from, int64_t count) {
     for (; i < count; i++)
         most = std::max(most, from[i]);
     return most;
+}
+
+// The index of the first NaN, or -1.
+inline int64_t first_nan(const float *row, int64_t size) {
+    int has_nan = 0;
+    for (int64_t i = 0; i < size; i++)
+        has_nan |= row[i] != row[i];
+    for (int64_t i = 0; has_nan && i < size; i++)
+        if (row[i] != row[i])
+            return i;
+    return -1;
 }
 
 }  // namespace
