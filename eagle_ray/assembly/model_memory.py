@@ -32,21 +32,18 @@ from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_model import quantization_of, quantized_checkpoint
-from eagle_ray.models.sharded_checkpoint import share_of
+from eagle_ray.models.sharded_checkpoint import EMBEDDING, PROJECTION, share_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 from eagle_ray.parallel.draft_shards import leave_out
-from eagle_ray.parallel.shard import Shard, kv_heads_of, shard_config
+from eagle_ray.parallel.shard import LM_HEAD, Shard, kv_heads_of, shard_config
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
 
 PROFILE_PROMPTS = 8
 LOGIT_ROWS = 1024  # of the largest pass that decodes
-LM_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 SCALE_BYTES = 4 / 32  # of a weight of a GGUF file: a scale and an offset in 16 bits for 32 weights
-PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
 

@@ -35,10 +35,20 @@ from eagle_ray.models.quantized_model import (
     quantized_checkpoint,
 )
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.parallel.shard import Part, Shard, cut_out, group_size_of, joined, kv_heads_of, padded_rows, shard_config
+from eagle_ray.parallel.shard import (
+    LM_HEAD,
+    Part,
+    Shard,
+    cut_out,
+    group_size_of,
+    joined,
+    kv_heads_of,
+    padded_rows,
+    shard_config,
+)
 from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
-LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIXTRAL_NAMES = {
     ".block_sparse_moe.": ".mlp.",

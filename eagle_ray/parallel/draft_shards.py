@@ -32,6 +32,7 @@ from torch import nn
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import (
     BY_INPUTS,
+    LM_HEAD,
     GatheredHead,
     Part,
     ReducedLinear,
@@ -48,7 +49,6 @@ log = logging.getLogger("eagle_ray")
 COLLECTIVE_S = {"cuda": 10e-6, "cpu": 300e-6}
 WEIGHTS_PER_S = {"cuda": 1.35e12, "cpu": 5e9}
 OF_LAYERS = re.compile(r"(^|\.)(self_attn|mlp)\.[a-z]+_proj\.(weight|bias)$")
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,7 @@ def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
 
     head: any draft, as methods check it.
     """
-    if why_whole(head, ranks) is not None:
-        log_whole(head, ranks)
+    if log_whole(head, ranks):
         return None
     part = DraftPart.of(head, ranks)
     whole, own = head.config, shard_config(head.config, ranks.size)
@@ -109,9 +108,12 @@ def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
     return part
 
 
-def log_whole(head: Any, ranks: RankGroup) -> None:
-    """Log that each rank has the whole of a draft, and why."""
-    log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, why_whole(head, ranks))
+def log_whole(head: Any, ranks: RankGroup) -> bool:
+    """Return whether each rank has the whole of a draft. If so, the log says why."""
+    reason = why_whole(head, ranks)
+    if reason is not None:
+        log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, reason)
+    return reason is not None
 
 
 def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:

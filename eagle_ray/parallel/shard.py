@@ -42,6 +42,7 @@ MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 OF_KEYS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj")
+LM_HEAD = "lm_head.weight"
 DEALT_ROWS = 256  # of an lm_head that a rank sends at once, to all: 256 x 8,192 in bf16 are 4 MiB
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
 

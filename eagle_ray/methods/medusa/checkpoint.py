@@ -32,6 +32,7 @@ from eagle_ray.parallel.rank_group import RankGroup
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
 Read = TypeVar("Read")
+Heads = TypeVar("Heads", MedusaHeads, HydraHeads)
 IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which was saved along
 
 
@@ -40,10 +41,7 @@ def load_medusa(path: Path, target: PretrainedConfig, ranks: RankGroup | None = 
 
     ranks: of the target; each has all of the heads.
     """
-    heads = check_medusa(path, target)
-    if ranks is not None:
-        log_whole(heads, ranks)
-    return load_into(heads, path, _read(path, MEDUSA, read_tensors))
+    return _load(check_medusa(path, target), path, MEDUSA, ranks)
 
 
 def load_hydra(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> HydraHeads:
@@ -51,10 +49,13 @@ def load_hydra(path: Path, target: PretrainedConfig, ranks: RankGroup | None = N
 
     ranks: of the target; each has all of the heads.
     """
-    heads = check_hydra(path, target)
+    return _load(check_hydra(path, target), path, HYDRA, ranks)
+
+
+def _load(heads: Heads, path: Path, kind: str, ranks: RankGroup | None) -> Heads:
     if ranks is not None:
         log_whole(heads, ranks)
-    return load_into(heads, path, _read(path, HYDRA, read_tensors))
+    return load_into(heads, path, _read(path, kind, read_tensors))
 
 
 def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
