@@ -355,6 +355,12 @@ class OnlineFit:
         self.parameters.copy_(torch.minimum(torch.maximum(moved, self.low), self.high))
 
 
+def state_of_part(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Return what a state has of a part, whose names it has after the part's own and a dot."""
+    prefix = f"{part}."
+    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+
+
 def _prior(levels: int, sets: int, precision: Float[Tensor, "P P"]) -> Float[Tensor, "S L P L P"]:
     """Return the equations of steps that keep every level where the one above is: a level's less the one above's."""
     following = torch.eye(levels) - torch.ones(levels, levels).tril(-1).triu(-1)

@@ -24,7 +24,7 @@ from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration, Offered, Offers, OnlineFit, TargetPath
+from eagle_ray.methods.calibration import Calibration, Offered, Offers, OnlineFit, TargetPath, state_of_part
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.supported_models import LogitsOf
@@ -127,8 +127,7 @@ class CandidateRanker:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what another ranker learned. Raises ValueError if it does not fit."""
         for name, fit in self._fits():
-            prefix = f"{name}."
-            fit.load_state({key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)})
+            fit.load_state(state_of_part(state, name))
 
     def _fits(self) -> list[tuple[str, OnlineFit]]:
         learning = ("calibration", self.calibration), ("coupling", self.coupling)

@@ -38,7 +38,7 @@ from eagle_ray.core.device import to_device
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.methods.calibration import is_due
+from eagle_ray.methods.calibration import is_due, state_of_part
 from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
 from eagle_ray.methods.combine.looked_up import AheadLookups
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
@@ -283,10 +283,8 @@ class EnsembleDrafter(Drafter):
         loads = [self._blend.fit.load_state, *(part.load_state for part in self.parts)]
         faults = []
         for i, load in enumerate(loads):
-            prefix = f"{i}."
-            own = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
             try:
-                if own:
+                if own := state_of_part(state, str(i)):
                     load(own)
             except ValueError as error:
                 faults.append(str(error))
