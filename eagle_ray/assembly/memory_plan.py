@@ -155,8 +155,11 @@ class MemoryPlan:
 
     def _auto_slots(self, kv_tokens: int | Auto | None) -> int:
         """Return the most slots, up to MAX_SLOTS, that leave room for as many; 1 at least."""
-        lacks_room = [replace(self, slots=n)._slots_that_fit(kv_tokens) < n for n in range(1, MAX_SLOTS + 1)]
-        return max(bisect_left(lacks_room, True), 1)
+
+        def lacks_room(slots: int) -> bool:
+            return replace(self, slots=slots)._slots_that_fit(kv_tokens) < slots
+
+        return max(bisect_left(range(1, MAX_SLOTS + 1), True, key=lacks_room), 1)
 
     def _slots_that_fit(self, kv_tokens: int | Auto | None) -> int:
         """Return how many slots fit next to what this plan's take in passes."""

@@ -1,8 +1,8 @@
 """Progress: the sum of what the workers have done.
 
 Each worker sends its totals to one small Ray actor every second at most, and every few seconds while no row ends; the
-driver reads the sum. A lost report is
-made up for by the next. The actor also keeps each worker's log of crashes, for its next process.
+driver reads the sum. A lost report is made up for by the next. The actor also keeps each worker's log of crashes, for
+its next process.
 
     progress = start_progress(num_workers=2)
     ray.get(progress.snapshot.remote()).rows      # 40
