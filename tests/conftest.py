@@ -18,6 +18,7 @@ from eagle_ray.batch.worker.spare_engine import SpareEngine
 from tests.support.jobs import TESTS, MakeJob, small_job
 from tests.support.messages import messages  # noqa: F401
 from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
+from tests.support.warm_python import warm_python  # noqa: F401
 
 WITH_RAY = (
     "assembly/test_gguf_targets.py",
