@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo check test test-ray test-rest test-slow chaos chaos-at-scale clients bench-serve soak image-root lint style types install clean
+.PHONY: help demo check test test-fast test-slow test-random durations coverage chaos chaos-at-scale clients bench-serve soak image-root lint style types install clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -11,17 +11,26 @@ help:                           ## what there is
 demo: $(VENV)/.installed $(VENV)/.smollm2   ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
 
-test: $(VENV)/.installed style  ## lint and every fast test, in two processes: tests that start Ray, and all others
-	$(MAKE) --no-print-directory -j 2 test-ray test-rest types
+test: $(VENV)/.installed style  ## lint and every fast test, on all cores; ends with the slowest tests and modules
+	$(MAKE) --no-print-directory -j 2 test-fast types
 
-test-ray: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "ray and not slow"
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest -n auto
 
-test-rest: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not ray and not slow"
+test-slow: $(VENV)/.installed   ## the slow tests too, which run every night and before a release
+	$(BIN)/python -m pytest -n auto -m "slow or not slow"
 
-test-slow: $(VENV)/.installed   ## the slow tests too
-	$(BIN)/python -m pytest -m "slow or not slow"
+test-random: $(VENV)/.installed ## every fast test in random order; SEED=N repeats one
+	$(BIN)/python -m pytest -n auto --random-order $(if $(SEED),--random-order-seed=$(SEED))
+
+durations: runs/durations.json  ## compare later runs of the tests with the latest one
+	cp runs/durations.json tests/durations.json
+
+coverage: $(VENV)/.installed    ## lines and branches of the package that the fast tests run, by module
+	rm -rf runs/coverage && mkdir -p runs/coverage
+	$(BIN)/python -m coverage run -m pytest -n auto
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report | tee runs/coverage.txt
 
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
 	$(BIN)/python -m jobs.chaos
@@ -51,8 +60,8 @@ style: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-check: $(VENV)/.installed lint  ## lint and the tests of the pure packages, under a minute
-	$(BIN)/python -m pytest tests/tree tests/kv tests/sampling tests/report tests/storage tests/test_config.py tests/test_*_law.py tests/test_vocabulary.py -m "not ray and not slow"
+check: $(VENV)/.installed style ## lint and the cheapest tests of every folder, under a minute
+	$(BIN)/python -m pytest -n auto --quick
 
 install: $(VENV)/.installed     ## make the environment in .venv
 

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: one Ray session, and small jobs over the goldens' pair."""
+"""Fixtures of all tests: one Ray session, an S3 server, and small jobs over the goldens' pair."""
 
 from __future__ import annotations
 
@@ -15,47 +15,16 @@ import torch
 
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.batch.worker.spare_engine import SpareEngine
-from tests.support.jobs import TESTS, MakeJob, small_job
+from tests.support.jobs import MakeJob, small_job
 from tests.support.messages import messages  # noqa: F401
 from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
 from tests.support.warm_python import warm_python  # noqa: F401
 
-WITH_RAY = (
-    "assembly/test_gguf_targets.py",
-    "batch/",
-    "cli/test_demo.py",
-    "cli/test_export.py",
-    "cli/test_main.py",
-    "cli/test_own_answers.py",
-    "cli/test_report_run.py",
-    "serve/test_endpoint.py",
-    "storage/",
-    "training/test_data_parallel.py",
-)
-WITHOUT_RAY = (
-    "batch/reader/",
-    "batch/test_baseline.py",
-    "batch/test_engine_",
-    "batch/test_finish.py",
-    "batch/test_on_finish.py",
-    "batch/test_repair.py",
-    "batch/test_run_input.py",
-    "batch/test_spare_engine.py",
-    "batch/test_worker",
-)
+pytest_plugins = ["tests.support.lanes", "tests.support.durations"]
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.update(LOOPBACK_VARIABLES)  # before any test module imports Ray, which reads it then
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two processes: what starts Ray shares a session in one, and all else never meets it."""
-    for item in items:
-        path = item.path.relative_to(TESTS).as_posix()
-        if path.startswith(WITH_RAY) and not path.startswith(WITHOUT_RAY):
-            item.add_marker("ray")
 
 
 @pytest.fixture(autouse=True)
