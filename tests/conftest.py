@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,10 +23,19 @@ from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
 from tests.support.warm_python import warm_python  # noqa: F401
 
 pytest_plugins = ["tests.support.lanes", "tests.support.durations"]
+gc.disable()  # until all tests are collected: nothing of what is imported and collected becomes garbage
+sys.dont_write_bytecode = False  # or each process would compile the package and rewrite the tests again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.update(LOOPBACK_VARIABLES)  # before any test module imports Ray, which reads it then
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at what tests make only."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
