@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin take the cores of other workers
+
 import pytest
 import torch
 

@@ -190,9 +190,11 @@ class Summary:
             reporter.flush()
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Print no dot for a test that passed under xdist, where progress has a line of its own."""
-        is_quiet = _is_controller(self._config) and report.passed
-        return ("passed" if report.when == "call" else "", "", "") if is_quiet else None
+        """Print no letter for a test under xdist, where progress and failures have lines of their own."""
+        if not _is_controller(self._config) or report.failed:
+            return None
+        is_counted = report.skipped or report.when == "call"
+        return (report.outcome if is_counted else "", "", "")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._num_done < NUM_SHOWN:
