@@ -118,9 +118,18 @@ class Mixture:
         return replace(self, rows=self.rows[rows], logits=self.logits[rows], shared=shared)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("sizes", [(1, 1, 4, 32, 24), (9, 2, 5, 72, 40), (90, 3, 7, 64, 100), *NARROW])
-@pytest.mark.parametrize("has_shared", [True, False])
+SIZES = [(1, 1, 4, 32, 24), (9, 2, 5, 72, 40), (90, 3, 7, 64, 100), *NARROW]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "has_shared"),
+    [
+        pytest.param(sizes, dtype, has_shared, marks=[] if has_shared == ((i + j) % 2 == 0) else [pytest.mark.slow])
+        for i, sizes in enumerate(SIZES)
+        for j, dtype in enumerate(ROUNDING)
+        for has_shared in (True, False)
+    ],
+)  # the fast ones have each two values together
 def test_products_and_their_sum(sizes, has_shared, dtype):
     """Sizes that are no multiples of a tile, more pairs of an expert than a tile has, and experts without any."""
     mixture = Mixture.of(*sizes, dtype, has_shared)
