@@ -44,7 +44,7 @@ Oracle = tuple[list[list[int]], list[SamplingParams], list[PlainOutput]]
 
 
 def mostly_slow(fast: Iterable[tuple], *values: Iterable) -> list[ParameterSet]:
-    """Return all combinations of values as a test's parameters, of which the fast ones have each value at least once."""
+    """Return all combinations of values as parameters of a test: the fast ones have each value at least once."""
     fast = list(fast)
     for used, each in zip(zip(*fast, strict=True), values, strict=True):
         assert set(used) == set(each)
