@@ -55,7 +55,7 @@ def test_replays_over_contexts_that_grow_past_a_part(tree, monkeypatch):
     """A pass is captured once and replayed over lists that differ: one long context among short ones, then alone."""
     monkeypatch.setattr(tree_metadata, "PART_POSITIONS", 32)
     prompts = [[3 + i * 7 % 90 for i in range(61)], [5, 9], [6]]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 2, 3)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (6, 2, 3)]
 
     def outputs(kernels: str) -> list[list[int]]:
         monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
