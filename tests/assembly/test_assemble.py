@@ -90,7 +90,7 @@ def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(dr
 
 def test_trees_over_a_cache_in_fp8_equal_plain_decoding_over_one():
     """Greedy and sampled, prompts of several blocks in chunks; costs are kept apart from those of another cache."""
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.0, 0.8, 0.8)]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.0, 0.8, 0.8)]
     prompts = [list(range(5, 5 + n)) for n in (3, 70, 41, 9)]
     outputs, keys = {}, []
     for kv_dtype in ("auto", "fp8"):

@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray.batch.worker.engine_process import receive, send
 
-LARGE = pa.table({"numbers": np.arange(32 << 20)})  # 256 MB
+LARGE = pa.table({"numbers": np.arange(2 << 20)})  # 16 MB: far more than a pipe holds
 
 
 def in_thread(work: Callable, *args: object) -> threading.Thread:
@@ -59,7 +59,7 @@ def test_large_tables_cross_both_ways_at_once(ends):
 
 def test_of_a_slice_only_its_own_rows_cross(ends):
     here, there = ends
-    send(here, "one", LARGE.slice(7, 1))  # 256 MB would wait for a reader
+    send(here, "one", LARGE.slice(7, 1))  # the whole table would wait for a reader
     _, table = receive(there)
     assert table["numbers"].to_pylist() == [7] and table.nbytes < 1000
 

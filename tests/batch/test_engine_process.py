@@ -47,6 +47,7 @@ from tests.support.workers import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_python")
 LONG = {"sampling.max_tokens": 1000, "model.max_model_len": 1024, "sampling.ignore_eos": True}  # a second for each row
 SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
@@ -99,7 +100,7 @@ def test_rows_of_many_megabytes_cross_and_hold_nobody_up(make_job):
     config = make_job([{"id": "q", "prompt_token_ids": [1, 2], "note": "n"}])
     (small,) = batches_of(config)
     note = small.schema.get_field_index("note")
-    large = small.set_column(note, small.schema.field(note), pa.array(["n" * (200 << 20)]))
+    large = small.set_column(note, small.schema.field(note), pa.array(["n" * (20 << 20)]))
 
     async def go_on_meanwhile(worker: EngineProcess) -> tuple[pa.Table, pa.Table]:
         """Both answers; the child reads nothing until this loop has turned twenty times."""
@@ -212,11 +213,14 @@ def test_a_bug_is_told_and_its_traceback_logged(fragile, make_job, capfd):
 
 # A process that asks: prints the worker's process id, waits for its models where it should, and asks for ever.
 ASKER = f"""
-import signal, sys
+import signal, subprocess, sys
 from pathlib import Path
 from tests.support import workers as t
+from tests.support.forked_popen import ForkedPopen
 from tests.support.jobs import small_job, token_rows
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.argv[2] != "importing":
+    subprocess.Popen = ForkedPopen
 config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
 worker = t.EngineProcess(*t.arguments_of(config), on_log=t.ignore)
 print(t.pid_of(worker.worker_id), flush=True)
@@ -237,7 +241,7 @@ def asker(directory: Path, does: str) -> Iterator[tuple[subprocess.Popen, int]]:
         worker = int(process.stdout.readline())
         if does == "answering":
             assert process.stdout.readline() == "ready\n"
-        time.sleep(0.15 if does == "importing" else 0.5)  # somewhere in the middle
+        time.sleep(0.15)  # somewhere in the middle
         yield process, worker
     finally:
         process.kill()
@@ -252,8 +256,17 @@ def test_where_the_one_who_asks_is_killed_the_worker_ends(tmp_path, does):
         until(lambda: is_gone(worker))
 
 
-@pytest.mark.parametrize("does", ["importing", "loading", "answering"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "does"),
+    [
+        (signal.SIGINT, "importing"),
+        pytest.param(signal.SIGTERM, "importing", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "loading", marks=pytest.mark.slow),
+        (signal.SIGTERM, "loading"),
+        (signal.SIGINT, "answering"),
+        pytest.param(signal.SIGTERM, "answering", marks=pytest.mark.slow),
+    ],
+)
 def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
     with asker(tmp_path, does) as (process, worker):
         os.killpg(process.pid, number)
@@ -278,9 +291,10 @@ print(len(table), "torch" in sys.modules, "transformers" in sys.modules, "_rayle
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says which libraries a process has")
-def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
+def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job, monkeypatch):
     import pickle
 
+    monkeypatch.undo()  # fresh interpreters
     config = make_job(token_rows(2))
     given = pickle.dumps((*arguments_of(config), *batches_of(config)))
     said = subprocess.run([sys.executable, "-c", ALONE], input=given, capture_output=True, check=True).stdout

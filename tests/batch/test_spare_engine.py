@@ -22,6 +22,20 @@ from eagle_ray.runs.job_errors import ClusterError
 from tests.support.jobs import token_rows
 from tests.support.workers import answered, answers, arguments_of, batches_of, ignore, is_gone, outputs, pid_of, until
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+# A driver that has torch already, and starts a process that checks the models all the same.
+DRIVER = """
+import os, pickle, signal, subprocess, sys
+from eagle_ray.batch.worker import spare_engine
+from tests.support.forked_popen import ForkedPopen
+spare_engine.has_torch = lambda: False
+subprocess.Popen = ForkedPopen
+spare = spare_engine.SpareEngine()
+spare.start(pickle.load(open(sys.argv[1], "rb")))
+print(spare.pid, flush=True)
+sys.stdin.read(1)
+"""
+
 
 @pytest.fixture
 def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
@@ -82,10 +96,8 @@ def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path,
     os.mkfifo(tmp_path / "config.json")  # a file that is never read to its end
     config = make_job(token_rows(1), **{"model.target": str(tmp_path)})
     (tmp_path / "config").write_bytes(pickle.dumps(config))
-    start = "import os, pickle, signal, sys; from eagle_ray.batch.worker.spare_engine import SpareEngine; "
-    start += "spare = SpareEngine(); spare.start(pickle.load(open(sys.argv[1], 'rb'))); print(spare.pid, flush=True); "
     driver = subprocess.Popen(
-        [sys.executable, "-c", f"{start}sys.stdin.read(1); {end}; sys.stdin.read()", str(tmp_path / "config")],
+        [sys.executable, "-c", f"{DRIVER}{end}\nsys.stdin.read()", str(tmp_path / "config")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

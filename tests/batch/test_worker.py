@@ -84,10 +84,11 @@ def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
 
 def test_a_row_that_ignores_the_end_goes_on_past_it(make_job):
     rows = [row | {"temperature": 1.0, "max_tokens": 400} for row in token_rows(12)]
-    ended = [row for row in answers(make_job(rows)) if row["finish_reason"] == "stop"]
+    slots = {"execution.slots": 12}  # all at once
+    ended = [row for row in answers(make_job(rows, **slots)) if row["finish_reason"] == "stop"]
     assert ended
     ids = {row["request_id"] for row in ended}
-    longer = answers(make_job([row | {"ignore_eos": True} for row in rows if row["id"] in ids]))
+    longer = answers(make_job([row | {"ignore_eos": True} for row in rows if row["id"] in ids], **slots))
     assert {row["finish_reason"] for row in longer} == {"length"}
     for short, long in zip(ended, longer, strict=True):
         assert long["output_token_ids"][: short["completion_tokens"]] == short["output_token_ids"]

@@ -22,6 +22,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.planner import cost_cache
+from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
@@ -33,7 +34,12 @@ KERNELS = "kernels-0123.tar.gz"
 
 
 class Machines:
-    """Machines without memory of each other: each has its own cache and processes."""
+    """Machines without memory of each other: each has its own cache and processes.
+
+    What steps cost is measured once, and every later measurement finds the same.
+    """
+
+    measured: StepCosts | None = None
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self._directory, self._monkeypatch = directory, monkeypatch
@@ -57,7 +63,8 @@ class Machines:
 
     def _measure(self, *arguments):
         self.num_measured += 1
-        return calibrate_costs(*arguments, TimeBudget(0.0))
+        Machines.measured = Machines.measured or calibrate_costs(*arguments, TimeBudget(0.0))
+        return Machines.measured
 
 
 @pytest.fixture

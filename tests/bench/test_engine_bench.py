@@ -18,6 +18,7 @@ def run(bench, monkeypatch, tmp_path, words: str) -> list[dict]:
     return json.loads(out.read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_a_small_bench_prints_a_row_for_each_way_and_mode(bench, tmp_path, monkeypatch, capsys):
     words = "--pair tiny --batches 2 --ways plain chain --modes steady drain --rounds 1 --seconds 0.1 --tokens 16"
     cells = run(bench, monkeypatch, tmp_path, words)
@@ -34,6 +35,7 @@ def test_a_small_bench_prints_a_row_for_each_way_and_mode(bench, tmp_path, monke
     assert chain["tau"] > 1.5 and chain["off_share"] == 0 and 0 < chain["outside_share"] < 1
 
 
+@pytest.mark.slow
 def test_engines_made_anew_have_the_same_planners_and_other_texts(bench, tmp_path, monkeypatch):
     made, taken = [], []
     lane_of, drained = bench.Lane.of, bench.run_requests

@@ -172,6 +172,7 @@ def test_a_benchmark_that_measured_no_drafts_is_repeated_on_the_portable_path(fi
     assert json.loads((tmp_path / "results-default.json").read_text())["failed"] == ["a fault, default"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_to_do(tmp_path):
     command = [*FIRST_LIGHT, "checks", "--out", str(tmp_path)]
@@ -187,6 +188,7 @@ def bare_environment(tmp_path):
     return {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

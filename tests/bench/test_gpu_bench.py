@@ -108,6 +108,7 @@ def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp
     assert "CUDA out of memory" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_named(tmp_path):
     run_script([*SMALLEST.split(), "--minutes", "0.001", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())
@@ -117,6 +118,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_nothing_on_its_path_needs_pydantic_or_ray(tmp_path):
     """As on the device machine, which has neither."""
     for name in ("pydantic", "ray", "s3fs", "beartype"):

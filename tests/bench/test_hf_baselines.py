@@ -8,6 +8,7 @@ from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.hf_baselines import PEERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_answers_twice(peer):
     model = load_causal_lm(ASSETS / "target", torch.float32, "cpu")

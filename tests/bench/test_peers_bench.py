@@ -135,6 +135,7 @@ def test_vllm_is_given_the_openmp_library_of_its_environment(tmp_path, monkeypat
     assert preloaded("vllm", python) == {}
 
 
+@pytest.mark.slow
 def test_rounds_of_32_share_no_prompt_that_a_prefix_cache_could_have_seen():
     prompts = peer_inputs.load_prompts(TARGET, None)
     plan = peer_turns.Plan(prompts, [4], rounds=3, max_tokens=8, timeout_s=WAIT_S)
@@ -217,6 +218,7 @@ def test_a_worker_that_hangs_is_ended_with_its_children(tmp_path):
     until_gone(child)
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path):
     command = [sys.executable, "-m", "jobs.bench.peers", "--peers", "transformers", "--batches", "1", "--threads", "1"]
     command += ["--target", str(TARGET), "--draft", str(DRAFT), "--json", str(tmp_path / "out.json")]
@@ -241,6 +243,7 @@ def until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
     inputs = peer_inputs
     shape = ModelShape(512, 9, 8, 2, 64, 512, 2048)

@@ -23,6 +23,7 @@ def printed(monkeypatch, capsys, words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
     first, second = (printed(monkeypatch, capsys, f"{SHORT} --mixed") for _ in range(2))
     assert first == second
@@ -31,6 +32,7 @@ def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
     assert float(cells[6].removesuffix("x")) > 0.5
 
 
+@pytest.mark.slow
 def test_every_way_is_priced_in_every_world_by_its_own_passes(monkeypatch, capsys, tmp_path):
     file = tmp_path / "cells.json"
     printed(monkeypatch, capsys, f"{SHORT} --world h100 h200 --no-sync --json {file}")

@@ -10,6 +10,7 @@ from jobs.bench import steady_state
 from jobs.bench.steady_state import Workload, make_engine, measure
 
 
+@pytest.mark.slow
 def test_the_bench_writes_an_object_for_each_number_of_slots(monkeypatch, tmp_path):
     out = tmp_path / "steady.json"
     words = f"--slots 2 3 --outputs 4 8 --sequences 2 --json {out}"
@@ -22,6 +23,7 @@ def test_the_bench_writes_an_object_for_each_number_of_slots(monkeypatch, tmp_pa
         assert 0 < each["prompt_passes_per_step"] <= 1 and each["host_ms_per_step"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [NO_TREE, TreeBounds(4, 2, 2)])
 def test_a_device_that_costs_nothing_takes_the_same_steps(tree):
     """Outputs end by their length alone, so plain steps are the same; drafts are accepted as in the first step."""
@@ -33,6 +35,7 @@ def test_a_device_that_costs_nothing_takes_the_same_steps(tree):
         assert recorded.prompt_passes_per_step == real.prompt_passes_per_step
 
 
+@pytest.mark.slow
 def test_rows_with_a_schema_are_as_long_as_the_others():
     state = measure(make_engine(3, NO_TREE), Workload(3, outputs=(4, 8), schema_every=2, num_windows=1))
     assert 0 < state.slots_busy <= 1

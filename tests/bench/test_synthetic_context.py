@@ -66,6 +66,7 @@ def test_every_way_has_its_steps_predicted_and_corrects_its_own_costs(pair, way)
     assert rig.costs == flat() and watch.step_costs != flat()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Way("plain"), Way("tree", LARGEST)], ids=lambda way: way.name)
 def test_a_context_is_read_and_changes_nothing(pair, way):
     rig = rig_of(pair)
@@ -103,6 +104,7 @@ def test_more_contexts_than_were_set_aside_are_refused(pair):
         rig.engine(Way("plain"), 96, 3, UniformPlanner(NO_TREE))
 
 
+@pytest.mark.slow
 def test_the_rig_drafts_as_a_jobs_engine_does(pair):
     tree = SpeculativeConfig(method="eagle2", max_nodes=60, max_depth=6, top_k=10, budget="uniform")
     job = run(build_engine(*pair, tree, EngineArgs(3, 256)), PROMPTS, PARAMS)
@@ -111,6 +113,7 @@ def test_the_rig_drafts_as_a_jobs_engine_does(pair):
     assert [(s.output_ids, s.stats.histogram) for s in ours] == [(s.output_ids, s.stats.histogram) for s in job]
 
 
+@pytest.mark.slow
 def test_a_synthetic_pair_walks_and_accepts_as_stated():
     shape = ModelShape(256, 1, 4, 2, 64, 256, 1024)
     rig = Harness.of(*synthetic_pair(shape, (0.6, 0.2)), slots=4, longest=320)

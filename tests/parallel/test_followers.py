@@ -24,12 +24,20 @@ from eagle_ray.kernels import availability
 from eagle_ray.parallel import followers as followers_module
 from eagle_ray.parallel.followers import Followers
 from eagle_ray.parallel.rank_group import RankGroup
-from tests.support.ranks import followers_of, wait_until
+from tests.support.ranks import NAME, followers_of, wait_until
 
 PROMPTS = [f"The number {i} is" for i in range(48)]
 PARAMS = [SamplingParams(max_tokens=16, temperature=0.8 * (i % 2), seed=i) for i in range(48)]
 SETTINGS = dict(threads=1, slots=8, method="eagle2", budget="uniform", max_nodes=12, device="cpu")
 LONG = [SamplingParams(max_tokens=1000, ignore_eos=True, temperature=1.0, seed=i) for i in range(48)]
+
+
+@pytest.fixture
+def warm_followers(monkeypatch, warm_python) -> None:
+    """Fork followers from the warm process. They have its command line, so they are found by their process's name."""
+    subprocess.run([sys.executable, "-c", ""], check=True)  # the warm process is there from now on
+    name = f"from tests.support.forked_popen import set_process_name; set_process_name({NAME!r})"
+    monkeypatch.setattr(follow, "COMMAND", f"{name}; {follow.COMMAND}")
 
 
 def ids(outputs) -> list[list[int]]:
@@ -52,7 +60,7 @@ def listening() -> set[int]:
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_two_processes_answer_as_one_and_leave_nothing():
+def test_two_processes_answer_as_one_and_leave_nothing(warm_followers):
     """But the file in memory in which they met, which stays."""
     ports = listening()
     with LLM(**SETTINGS) as llm:
@@ -69,7 +77,7 @@ def test_two_processes_answer_as_one_and_leave_nothing():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(monkeypatch, number):
+def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(warm_followers, monkeypatch, number):
     monkeypatch.setattr(followers_module, "SILENCE_S", 3.0)
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         [follower] = followers_of(os.getpid())
@@ -81,7 +89,7 @@ def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(monkeypatc
         assert not followers_of(os.getpid())
 
 
-def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call():
+def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call(warm_followers):
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         [follower] = followers_of(os.getpid())
         follower.kill()
@@ -102,11 +110,13 @@ LOST = r"rank 1 (was ended by signal|does not answer|ended with exit code 1|fail
 @pytest.mark.parametrize(
     "moment, how", [*product(["weights", "costs"], ["killed", "stopped"]), ("weights", "without memory")]
 )
-def test_a_follower_lost_while_rank_0_starts_fails_the_start(monkeypatch, moment, how):
+def test_a_follower_lost_while_rank_0_starts_fails_the_start(request, monkeypatch, moment, how):
     """As the first tensor of the weights is read, while it imports torch, or before the first cost is measured."""
     monkeypatch.setattr(followers_module, "SILENCE_S", 3.0)
     if moment == "weights":  # before its first beat
-        monkeypatch.setattr(followers_module, "FIRST_BEAT_S", 10.0)
+        monkeypatch.setattr(followers_module, "FIRST_BEAT_S", 5.0)
+    else:  # not while it imports torch
+        request.getfixturevalue("warm_followers")
     place = (RankGroup, "check") if moment == "weights" else (costs, "planner_for")
     original, hurt = getattr(*place), []
 
@@ -124,7 +134,7 @@ def test_a_follower_lost_while_rank_0_starts_fails_the_start(monkeypatch, moment
     assert hurt and not followers_of(os.getpid())
 
 
-def test_a_follower_without_memory_ends_the_engine_and_says_so():
+def test_a_follower_without_memory_ends_the_engine_and_says_so(warm_followers):
     """There is none for the thread that compiles a grammar."""
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         [follower] = followers_of(os.getpid())
@@ -138,8 +148,10 @@ def test_a_follower_without_memory_ends_the_engine_and_says_so():
 
 
 PROGRAM = """
-import sys
+import subprocess, sys
 from eagle_ray import LLM, SamplingParams
+from tests.support.forked_popen import ForkedPopen
+subprocess.Popen = ForkedPopen
 if __name__ == "__main__":
     llm = LLM(tensor_parallel=2, threads=1, slots=8, method="none", device="cpu")
     print("ready", flush=True)
@@ -154,7 +166,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("stops_follower", [False, True])
-def test_a_leader_that_dies_leaves_no_process(stops_follower):
+def test_a_leader_that_dies_leaves_no_process(warm_python, stops_follower):
     """Its followers end even if they are stopped."""
     leader = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -249,18 +261,18 @@ def test_a_leader_that_does_not_come_back_is_told(monkeypatch):
 
 PATIENT = """
 from eagle_ray.parallel import followers
-followers.SILENCE_S = 0.5
+followers.SILENCE_S = 0.25
 followers.be_follower(lambda start, pipe: pipe.recv())
 """
 
 
-def test_a_follower_waits_for_a_program_that_is_busy(monkeypatch):
+def test_a_follower_waits_for_a_program_that_is_busy(warm_python, monkeypatch):
     """The leader's watch sends no beat within the test, as if the program's code held Python's lock."""
     monkeypatch.setattr(followers_module, "BEAT_S", 1000.0)
     followers = Followers(PATIENT, 2, None)
     try:
         [pid] = followers.pids
-        assert not wait_until(lambda: not psutil.pid_exists(pid) or followers.why_lost() is not None, 12)
+        assert not wait_until(lambda: not psutil.pid_exists(pid) or followers.why_lost() is not None, 4)
     finally:
         followers.close()
     assert not psutil.pid_exists(pid)

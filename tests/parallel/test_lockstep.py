@@ -63,9 +63,10 @@ SIZES = [*((name, 2) for name in DRAFTS), (FOUR[0], 4)]
 SIZES += [pytest.param(name, 4, marks=pytest.mark.slow) for name in FOUR[1:]]
 MIN_ACCEPTED = 20  # of 48 sequences: their tokens would be equal, too, if no draft was ever right
 TINY = ModelConfig(device="cpu", max_model_len=192)
-SLOTS = 6
-ARGS = EngineArgs(SLOTS, kv_tokens=None)
-NUM = 48
+ARGS = EngineArgs(6, kv_tokens=None)
+NUM = 24
+SMALL_ARGS = EngineArgs(20, kv_tokens=None)  # more sequences in fewer steps: most take a token a step
+SMALL_NUM = 48
 UNIFORM = dict(budget="uniform", max_nodes=12, max_depth=4, top_k=4)
 METHODS = {
     "none": dict(method="none"),
@@ -187,7 +188,7 @@ class Small:
 
 def small_cases() -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts that repeat themselves, and greedy and sampled parameters by turns."""
-    return [prompt * 2 for prompt in some_prompts(NUM)], some_params(NUM, 20)
+    return [prompt * 2 for prompt in some_prompts(SMALL_NUM)], some_params(SMALL_NUM, 20)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def small(tmp_path_factory) -> Small:
     for kind in {kind for kinds in DRAFTS.values() for kind in kinds.split()}:
         published_draft(path / kind, kind, SMALL["num_hidden_layers"])
     own = Small(path, [])
-    engine = build_engine_from_config(own.model(), own.speculative("none"), ARGS).engine
+    engine = build_engine_from_config(own.model(), own.speculative("none"), SMALL_ARGS).engine
     plain = [sequence.output_ids for sequence in run(engine, *small_cases())]
     pq.write_table(pa.table({"token_ids": plain}), path / "outputs.parquet")
     return replace(own, plain=plain)
@@ -219,7 +220,7 @@ def test_whatever_drafts_the_tokens_are_those_of_one_process(tmp_path, small, me
         return [sequence.output_ids for sequence in sequences]
 
     speculative = small.speculative(method, **{**UNIFORM, "top_k": 16, "max_nodes": 24})
-    outputs, engines = with_ranks(size, tmp_path, small.model(kinds), speculative, ARGS, work)
+    outputs, engines = with_ranks(size, tmp_path, small.model(kinds), speculative, SMALL_ARGS, work)
     assert outputs == small.plain
     counters = {(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines}
     assert len(counters) == 1, "each step was checked, and had as many rows"
@@ -285,10 +286,10 @@ def test_targets_of_odd_shapes(tmp_path, name):
     assert with_ranks(size, tmp_path, model, speculative, ARGS, work)[0] == plain
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed):
     """Stop checks run on rank 0 alone; blocks are short, so that sequences are preempted."""
-    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 90)]
+    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 40)]
     one = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
     plain = [sequence.output_ids for sequence in run(one, prompts, params)]
 
@@ -309,7 +310,7 @@ def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed
         assert engine.counters.num_preemptions
         return [None if s.request_id in aborted else s.output_ids for s in sequences]
 
-    args, speculative = replace(ARGS, kv_tokens=256), SpeculativeConfig(**UNIFORM | {"max_depth": 5}, method="eagle2")
+    args, speculative = replace(ARGS, kv_tokens=160), SpeculativeConfig(**UNIFORM | {"max_depth": 5}, method="eagle2")
     outputs, _ = with_ranks(2, tmp_path, TINY, speculative, args, work)
     expected = [ids[:3] if i % 5 == 0 else ids for i, ids in enumerate(plain)]
     assert all(own in (None, ids) for own, ids in zip(outputs, expected, strict=True))

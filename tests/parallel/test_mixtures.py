@@ -30,7 +30,7 @@ CONFIGS = {
     "a layer without": config_of("qwen3_moe", **EXPERTS, head_dim=8, mlp_only_layers=[0]),  # two key/value heads
 }
 ARGS = EngineArgs(6, kv_tokens=None)
-NUM = 48
+NUM = 24
 LM_HEAD = "lm_head.weight"
 TREES = dict(budget="uniform", max_nodes=12, max_depth=5, top_k=4)
 
@@ -49,7 +49,21 @@ def _cases():
     return some_prompts(NUM), some_params(NUM, 16)
 
 
-@pytest.mark.parametrize("size, method", [(2, "none"), (2, "suffix"), (2, "eagle2"), (4, "eagle2")])
+FAST = {  # each mixture, number of ranks and method
+    ("mixtral", 4, "eagle2"),
+    ("qwen2_moe", 2, "eagle2"),
+    ("qwen3_moe", 2, "suffix"),
+    ("a layer without", 2, "none"),
+    ("a layer without", 2, "eagle2"),
+}
+MIXTURES = [
+    pytest.param(name, size, method, marks=[] if (name, size, method) in FAST else pytest.mark.slow)
+    for name in CONFIGS
+    for size, method in [(2, "none"), (2, "suffix"), (2, "eagle2"), (4, "eagle2")]
+]
+
+
+@pytest.mark.parametrize("target, size, method", MIXTURES, indirect=["target"])
 def test_the_tokens_are_those_of_one_process(target, tmp_path, size, method):
     draft = str(write(tmp_path / "head", eagle_tensors(), RAW)) if method == "eagle2" else None
     plain = ModelConfig(target=str(target), draft=None, device="cpu", max_model_len=128)

@@ -106,7 +106,8 @@ def followers_of(pid: int) -> list[psutil.Process]:
 
 def is_follower(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE or any(part.startswith(NAME) for part in process.cmdline())
+        names = [process.name(), *process.cmdline()]  # a forked one has its parent's command line
+        return process.status() == psutil.STATUS_ZOMBIE or any(name.startswith(NAME) for name in names)
     return False
 
 

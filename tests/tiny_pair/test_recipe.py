@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle_ray.methods.eagle.checkpoint import load_head
@@ -12,6 +13,7 @@ from jobs.tiny_pair.prompts import read_prompts
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_smoke_run_writes_a_loadable_pair(tmp_path):
     command = [sys.executable, "-m", "jobs.tiny_pair.train", "--smoke", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)

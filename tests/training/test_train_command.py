@@ -25,6 +25,7 @@ from eagle_ray.training.job.train_head import train_head
 ROOT = Path(__file__).parents[2]
 WITHOUT_RAY = """
 import sys
+assert "ray" not in sys.modules, "the modules that are there already have imported ray"
 from eagle_ray.cli.main import main
 code = main(sys.argv[1:])
 assert "ray" not in sys.modules, "ray was imported"
@@ -49,7 +50,7 @@ def arguments(target: Path, answers: Path, output: object, **settings: object) -
     return ["train", "--target", str(target), "-i", str(answers), "-o", str(output), *sets]
 
 
-def test_one_process_trains_without_ray(target_directory, answers, tmp_path):
+def test_one_process_trains_without_ray(warm_python, target_directory, answers, tmp_path):
     command = arguments(target_directory, answers, tmp_path / "head")
     command = [sys.executable, "-c", WITHOUT_RAY, *command, "--method", "eagle3", "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)

@@ -61,8 +61,15 @@ def test_a_target_that_does_not_fit_into_a_gpu_is_refused_before_it_is_loaded(ma
         run(make_config())
 
 
-@pytest.mark.parametrize("method", ["eagle2", "eagle3"])
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("muon", "eagle2"),
+        ("adamw", "eagle3"),
+        pytest.param("muon", "eagle3", marks=pytest.mark.slow),
+        pytest.param("adamw", "eagle2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_repeats_the_numbers_bit_for_bit(make_config, tmp_path, stop_after, monkeypatch, method, kind):
     settings = {"head.method": method, "optimizer.kind": kind, "training.threads": 2}
     whole = run(make_config(**settings, **{"output.path": str(tmp_path / "whole")}))
