@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ import torch
 
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.batch.worker.spare_engine import SpareEngine
-from tests.support.jobs import MakeJob, small_job
+from tests.support.jobs import SPARE, MakeJob, small_job
 from tests.support.messages import messages  # noqa: F401
 from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
-from tests.support.warm_python import warm_python  # noqa: F401
+from tests.support.warm_python import WarmPopen, warm_python  # noqa: F401
+from tests.support.warm_ray import warm_workers
 
 pytest_plugins = ["tests.support.lanes", "tests.support.durations"]
 gc.disable()  # until all tests are collected: nothing of what is imported and collected becomes garbage
@@ -78,7 +80,8 @@ def ray_session(s3_endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     prepare_ray_environment(LOCAL)
     import ray
 
-    ray.init(
+    start = partial(
+        ray.init,
         address="local",  # never a cluster that happens to run on this machine
         num_cpus=2,
         include_dashboard=False,
@@ -87,9 +90,9 @@ def ray_session(s3_endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         _node_ip_address="127.0.0.1",
         _system_config={"metrics_report_interval_ms": 1000},  # what a test waits for
     )
-    with spare_engine(tmp_path_factory.mktemp("spare")):
+    with warm_workers(start), spare_engine(tmp_path_factory.mktemp("spare")):
         yield
-    ray.shutdown()
+        ray.shutdown()
 
 
 @contextmanager
@@ -98,8 +101,10 @@ def spare_engine(directory: Path) -> Iterator[None]:
     with SpareEngine() as spare, pytest.MonkeyPatch.context() as patch:
         with pytest.MonkeyPatch.context() as start:
             start.setattr("eagle_ray.batch.worker.spare_engine.has_torch", lambda: False)
+            start.setattr(subprocess, "Popen", WarmPopen)
             spare.start(small_job(directory))
         patch.setattr(SpareEngine, "address", spare.address)
+        patch.setenv(SPARE, str(spare.address))
         yield
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import duckdb
@@ -18,6 +19,7 @@ from eagle_ray.batch.driver import auto_restart as driver
 from eagle_ray.batch.driver.auto_restart import delay_s
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.cli import main as cli
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
 from eagle_ray.storage.path import StoragePath
@@ -73,10 +75,15 @@ def test_the_wait_doubles_up_to_a_limit_and_is_shortened_at_random():
     assert delay_s(restarts, 10_000) <= 60
 
 
-def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_path):
-    run = start(*flags, *no_cluster())
-    _, said = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 5, said
+def here(capfd, *flags: str) -> tuple[int, str]:
+    """Return the exit code and what was said of the command in this process; attempts are processes of their own."""
+    code = cli.main(["run", "--keep-going", *flags])
+    return code, capfd.readouterr().err
+
+
+def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_path, capfd, warm_python):
+    code, said = here(capfd, *flags, *no_cluster())
+    assert code == 5, said
     assert said.count("reading the input") == 2
     assert said.count("eagle-ray: restart 1 of 1 in ") == said.count("eagle-ray: restart ") == 1
     assert "because of: execution.ray_address: nothing answers" in said
@@ -86,21 +93,28 @@ def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_p
 
 
 @pytest.mark.parametrize("more, code", [([], 2), (["--exit-zero-if-permanent"], 0)])
-def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code):
-    run = start(*flags, "-i", "/nowhere/*.jsonl", *more)
-    _, said = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == code and "restart" not in said and said.count("reading the input") == 1
+def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code, capfd, warm_python):
+    ended, said = here(capfd, *flags, "-i", "/nowhere/*.jsonl", *more)
+    assert ended == code and "restart" not in said and said.count("reading the input") == 1
     told = json.loads((tmp_path / "told").read_text())
     assert (told["restarts"], told["exit_code"]) == (0, 2)
 
 
-def test_a_busy_output_is_not_waited_for(flags, tmp_path):
+def test_a_busy_output_is_not_waited_for(flags, tmp_path, capfd, warm_python):
     with hold_output(StoragePath.of(tmp_path / "out")):
-        run = start(*flags)
-        _, said = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 7 and "is being written by process" in said and "restart" not in said
+        code, said = here(capfd, *flags)
+    assert code == 7 and "is being written by process" in said and "restart" not in said
 
 
+@pytest.fixture
+def heard_sighup() -> Iterator[None]:
+    """What this process starts inherits a SIGHUP that nohup ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_sighup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_wait_for_a_restart_can_be_interrupted(flags, tmp_path, number):
     run = start(*flags, *no_cluster(), "--set", "execution.restarts.backoff_s=300")

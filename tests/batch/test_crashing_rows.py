@@ -7,7 +7,7 @@ import os
 import pytest
 
 from eagle_ray.batch.driver import execute
-from eagle_ray.batch.worker import engine_process
+from eagle_ray.batch.worker import actor, engine_process
 from eagle_ray.batch.worker.actor import EngineActor
 from tests.support import workers
 from tests.support.jobs import exit_code, ids_of, rows_of, token_rows
@@ -19,6 +19,7 @@ class FragileActor(EngineActor):
 
     def __init__(self, *args: object):
         engine_process.WORKER = workers.CLASS
+        actor.RESTART_DELAY_S = 0.5
         os.environ[ACTOR_PID] = str(os.getpid())
         super().__init__(*args)
 

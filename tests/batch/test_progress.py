@@ -188,7 +188,9 @@ def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_pa
     assert first["output_tokens"] == last["output_tokens"] == 90
 
 
-def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(ray_session, make_job, monkeypatch):
+def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
+    ray_session, make_job, monkeypatch, warm_python
+):
     """The metrics fail once while the row is in flight, and are told of it again and again after that."""
     counts, count = [], JobMetrics.count
 

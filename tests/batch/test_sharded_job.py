@@ -26,8 +26,8 @@ def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
 
 
 def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, make_job, messages):
-    rows = token_rows(60)
-    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 60})
+    rows = token_rows(45)
+    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 40})
     first, second, third = (with_changes(config, execution={"shard": f"{i}/3"}) for i in (1, 2, 3))
     output, root = Path(config.output.path), StoragePath.of(config.output.path)
 
@@ -47,7 +47,7 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     assert exit_code(second) == 0
     summary = finish_shards(root)
     assert (output / "_SUCCESS").exists() and (output / "report.html").exists()
-    assert summary["total"]["rows"] == 60 == sum(shard["ids"] for shard in summary["shards"])
+    assert summary["total"]["rows"] == 45 == sum(shard["ids"] for shard in summary["shards"])
     assert [shard["attempts"] for shard in summary["shards"]] == [1, 2, 1]
     assert read_json(root / "_summary.json") == summary
     found = duckdb.sql(f"select request_id from '{output}/data/**/*.parquet'").fetchall()

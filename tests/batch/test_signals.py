@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,9 +22,17 @@ from eagle_ray.batch.driver.signals import (
     interruptible,
     time_limit,
 )
-from tests.support.jobs import exit_code, token_rows
+from tests.support.jobs import exit_code, small_job, token_rows
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
+
+
+@pytest.fixture(autouse=True)
+def heard_sighup() -> Iterator[None]:
+    """What this process starts inherits a SIGHUP that nohup ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +67,18 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
     assert not Path(config.output.path, "_SUCCESS").exists()
 
 
-@pytest.mark.parametrize("number", FROM_OUTSIDE)
-def test_an_interrupt_while_arrow_imports_pandas_is_one_line_and_130(ray_session, make_job, number):
-    """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
-    config = make_job(token_rows(2), **{"report.html": False})
+@pytest.fixture(scope="module")
+def finished(ray_session, tmp_path_factory) -> str:
+    """The output of a small job."""
+    config = small_job(tmp_path_factory.mktemp("finished"), token_rows(2), **{"report.html": False})
     assert exit_code(config) == 0
-    command = [sys.executable, "-m", "eagle_ray.cli", "export", config.output.path, "--to", "csv"]
+    return config.output.path
+
+
+@pytest.mark.parametrize("number", FROM_OUTSIDE)
+def test_an_interrupt_while_arrow_imports_pandas_is_one_line_and_130(finished, number):
+    """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
+    command = [sys.executable, "-m", "eagle_ray.cli", "export", finished, "--to", "csv"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     export = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     maps = Path(f"/proc/{export.pid}/maps")

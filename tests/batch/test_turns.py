@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from eagle_ray.cli.report_run import export
 from eagle_ray.config import JobConfig
@@ -75,7 +76,7 @@ def test_statistics_and_checks_know_turns(done):
 def test_a_killed_job_goes_on_and_gives_the_same_turns(done, tmp_path):
     config = job(tmp_path)
     config = with_changes(config, execution={"rows_per_file": 4}, report={"verify_rows": 0})
-    driver = start_driver(config)
+    driver = start_driver(config, ray.get_runtime_context().gcs_address)
     try:
         wait_for_another_file(config)
     finally:

@@ -284,22 +284,24 @@ command()
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command):
+def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command, warm_python):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    flags = " ".join([*job, "--allow-empty", "--set", "logging.level=error"])
-    line = f"{sys.executable} -m eagle_ray.cli {command} {flags}; echo $? >&2"
-    done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stderr == "141\n"
+    line = [sys.executable, "-m", "eagle_ray.cli", command, *job, "--allow-empty", "--set", "logging.level=error"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        done = subprocess.run(line, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(("command", "code"), [("validate", 2), ("run", 0)])
-def test_a_stdout_on_a_full_disk_is_named_and_changes_no_finished_run(job, tmp_path, command, code):
+def test_a_stdout_on_a_full_disk_is_named_and_changes_no_finished_run(job, tmp_path, command, code, warm_python):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    flags = " ".join([*job, "--allow-empty", "--set", "logging.level=warning"])
-    line = f"{sys.executable} -m eagle_ray.cli {command} {flags} > /dev/full"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    line = [sys.executable, "-m", "eagle_ray.cli", command, *job, "--allow-empty", "--set", "logging.level=warning"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert done.returncode == code, done.stderr
     assert done.stderr.count("\n") == 1 and "stdout cannot be written: No space left on device" in done.stderr
 

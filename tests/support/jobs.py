@@ -54,9 +54,14 @@ def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+SPARE = "EAGLE_RAY_TEST_SPARE"  # the address of the session's SpareEngine, which has imported torch
 RUN_JOB = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit a SIGINT that is ignored
+if address := os.environ.get("EAGLE_RAY_TEST_SPARE"):
+    from eagle_ray.batch.worker.spare_engine import SpareEngine
+    SpareEngine.address = address
+    SpareEngine.start = SpareEngine.check_models = lambda *args: None
 from eagle_ray.config import JobConfig
 from eagle_ray.batch.driver.run import run_to_end
 code = run_to_end(JobConfig.model_validate_json(sys.argv[1])).outcome.code
@@ -79,7 +84,10 @@ def ids_of(config: JobConfig) -> list[str]:
 
 
 def start_driver(config: JobConfig, ray_address: str = "local") -> subprocess.Popen:
-    """The job in a process of its own. ray_address: of the session's Ray, which saves the start of another."""
+    """The job in a process of its own. ray_address: of the session's Ray, which saves the start of another.
+
+    Its engines are forked from the session's spare one, if there is one, and not from one of its own.
+    """
     config = with_changes(config, execution={"ray_address": ray_address})
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
