@@ -26,6 +26,10 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_patch_attr": "triton: its interpreter, mended",
     "_patch_builtin": "triton: its interpreter, mended",
     "_patch_lang_tensor": "triton: its interpreter, mended",
+    "_LangPatchScope": "triton: its interpreter, made faster",
+    "_patch_lang": "triton: its interpreter, made faster",
+    "_get_np_dtype": "triton: its interpreter, made faster",
+    "_unwrap_if_constexpr": "triton: its interpreter, made faster",
 }
 
 

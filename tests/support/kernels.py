@@ -17,6 +17,7 @@ import torch
 from triton.runtime import interpreter
 
 from eagle_ray.kernels.availability import is_interpreting
+from tests.support.fast_interpreter import speed_up
 
 DEVICE = "cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu"
 
@@ -30,6 +31,7 @@ def compile_fails() -> None:
 
 def mend() -> None:
     """Once, before a kernel runs."""
+    speed_up()
     patch_tensor = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
