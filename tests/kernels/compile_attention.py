@@ -27,7 +27,7 @@ ALIGNED = {"query", "keys", "values", "out", "parts", "tops", "totals", "query_h
 HEADS, KV_HEADS = 32, 8
 STORED = {"": {}, "fp8": {"keys": "*fp8e4nv", "values": "*fp8e4nv"}}  # a cache's types if they are not the query's
 ASKED = {"first": "*i64", "window": "i32", "softcap": "fp32", "sinks": "*bf16"}
-QUICK = [(8, 128, 128, torch.bfloat16, ()), (64, 128, 128, torch.bfloat16, ())]
+QUICK = {80: [(8, 128, 128, torch.bfloat16, ())], 90: [(64, 128, 128, torch.bfloat16, ())]}
 ALL = [
     *[(rows, dim, dim, torch.bfloat16, ()) for rows in (8, 32, 64, 200) for dim in (64, 96, 128, 256)],
     *[(rows, 128, 128, torch.bfloat16, tuple(ASKED)) for rows in (8, 32, 64, 200)],
@@ -75,7 +75,7 @@ def listing(capability: int) -> Resources:
 
 def found(everything: bool) -> Iterator[dict[str, Any]]:
     for capability in (80, 90):
-        for rows, *dims, dtype, asked in ALL if everything else QUICK:
+        for rows, *dims, dtype, asked in ALL if everything else QUICK[capability]:
             resources = attention(rows, *dims, dtype, asked, capability)
             kernel = f"attend {rows} rows, {dims[0]}/{dims[1]} {NAMES[dtype]} {' '.join(asked)}".strip()
             yield {"kernel": kernel, "capability": capability, **asdict(resources)}

@@ -26,7 +26,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
 from tests.support.toy_models import llama_engine, run
 
-SLOTS, SEQUENCES, TREE = 4, 14, (60, 6, 10)
+SLOTS, SEQUENCES, TREE = 4, 8, (60, 6, 10)
 KINDS = [
     {},
     {"temperature": 0.8},
@@ -84,7 +84,7 @@ def main() -> None:
         warm_up(engine)
         phase = "serving"
         kinds = [KINDS[i % len(KINDS)] for i in range(SEQUENCES)]
-        params = [SamplingParams(**kind, max_tokens=1 + 7 * i, ignore_eos=True) for i, kind in enumerate(kinds)]
+        params = [SamplingParams(**kind, max_tokens=1 + 12 * i, ignore_eos=True) for i, kind in enumerate(kinds)]
         run(engine, [[5, 6, 7 + i][: 1 + i % 3] for i in range(SEQUENCES)], params)
     print(json.dumps(keys))
 

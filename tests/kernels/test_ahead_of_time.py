@@ -41,25 +41,27 @@ def mixture(num_rows, inner=768):  # of Qwen3-30B's sizes; less are a rank's par
     choices = grouped_experts.route(router, 128, 8, True, dtype)
     groups = grouped_experts.group_pairs(choices.experts, 128)
     outputs = grouped_experts.products(grouped_experts.gated_products(hidden, gate_up, groups, 8), down, groups)
-    grouped_experts.weighted_sum(outputs, choices.weights)
+    if most:
+        grouped_experts.weighted_sum(outputs, choices.weights)
     grouped_experts.weighted_sum(outputs, choices.weights, hidden, router[:, -1])
 
 
 level = torch.zeros(4, 10, 10, dtype=torch.int64), torch.zeros(4, 10, 10), torch.zeros(4, 10, 10)
 found = {}
 for call in (
-    lambda: add_rms_norm(rows, None, rows[0], 1e-5),
+    *((lambda: add_rms_norm(rows, None, rows[0], 1e-5),) if most else ()),
     lambda: add_rms_norm(rows, rows, rows[0], 1e-5),
     lambda: silu_mul(torch.zeros(4, 2 * 14336, dtype=dtype)),
     *(() if capability < 89 else (
-        lambda: fused_layer.add_rms_norm_fp8(rows, rows, rows[0], 1e-5),
+        *((lambda: fused_layer.add_rms_norm_fp8(rows, rows, rows[0], 1e-5),) if most else ()),
         lambda: fused_layer.add_rms_norm_fp8(wide[:, :8192], wide[:, :8192], wide[0], 1e-5),
         lambda: fused_layer.scaled_rows(rows),
         lambda: rotate_and_write(qkv, cells.to(FP8), cells.to(FP8), whole, angles, angles),
-        *(lambda width=width: fused_layer.silu_mul_fp8(wide[:, :2 * width]) for width in (9728, 14336, 28672)),
+        *(lambda width=width: fused_layer.silu_mul_fp8(wide[:, :2 * width])
+          for width in ((9728, 14336, 28672) if most else (28672,))),
     )),
     lambda: fused_layer.dequantize_int4(torch.zeros(512, 32, 32, 4, dtype=torch.int32), rows[:, :8192].view(32, -1, 2)),
-    lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
+    *((lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),) if most else ()),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
     lambda: mixture(4),
     lambda: mixture(2048),
