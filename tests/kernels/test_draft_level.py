@@ -131,7 +131,7 @@ def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
     for kernels in ("portable", "triton"):
         monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
         calibration, buffers = Calibration(DEPTH + 1, DEVICE), empty()
-        for step in range(10):
+        for step in range(6):
             grown(width if step % 2 else CHILDREN, calibration, BATCH, buffers)
             path = path_of(buffers, BATCH, step)
             buffers.update_calibration(calibration, path)

@@ -31,7 +31,7 @@ from tests.support.toy_models import llama_engine, run
 
 PREFILL_TOKENS = 4096  # as in a job on a GPU
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
-PARAMS = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)]
+PARAMS = [SamplingParams(max_tokens=5, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)]
 
 
 @pytest.mark.parametrize("planner", ["uniform", "plain", pytest.param("global", marks=pytest.mark.slow)])
@@ -72,7 +72,7 @@ def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch)
     """One of the questions is longer than a chain: its context is gathered, beside others that attend as chains."""
     prefix, chained, gathered = [3 + i * 7 % 90 for i in range(35)], [], []
     questions = [[5, 9, 33], [6, 40], [7, 21, 5, 12] * 18, [8]]
-    params = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
     chain_trees, attend = prefill_metadata.chain_trees, prefill_metadata.GatheredChunks.attend
     monkeypatch.setattr(prefill_metadata, "chain_trees", lambda *x: chained.extend(x[-1]) or chain_trees(*x))
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
+from eagle_ray.kernels import tree_metadata
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from tests.support.forests import Forest
@@ -89,8 +90,14 @@ def test_prompts_in_chunks_attend_as_chains(window, firsts, softcap, sinks, monk
     torch.testing.assert_close(*outs, atol=4e-6, rtol=4e-6)
 
 
-@pytest.mark.parametrize("lengths", [[2000, 3], [64, 63, 65, 128], [31, 32, 33]])
-def test_contexts_in_parts_and_at_the_edges_of_blocks_and_tiles(lengths):
+@pytest.fixture
+def short_parts(monkeypatch):
+    """A quarter of a part is enough for contexts of a quarter."""
+    monkeypatch.setattr(tree_metadata, "PART_POSITIONS", 64)
+
+
+@pytest.mark.parametrize("lengths", [[500, 3], [64, 63, 65, 128], [31, 32, 33]])
+def test_contexts_in_parts_and_at_the_edges_of_blocks_and_tiles(short_parts, lengths):
     check(Forest(lengths, [4] * len(lengths), 1, 4, padding=1))
 
 
@@ -101,9 +108,9 @@ def test_the_host_knows_no_length(rectangle):
 
 
 @pytest.mark.parametrize("rectangle", [False, True])
-@pytest.mark.parametrize("window, firsts, sinks", [(None, None, True), (600, None, False), (None, [900, 0, 1], False)])
-def test_one_long_context_among_short_ones(window, firsts, sinks, rectangle):
-    check(Forest([2900, 20, 300], [5, 5, 2], 2, 4, window=window, firsts=firsts, sinks=sinks, rectangle=rectangle))
+@pytest.mark.parametrize("window, firsts, sinks", [(None, None, True), (150, None, False), (None, [225, 0, 1], False)])
+def test_one_long_context_among_short_ones(short_parts, window, firsts, sinks, rectangle):
+    check(Forest([725, 20, 75], [5, 5, 2], 2, 4, window=window, firsts=firsts, sinks=sinks, rectangle=rectangle))
 
 
 @pytest.mark.parametrize("window", [None, 40])

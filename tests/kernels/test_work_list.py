@@ -15,7 +15,14 @@ from tests.support.forests import Forest, Planted, trees_of
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations
 
+LONG = 225  # positions of a context in several parts
 SHAPE = TileShape(16, 16, warps=8, stages=2, per_core=2, parts=6, fold=4)
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """A quarter of a part is enough for contexts of a quarter."""
+    monkeypatch.setattr(tree_metadata, "PART_POSITIONS", 64)
 
 
 def listed(trees, reading: Reading) -> tuple[WorkList, list[list[int]]]:
@@ -87,12 +94,12 @@ def rows_of(planted: Planted, tree: int) -> torch.Tensor:
     return out[:, seq == tree]
 
 
-@pytest.mark.parametrize("softcap, window, sinks", [(None, None, False), (5.0, 700, True)])
-def test_a_row_has_the_same_bits_in_any_batch(softcap, window, sinks):
+@pytest.mark.parametrize("softcap, window, sinks", [(None, None, False), (5.0, 175, True)])
+def test_a_row_has_the_same_bits_in_any_batch(short_parts, softcap, window, sinks):
     """Among longer ones, shorter ones and more of them, cut or read whole."""
-    alone = Forest([900], [3], 2, 4, softcap=softcap, window=window, sinks=sinks).planted()
+    alone = Forest([LONG], [3], 2, 4, softcap=softcap, window=window, sinks=sinks).planted()
     exact = rows_of(alone, 0)
-    for lengths in ([900, 5], [900, 1300, 0], [900] * 3 + [40]):
+    for lengths in ([LONG, 5], [LONG, 325, 0], [LONG] * 3 + [10]):
         others = Forest(lengths, [3] * len(lengths), 2, 4, softcap=softcap, window=window, sinks=sinks, padding=2)
         batch = others.planted()
         _plant(alone, batch)
@@ -106,16 +113,16 @@ def _plant(alone: Planted, batch: Planted) -> None:
     batch.kernels.words[0], batch.kernels.depths[0] = alone.kernels.words[0], alone.kernels.depths[0]
     if alone.attention.sinks is not None:
         batch.attention.sinks.copy_(alone.attention.sinks)
-    positions = torch.arange(900, device=DEVICE)
+    positions = torch.arange(LONG, device=DEVICE)
     here, there = (p.kernels.cache.slot_mapping(torch.zeros_like(positions), positions) for p in (alone, batch))
     for ours, theirs in zip(alone.kernels.cache.layer(0), batch.kernels.cache.layer(0), strict=True):
         theirs[there] = ours[here]
 
 
 @pytest.mark.parametrize("rectangle", [False, True])
-def test_whole_or_cut_is_the_same(rectangle, monkeypatch):
+def test_whole_or_cut_is_the_same(short_parts, rectangle, monkeypatch):
     """Without memory for the sums of parts each context is read by one program, a few parts at a time."""
-    forest = Forest([1500, 300, 700], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2)
+    forest = Forest([375, 75, 175], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2)
     cut = forest.planted().by_kernels()
     monkeypatch.setattr(tree_metadata, "MAX_SUMS_BYTES", 0)
     planted = forest.planted()
@@ -124,8 +131,8 @@ def test_whole_or_cut_is_the_same(rectangle, monkeypatch):
     assert set(made.items[: made.counts[0], 2].tolist()) == {-1}
 
 
-def test_parts_are_added_in_their_order_whichever_ends_first():
-    planted = Forest([1500, 300], [5, 2], 2, 4).planted()
+def test_parts_are_added_in_their_order_whichever_ends_first(short_parts):
+    planted = Forest([375, 75], [5, 2], 2, 4).planted()
     exact = planted.by_kernels()
     (made,) = planted.kernels.trees.work_lists.values()
     count = int(made.counts[0])
@@ -136,9 +143,9 @@ def test_parts_are_added_in_their_order_whichever_ends_first():
         assert torch.equal(planted.by_kernels(), exact)
 
 
-def test_a_list_serves_every_layer_and_every_replay():
+def test_a_list_serves_every_layer_and_every_replay(short_parts):
     """What programs count is zero again after each launch; a replay makes the list for the lengths that there are."""
-    planted = Forest([900, 30], [4, 2], 2, 2, padding=1).planted()
+    planted = Forest([LONG, 8], [4, 2], 2, 2, padding=1).planted()
     trees = planted.kernels.trees
     counts = device_operations(lambda: [planted.by_kernels() for _ in range(3)])
     assert counts["attend"] == 3 and counts["list_work"] == 1
@@ -147,7 +154,7 @@ def test_a_list_serves_every_layer_and_every_replay():
     starts = planted.kernels.rows.starts.tolist()
     places = [(kv_head * len(planted.real) + starts[tree]) * 2 + place for tree, place in cut for kv_head in (0, 1)]
     assert cut and made.counts[1] == 0 and not made.arrivals[places].any()
-    for lengths in ([900, 30], [0, 700], [512, 511]):
+    for lengths in ([LONG, 8], [0, 175], [128, 127]):
         trees.lengths.copy_(torch.tensor(lengths))
         trees.work_lists.clear()
         assert torch.equal(planted.by_kernels(), planted.by_kernels())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
@@ -38,6 +41,18 @@ TREES = {
 }
 SOME_TREES = {name: TREES[name] for name in ("plain", "chain", "12 nodes", "60 nodes")}
 Oracle = tuple[list[list[int]], list[SamplingParams], list[PlainOutput]]
+
+
+def mostly_slow(fast: Iterable[tuple], *values: Iterable) -> list[ParameterSet]:
+    """Return all combinations of values as parameters of a test: the fast ones have each value at least once."""
+    fast = list(fast)
+    for used, each in zip(zip(*fast, strict=True), values, strict=True):
+        assert set(used) == set(each)
+    return [
+        pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in itertools.product(*values)
+    ]
+
+
 SAMPLING = [
     dict(),
     dict(temperature=0.8),
