@@ -18,7 +18,7 @@ from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
-from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, some_prompts
+from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, mostly_slow, some_prompts
 from tests.support.operations import watched_step
 from tests.support.toy_models import llama, llama_engine, run, sequence_of, word_ids
 
@@ -44,18 +44,19 @@ CONTROLS = {
 }
 
 
-def some_controlled(count: int, max_tokens: int = 20) -> list[SamplingParams]:
-    """Every control, greedy and sampled in turn, and every ninth sequence without any."""
+def some_controlled(count: int, max_tokens: int = 14) -> list[SamplingParams]:
+    """Every control, and every ninth sequence without any; 36 have each in every way of sampling."""
     params = []
     for i in range(count):
         values = [*CONTROLS.values(), {}][i % (len(CONTROLS) + 1)]
-        sampling = SAMPLING[i // 2 % len(SAMPLING)]
+        sampling = SAMPLING[(i + i // (len(CONTROLS) + 1)) % len(SAMPLING)]
         stops = (17, 33) if i % 4 == 3 else ()
         params.append(SamplingParams(max_tokens=max_tokens, seed=i, stop_token_ids=stops, **values, **sampling))
     return params
 
 
 def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], model: LlamaForCausalLM) -> list[PlainOutput]:
+    model.set_attn_implementation("sdpa")
     eos = frozenset([EOS])
     cases = zip(prompts, params, strict=True)
     return [reference_decode(model, ids, p, eos, bad_word_ids=word_ids(p)) for ids, p in cases]
@@ -63,26 +64,23 @@ def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], model:
 
 @pytest.fixture(scope="module")
 def oracle():
-    model, prompts, params = llama(), some_prompts(72, seed=3), some_controlled(72)
-    model.set_attn_implementation("sdpa")
-    plain = plain_outputs(prompts, params, model)
-    return prompts, params, plain
+    prompts, params = some_prompts(36, seed=3), some_controlled(36)
+    return prompts, params, plain_outputs(prompts, params, llama())
 
 
-SLOW_CHAIN = [pytest.param(tree, marks=[pytest.mark.slow] if tree == "chain" else []) for tree in SOME_TREES]
+FAST = [(1, "chain"), (1, "12 nodes"), (5, "60 nodes"), (32, "plain")]
 
 
-@pytest.mark.parametrize("tree", SLOW_CHAIN)
-@pytest.mark.parametrize("num_slots", [1, 5, 32])
+@pytest.mark.parametrize(("num_slots", "tree"), mostly_slow(FAST, (1, 5, 32), SOME_TREES))
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
-    prompts, params, plain = (some[: 18 * num_slots] for some in oracle)
+    prompts, params, plain = (some[: 9 * num_slots] for some in oracle)
     sequences = run(llama_engine(num_slots, *SOME_TREES[tree]), prompts, params)
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.controls) > 0
 
 
-@pytest.mark.parametrize("tree", SLOW_CHAIN)
+@pytest.mark.parametrize("tree", [pytest.param(t, marks=[pytest.mark.slow] * (t != "60 nodes")) for t in SOME_TREES])
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
@@ -95,7 +93,7 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
 @pytest.mark.parametrize("tree", ["plain", "12 nodes"])
 def test_both_halves_of_a_step_with_controls_are_replayed(oracle, tree, monkeypatch):
     """The second reads the first one's results in place: it is recorded again when the first one is."""
-    prompts, params, plain = (some[:24] for some in oracle)
+    prompts, params, plain = (some[:18] for some in oracle)
     engine, kinds = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=True), Counter()
     run_pass = engine.graphs.run
     monkeypatch.setattr(engine.graphs, "run", lambda key, *rest: kinds.update([key[0]]) or run_pass(key, *rest))
@@ -148,22 +146,33 @@ def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
         assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_preempted_sequences_keep_their_counts(graphs):
+@pytest.fixture(scope="module")
+def outgrowing():
+    """Sequences that together outgrow the space of their engine."""
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
-    params, model = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=50)], llama()
-    plain = plain_outputs(prompts, params, model)
-    engine = llama_engine(4, 8, 3, 4, kv_tokens=160, graphs=graphs, overlap=graphs)
+    params = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=36)]
+    return prompts, params, plain_outputs(prompts, params, llama())
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_preempted_sequences_keep_their_counts(outgrowing, graphs):
+    prompts, params, plain = outgrowing
+    engine = llama_engine(4, 8, 3, 4, kv_tokens=128, graphs=graphs, overlap=graphs)
     assert_equal(run(engine, prompts, params), plain)
     assert engine.counters.num_preemptions > 0
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(graphs):
+@pytest.fixture(scope="module")
+def long_prompts():
     header = some_prompts(1, seed=9)[0] * 70
-    prompts = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))]
-    params, model = some_controlled(18, max_tokens=12), llama()
-    plain = plain_outputs(prompts, params, model)
+    prompts, params = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))], some_controlled(18)
+    params = [replace(p, max_tokens=8, min_tokens=min(p.min_tokens, 5)) for p in params]
+    return prompts, params, plain_outputs(prompts, params, llama())
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(long_prompts, graphs):
+    prompts, params, plain = long_prompts
     engine = llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs)
     assert_equal(run(engine, prompts, params), plain)
 
@@ -207,12 +216,12 @@ THINKING = [
 @pytest.fixture(scope="module")
 def bounded():
     """Sequences with a bounded reasoning, some with other controls, and every seventh without a bound."""
-    prompts, markers, params, model = some_prompts(48, seed=11), [THINKING[i % 3] for i in range(48)], [], llama()
-    for i in range(48):
+    prompts, markers, params, model = some_prompts(21, seed=11), [THINKING[i % 3] for i in range(21)], [], llama()
+    for i in range(21):
         own = dict(logit_bias={5: 9.0, 17: 4.0, 33: 3.0}, bad_words=["5 5", "33 17"], min_tokens=4 * (i % 2))
         budget = [0, 1, 2, 4, 9, 30, None][i % 7]
         sampling = SAMPLING[i // 3 % len(SAMPLING)]
-        params.append(SamplingParams(max_tokens=24, seed=i, thinking_budget=budget, **own, **sampling))
+        params.append(SamplingParams(max_tokens=16, seed=i, thinking_budget=budget, **own, **sampling))
     model.set_attn_implementation("sdpa")
     plain = [
         reference_decode(model, ids, p, frozenset([EOS]), bad_word_ids=word_ids(p), reasoning=ids_)
@@ -221,11 +230,14 @@ def bounded():
     return prompts, params, markers, plain
 
 
-@pytest.mark.parametrize("tree", SLOW_CHAIN)
-@pytest.mark.parametrize("options", [{}, {"graphs": True, "overlap": True}], ids=["", "replayed"])
-def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, options):
+BOUNDED = [(False, "plain"), (False, "60 nodes"), (True, "chain"), (True, "12 nodes")]
+
+
+@pytest.mark.parametrize(("is_replayed", "tree"), mostly_slow(BOUNDED, (False, True), SOME_TREES))
+def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, is_replayed):
     prompts, params, markers, plain = bounded
-    sequences = run(llama_engine(5, *SOME_TREES[tree], **options), prompts, params, reasonings=markers)
+    engine = llama_engine(5, *SOME_TREES[tree], graphs=is_replayed, overlap=is_replayed)
+    sequences = run(engine, prompts, params, reasonings=markers)
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
@@ -249,7 +261,7 @@ def test_reasoning_has_at_most_as_many_tokens_as_it_may(bounded):
         assert most <= budget or not ends
         assert ends or len(thought) < budget + len(s.reasoning.closings[0]) or s.finish_reason == "stop"
         num_closed += bool(ends)
-    assert num_closed > 24
+    assert num_closed > len(prompts) // 2
 
 
 @pytest.mark.parametrize(
@@ -330,7 +342,7 @@ def test_controls_that_the_target_cannot_take_are_refused(controls, stops, messa
 def test_aborted_and_added_sequences_do_not_mix_their_counts(graphs):
     rng, model = random.Random(0), llama()
     engine = llama_engine(3, 12, 4, 4, graphs=graphs, overlap=graphs)
-    prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=14)
+    prompts, params = some_prompts(20, seed=5), some_controlled(20)
     sequences = [sequence_of(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
     waiting, done = list(sequences), []
     while waiting or engine.has_work:

@@ -54,10 +54,14 @@ def test_an_exact_drafter_is_found_out():
     assert merged(sequences[-48:]).mean_acceptance_length > 0.92 * (DEPTH + 1)
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return [s.output_ids for s in finished(max_nodes=0, max_depth=0, top_k=0)]
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.5, 5.0])
-def test_outputs_are_those_of_plain_decoding(noise):
+def test_outputs_are_those_of_plain_decoding(plain, noise):
     """A table has no near-ties to forgive: one row's logits are the same numbers in every batch."""
-    plain = [s.output_ids for s in finished(max_nodes=0, max_depth=0, top_k=0)]
     for learning in (
         {},
         dict(coupling=Coupling(DEPTH)),

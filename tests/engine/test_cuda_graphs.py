@@ -174,12 +174,12 @@ PARAMS = [
 
 
 @pytest.mark.parametrize(
-    "plan", [None, DraftPlan(4, 4), DraftPlan(5, 4, static_tree=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"]
+    "plan", [None, DraftPlan(2, 4), DraftPlan(5, 4, static_tree=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"]
 )
 @pytest.mark.parametrize("generation", [2, 3])
 def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
-    real, weights = llama(num_hidden_layers=7), head3() if generation == 3 else head()
-    layers = weights.feature_layers(7)
+    num_layers, weights = (7, head3()) if generation == 3 else (2, head())
+    real, layers = llama(num_hidden_layers=num_layers), weights.feature_layers(num_layers)
     kv_spec = probe(real, TargetModel(real, 1, 8).logits, 64)
     monkeypatch.setattr(target_module, "probe", lambda *_: kv_spec)  # it looks at numbers
     with fake_device(monkeypatch):

@@ -30,7 +30,7 @@ from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
-from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, some_params, some_prompts
+from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, mostly_slow, some_params, some_prompts
 from tests.support.kernels import compile_fails
 from tests.support.operations import device_operations
 from tests.support.toy_models import head3, llama_engine, run
@@ -69,14 +69,18 @@ def fits(engine: Engine) -> list[torch.Tensor]:
     return [ranking.calibration.fit.parameters, ranking.coupling.fit.parameters]
 
 
-@pytest.mark.parametrize("generation", [2, 3])
-@pytest.mark.parametrize("tree", [(0, 0, 0), (1, 1, 1), (12, 4, 4), (60, 6, 10)], ids=str)
+SHAPES = [(0, 0, 0), (1, 1, 1), (12, 4, 4), (60, 6, 10)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "generation"), mostly_slow(zip(SHAPES, (3, 2, 3, 2), strict=True), SHAPES, (2, 3)), ids=str
+)
 def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
     """Greedy and sampled, coupled, while sequences come and go: outputs, statistics, log-probabilities."""
     ours, theirs = engine(tree, generation), engine(tree, generation, graphs=False)
-    sequences = run(ours, *jobs(14))
-    assert_same(sequences, run(theirs, *jobs(14)))
-    assert [s.output_ids for s in sequences] == [s.output_ids for s in run(engine((0, 0, 0), generation), *jobs(14))]
+    sequences = run(ours, *jobs(10))
+    assert_same(sequences, run(theirs, *jobs(10)))
+    assert [s.output_ids for s in sequences] == [s.output_ids for s in run(engine((0, 0, 0), generation), *jobs(10))]
     assert ours.graphs.num_replayed > 2 * ours.graphs.num_captured > 0
     if ours.drafter.prefill_passes:  # what was learnt is the same too
         for ranking, other in ((ours.drafter.ranking, theirs.drafter.ranking),):
@@ -120,7 +124,7 @@ def test_pre_emption_changes_nothing():
 @pytest.mark.parametrize("off", [1, 12])
 def test_speculation_that_returns_reads_what_it_missed(off):
     engines = [engine((12, 4, 4), 2, graphs) for graphs in (True, False)]
-    prompts, params = some_prompts(8), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=60)]
+    prompts, params = some_prompts(8), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=44)]
     for each in engines:
         each.planner = OffAndOn(each.planner, off)
     ours, theirs = (run(each, prompts, params) for each in engines)
@@ -133,8 +137,8 @@ def test_whatever_is_planned_for_whomever():
     """Members, widths, depths and budgets at random: some drafts are replayed, some are not."""
     fickle = engine((20, 5, 4), 2, prefill_tokens=40)
     fickle.planner = Whimsical(seed=1)
-    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
-    assert [s.output_ids for s in run(fickle, *jobs(12))] == outputs
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(10))]
+    assert [s.output_ids for s in run(fickle, *jobs(10))] == outputs
 
 
 def test_a_static_tree_is_replayed():
@@ -158,8 +162,8 @@ def test_the_global_budget_fills_the_passes_that_there_are():
         observe(outcome)
 
     ours.planner.observe = watched
-    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
-    assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(10))]
+    assert [s.output_ids for s in run(ours, *jobs(10))] == outputs
     assert ours.planner.modes.mode is not Mode.WARM_UP and max(rows[True]) > (SLOTS, 0)
     assert all(n == ours.graphs.num_rows(n) for n, _ in rows[True])
     assert rows[False] and all(n == ours.graphs.batch_size(size) for n, size in rows[False])
@@ -335,7 +339,7 @@ def test_the_rows_that_read_pairs_are_the_fewest_that_surely_suffice(tree, overl
         return run_pass(key, function, inputs)
 
     monkeypatch.setattr(ours.graphs, "run", watched)
-    prompts, params = jobs(14)
+    prompts, params = jobs(10)
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
     assert seen and all(num <= batch * max_pairs and num <= rows for num, batch, rows in seen)

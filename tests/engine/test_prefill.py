@@ -108,7 +108,7 @@ def test_blocks_that_no_drafter_read_are_not_seen_by_it():
     assert_same(first_draft(engine, prompt), reused)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] if i > 1 else []) for i in range(6)])
 def test_drafting_that_comes_and_goes_changes_nothing(seed):
     rng = random.Random(seed)
     engine = fickle_engine(4, kv_tokens=BLOCK * rng.randint(5, 12), prefill_tokens=rng.choice([8, 40]))

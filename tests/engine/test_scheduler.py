@@ -228,9 +228,9 @@ def test_reused_prompts_draft_as_well_as_computed_ones(tree):
 def test_pre_empted_sequences_end_as_if_nothing_had_happened(tree):
     """Four sequences that grow to three blocks each over a pool of five: someone must wait."""
     engine = llama_engine(4, *tree, kv_tokens=5 * BLOCK)
-    added = sequences(prompts_of(20, 25, 28, 30), max_tokens=60)
+    added = sequences(prompts_of(20, 25, 28, 30), max_tokens=46)
     for sequence in added:
-        sequence.sampling = SamplingParams(max_tokens=60, seed=int(sequence.request_id), ignore_eos=True)
+        sequence.sampling = SamplingParams(max_tokens=46, seed=int(sequence.request_id), ignore_eos=True)
     finish(engine, added)
     assert engine.counters.num_preemptions > 0
     assert_plain(added)
@@ -239,9 +239,9 @@ def test_pre_empted_sequences_end_as_if_nothing_had_happened(tree):
 def test_whoever_runs_came_before_whoever_waits():
     """Pre-empted sequences too: the oldest is never sent back, and who is goes before all that came later."""
     engine = llama_engine(4, *TREE, kv_tokens=5 * BLOCK)
-    added = sequences(prompts_of(20, 25, 28, 30, 12, 9), max_tokens=60)
+    added = sequences(prompts_of(20, 25, 28, 30, 12, 9), max_tokens=46)
     for sequence in added:
-        sequence.sampling = SamplingParams(max_tokens=60, seed=int(sequence.request_id), ignore_eos=True)
+        sequence.sampling = SamplingParams(max_tokens=46, seed=int(sequence.request_id), ignore_eos=True)
         engine.add(sequence)
     while engine.has_work:
         step(engine)
@@ -298,7 +298,7 @@ def test_an_engine_with_little_space_can_be_measured(kv_tokens):
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "running", "pre-empted"])
 def test_an_abort_frees_everything(phase):
     engine = llama_engine(2, *TREE, kv_tokens=4 * BLOCK, prefill_tokens=16)
-    first, second, third = sequences(prompts_of(20, 40, 20), max_tokens=60)
+    first, second, third = sequences(prompts_of(20, 40, 20), max_tokens=46)
     for sequence in (first, second, third):
         engine.add(sequence)
     wanted = {
@@ -328,14 +328,14 @@ def test_soak(seed):
     rng = random.Random(seed)
     tree = rng.choice([PLAIN, TREE, (20, 4, 5)])
     engine = llama_engine(
-        rng.randint(1, 6), *tree, kv_tokens=BLOCK * rng.randint(4, 9), prefill_tokens=rng.choice([5, 17, 64, 512])
+        rng.randint(1, 6), *tree, kv_tokens=BLOCK * rng.randint(3, 7), prefill_tokens=rng.choice([5, 17, 64, 512])
     )
     headers = prompts_of(33, 64, 70, seed=seed)
     added, aborted, refused = [], [], 0
     for i in range(24):
         header = rng.choice([*headers, []])
         prompt = header[: rng.randint(0, len(header))] + prompts_of(rng.randint(1, 30), seed=rng.random())[0]
-        params = SamplingParams(max_tokens=rng.randint(1, 50), seed=i, ignore_eos=rng.random() < 0.5, **SAMPLING[i % 4])
+        params = SamplingParams(max_tokens=rng.randint(1, 30), seed=i, ignore_eos=rng.random() < 0.5, **SAMPLING[i % 4])
         sequence = Sequence(str(i), prompt, params)
         try:
             engine.add(sequence)

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import jsonschema
 import pytest
@@ -24,7 +25,7 @@ from eagle_ray.sampling import grammar_state
 from eagle_ray.sampling.control_state import ReasoningIds
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, some_prompts, weights_for
+from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, mostly_slow, some_prompts, weights_for
 from tests.support.schemas import LimitedMatcher
 from tests.support.tokenizers import toy_tokenizer
 from tests.support.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
@@ -102,22 +103,25 @@ def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], late: 
 
 @pytest.fixture(scope="module")
 def oracle():
-    prompts, params = some_prompts(52, seed=3), some_structured(52)
+    prompts, params = some_prompts(32, seed=3), some_structured(32)
     return prompts, params, plain_outputs(prompts, params)
 
 
-@pytest.mark.parametrize("tree", SOME_TREES)
-@pytest.mark.parametrize("num_slots", [1, 10])
+FAST = [(1, "plain"), (1, "12 nodes"), (10, "chain"), (10, "60 nodes")]
+
+
+@pytest.mark.parametrize(("num_slots", "tree"), mostly_slow(FAST, (1, 10), SOME_TREES))
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
-    prompts, params, plain = (some[: 12 + 4 * num_slots] for some in oracle)
+    prompts, params, plain = (some[: 8 * num_slots] for some in oracle)
     sequences = run(engine_with_grammars(num_slots, *SOME_TREES[tree]), prompts, params, specs_of(params))
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.grammar) > 0
 
 
-@pytest.mark.parametrize("tree", ["plain", "12 nodes"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "tree"), mostly_slow([(False, "plain"), (True, "12 nodes")], (False, True), ("plain", "12 nodes"))
+)
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
     engine = engine_with_grammars(6, *SOME_TREES[tree], graphs=True, overlap=overlap)
@@ -157,7 +161,7 @@ def test_outputs_are_what_their_grammars_say(oracle):
         if s.finish_reason == "stop" and s.grammar_spec.after is None:
             num_complete += 1
             check(s.grammar_spec, TEXT.decode(s.output_ids[:-1]))
-    assert num_complete > 20
+    assert num_complete > 12  # of 24
 
 
 def check(spec: GrammarSpec, text: str) -> None:
@@ -174,7 +178,7 @@ def check(spec: GrammarSpec, text: str) -> None:
 
 
 def test_a_grammar_after_a_token_leaves_what_comes_before_free():
-    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, choice=["abna"]) for i in range(24)]
+    params = [SamplingParams(max_tokens=40, temperature=1.0, seed=i, choice=["abna"]) for i in range(24)]
     prompts, late = some_prompts(24, seed=8), '["abna"]'
     sequences = run(engine_with_grammars(8, 12, 4, 4), prompts, params, specs_of(params, late))
     assert_equal(sequences, plain_outputs(prompts, params, late))
@@ -274,10 +278,15 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_lay
     return [outcome_of(s) for s in sequences]
 
 
-def check_conflicting(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> None:
+@cache
+def plain_outcomes(count: int, seed: int, num_layers: int) -> list[tuple]:
+    return outcomes("none", some_conflicting(count, seed), num_layers)
+
+
+def check_conflicting(method: str, count: int, seed: int) -> None:
     num_layers = 7 if method == "eagle3" else 2  # its head reads three of them
-    plain = outcomes("none", cases, num_layers)
-    drafted = outcomes(method, cases, num_layers)
+    plain = plain_outcomes(count, seed, num_layers)
+    drafted = outcomes(method, some_conflicting(count, seed), num_layers)
     assert {i: (a, b) for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b} == {}
     assert {(reason, error) for _, reason, error, *_ in plain} == {
         ("stop", None),
@@ -286,15 +295,18 @@ def check_conflicting(method: str, cases: list[tuple[SamplingParams, list[str]]]
     }
 
 
-@pytest.mark.parametrize("method", DRAFTED_BY)
+MERGED = ["ngram", "eagle2+suffix"]  # of whose sources auto merges all
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[pytest.mark.slow] * (m in MERGED)) for m in DRAFTED_BY])
 def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
-    check_conflicting(method, some_conflicting(32, seed=0))
+    check_conflicting(method, 32, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*DRAFTED_BY, "eagle3", "hydra", "draft_model", "eagle1", "sequoia"])
 def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
-    check_conflicting(method, some_conflicting(1000, seed=1))
+    check_conflicting(method, 1000, seed=1)
 
 
 @pytest.mark.parametrize("tree", SOME_TREES)
