@@ -35,7 +35,7 @@ from tests.support.checkpoints import (
     tensors_of,
     zlab_config,
 )
-from tests.support.engines import Whimsical, check_lossless, oracle_of, some_params, some_prompts
+from tests.support.engines import Oracle, Whimsical, check_lossless, oracle_of, some_params, some_prompts
 from tests.support.toy_models import best, llama, run
 from tests.support.trees import PROMPTS, Recording, path
 
@@ -166,24 +166,37 @@ def test_a_step_is_one_pass_however_deep_the_tree(tmp_path):
 
 
 @pytest.mark.parametrize("budget", ["uniform", "global"])
-def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, budget):
+def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, oracle, budget):
     """Greedy and sampled rows in one batch; blocks of both kinds."""
-    prompts, params = some_prompts(16), some_params(16, max_tokens=8)
-    oracle = oracle_of(prompts, params)
     for num_slots, causal in ((1, False), (16, True)) if budget == "uniform" else ((16, False),):
         head = published_head(tmp_path, zlab_config(causal_head=causal))
         speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
-@pytest.mark.parametrize("kind", PATH_CONFIGS)
-def test_outputs_with_path_heads_are_plain_decodings(tmp_path, kind):
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return oracle_of(some_prompts(16), some_params(16, max_tokens=8))
+
+
+# The budget weighs a path head's values as any other's, so that costs are measured for two kinds alone.
+MEASURED = ["vanilla", "rnn"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        pytest.param(kind, budget, marks=[pytest.mark.slow] if (kind in MEASURED) != (budget == "global") else [])
+        for kind in PATH_CONFIGS
+        for budget in ("uniform", "global")
+    ],
+)
+def test_outputs_with_path_heads_are_plain_decodings(tmp_path, oracle, kind, budget):
     """Greedy and sampled rows in one batch, ranked with calibration, coupling and confidence."""
-    prompts, params = some_prompts(8), some_params(8, max_tokens=8)
-    oracle = oracle_of(prompts, params)
+    oracle = tuple(some[:8] for some in oracle)
     head = published_head(tmp_path, PATH_CONFIGS[kind]())
-    for num_slots, budget in ((1, "uniform"), (8, "global")):
-        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
+    for num_slots, own in ((1, "uniform"), (8, budget)):
+        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=own)
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from eagle_ray.models import runtime as malloc
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 FAULTS = """
 import resource, sys, torch
 from eagle_ray.models.runtime import tune_malloc
