@@ -150,7 +150,7 @@ def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
 def outgrowing():
     """Sequences that together outgrow the space of their engine."""
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
-    params = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=36)]
+    params = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=50)]
     return prompts, params, plain_outputs(prompts, params, llama())
 
 

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
@@ -43,7 +42,7 @@ SOME_TREES = {name: TREES[name] for name in ("plain", "chain", "12 nodes", "60 n
 Oracle = tuple[list[list[int]], list[SamplingParams], list[PlainOutput]]
 
 
-def mostly_slow(fast: Iterable[tuple], *values: Iterable) -> list[ParameterSet]:
+def mostly_slow(fast: Iterable[tuple], *values: Iterable) -> list:
     """Return all combinations of values as parameters of a test: the fast ones have each value at least once."""
     fast = list(fast)
     for used, each in zip(zip(*fast, strict=True), values, strict=True):
