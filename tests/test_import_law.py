@@ -102,10 +102,15 @@ def package(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Dotted names of all modules a file imports, wherever in the file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -130,7 +135,10 @@ def imported_modules(path: Path) -> set[str]:
     return {name for name in found if name} - {name_of(path)}
 
 
-IMPORTED = {name: imported_modules(path) for name, path in MODULES.items() if name}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """Return our own modules that each module imports."""
+    return {name: imported_modules(path) for name, path in MODULES.items() if name}
 
 
 def unit(module: str) -> str:
@@ -141,12 +149,12 @@ def unit(module: str) -> str:
 
 def upwards() -> set[tuple[str, str]]:
     """Return the pairs of a module and one that it imports from its own level or above, outside its own package."""
-    pairs = {(module, other) for module, others in IMPORTED.items() for other in others}
+    pairs = {(module, other) for module, others in all_imports().items() for other in others}
     return {(a, b) for a, b in pairs if unit(a) != unit(b) and LEVEL[unit(b)] >= LEVEL[unit(a)]}
 
 
 def test_every_package_has_a_level():
-    assert {unit(module) for module in IMPORTED} == set(LEVEL)
+    assert {unit(module) for module in all_imports()} == set(LEVEL)
 
 
 def test_packages_and_sub_packages_import_downwards_only():
@@ -158,7 +166,7 @@ def test_packages_and_sub_packages_import_downwards_only():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    left, before = dict(IMPORTED), {}
+    left, before = dict(all_imports()), {}
     while left != before:  # drop what imports nothing of the rest, and what nothing of the rest imports
         before, used = left, set().union(*left.values())
         left = {module: others & left.keys() for module, others in left.items() if module in used}
@@ -167,7 +175,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_folders_import_each_other_only_where_listed():
-    folders = {(folder(module), folder(other)) for module, others in IMPORTED.items() for other in others}
+    folders = {(folder(module), folder(other)) for module, others in all_imports().items() for other in others}
     assert {f"{a}-{b}" for a, b in folders if a < b and (b, a) in folders} == set(MUTUAL.split())
 
 
@@ -177,7 +185,7 @@ def folder(module: str) -> str:
 
 
 def test_a_small_module_has_several_importers_or_belongs_to_its_only_one():
-    users = [*IMPORTED.values(), imported_modules(PACKAGE / "__init__.py")]
+    users = [*all_imports().values(), imported_modules(PACKAGE / "__init__.py")]
     importers = Counter(other for others in users for other in others)
     small = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) < MIN_LINES}
     packages = {name for name, path in MODULES.items() if path.stem in ("__init__", "__main__")}
@@ -193,7 +201,7 @@ def named_modules() -> set[str]:
 def test_functions_of_one_name_are_of_one_protocol():
     modules: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(module)
     shared = {
@@ -205,13 +213,13 @@ def test_functions_of_one_name_are_of_one_protocol():
 
 
 def test_no_module_imports_too_many_others():
-    many = {module: len(others) for module, others in IMPORTED.items() if len(others) > MAX_IMPORTS}
+    many = {module: len(others) for module, others in all_imports().items() if len(others) > MAX_IMPORTS}
     assert many == MANY_IMPORTS
 
 
 @pytest.mark.parametrize("step", ["job_plan", "claim", "execute", "settle"])
 def test_a_step_of_a_job_imports_little(step):
-    assert len(IMPORTED[f"batch.driver.{step}"]) <= MAX_IMPORTS_OF_A_STEP
+    assert len(all_imports()[f"batch.driver.{step}"]) <= MAX_IMPORTS_OF_A_STEP
 
 
 @pytest.mark.parametrize("library", HEAVY)
@@ -230,11 +238,11 @@ def test_the_engine_runs_without_ray_and_pydantic():
 
 def test_the_engine_and_the_drafters_reach_no_configuration():
     """They run where pydantic is not installed; what trains heads reads the configuration of that."""
-    engine = {name for name in IMPORTED if name.split(".")[0] in ENGINE_PACKAGES and not name.endswith(".recipe")}
+    engine = {name for name in all_imports() if name.split(".")[0] in ENGINE_PACKAGES and not name.endswith(".recipe")}
     reached, new = set(), engine
     while new:
         reached |= new
-        new = {other for name in new for other in IMPORTED.get(name, ())} - reached
+        new = {other for name in new for other in all_imports().get(name, ())} - reached
     assert not {name for name in reached if name.split(".")[0] in ("config", "batch", "serve", "assembly")}
 
 
@@ -264,7 +272,7 @@ def test_no_two_public_classes_share_a_name():
     names = Counter(
         node.name
         for path in FILES
-        for node in ast.parse(path.read_text()).body
+        for node in tree(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]
@@ -274,7 +282,5 @@ def test_no_two_public_classes_share_a_name():
 def test_a_central_noun_is_one_class(name):
     """A second class that ends so, such as a plan of replicas beside that of workers, would say the same once more."""
     ending = rf"{name.removesuffix('Plan')}Plan$" if name.endswith("Plan") else rf"^{name}$"
-    classes = [
-        node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
-    ]
+    classes = [node.name for path in FILES for node in tree(path).body if isinstance(node, ast.ClassDef)]
     assert [each for each in classes if re.search(ending, each)] == [name]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 from jaxtyping import install_import_hook
 
@@ -25,13 +27,16 @@ with install_import_hook(packages, "beartype.beartype"):
     from tests.support.engines import DRAFT_METHODS, engine_for
     from tests.support.toy_models import head, head3, llama, llama_engine, run
 
+import sys
+
 import torch
 
+max_tokens = int(sys.argv[1])
 values = dict(frequency_penalty=0.5, logit_bias={9: 2.0}, bad_words=["5 6"], min_tokens=2)
 params = [
-    SamplingParams(max_tokens=9, logprobs=True),
-    SamplingParams(temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, max_tokens=5),
-    SamplingParams(temperature=1.0, max_tokens=7, **values, allowed_token_ids=list(range(60))),
+    SamplingParams(max_tokens=max_tokens, logprobs=True),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, max_tokens=max_tokens // 2 + 1),
+    SamplingParams(temperature=1.0, max_tokens=max_tokens * 3 // 4 + 1, **values, allowed_token_ids=list(range(60))),
 ]
 for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
@@ -54,9 +59,10 @@ except Exception as error:
 """
 
 
-def test_every_shape_annotation_holds():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
-    )
+@pytest.mark.parametrize("max_tokens", [3, pytest.param(9, marks=pytest.mark.slow)])
+def test_every_shape_annotation_holds(max_tokens):
+    """Of answers of a few tokens: each method takes a step of each kind. The longer ones take more of the same."""
+    command = [sys.executable, "-c", SCRIPT, str(max_tokens)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the checker sees a wrong shape: TypeCheckError" in done.stdout

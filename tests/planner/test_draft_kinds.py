@@ -63,7 +63,7 @@ class World:
         draw = self.draw
         plans = []
         for _ in range(num_steps):
-            ids = [[self.first_id + draw.randrange(40) for _ in range(64)] for _ in range(size)]
+            ids = [draw.choices(range(self.first_id, self.first_id + 40), k=64) for _ in range(size)]
             batch = Batch([SimpleNamespace(prompt_ids=[], output_ids=each) for each in ids])
             plan = planner.plan(batch)
             draft = self._draft(plan, size)
@@ -133,12 +133,13 @@ def test_the_better_kind_is_on_where_both_pay():
     assert share(world.run(planner, 400), DraftKind.LOOKUPS) > 0.9
 
 
+@pytest.mark.parametrize("num_steps", [2000, pytest.param(7000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kinds", [BOTH, (DraftKind.MODEL,), (DraftKind.LOOKUPS,)])
-def test_where_nothing_pays_probes_become_rare_and_begin_again_with_other_texts(kinds):
+def test_where_nothing_pays_probes_become_rare_and_begin_again_with_other_texts(kinds, num_steps):
     world, planner = World(model=0.05, lookups=0.0), planner_of(*kinds)
     early = world.run(planner, 1000)
     planner.reset()
-    late = world.run(planner, 7000)
+    late = world.run(planner, num_steps)
     assert sum(p.is_drafting and not p.lookups_only for p in early) <= NUM_PROBES + 6
     assert sum(p.is_drafting and not p.lookups_only for p in late) <= 6
     plain_s = len(late) * flat().plain_seconds(NUM_SEQUENCES, 400)
@@ -195,20 +196,22 @@ class Reads:
         return self._counts[0], self._counts[1]
 
 
-def test_lookups_are_tried_as_soon_as_texts_repeat():
+@pytest.mark.parametrize("num_steps", [1500, pytest.param(6000, marks=pytest.mark.slow)])
+def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
     reads, world = Reads(), World(model=0.02, lookups=0.0)
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
-    world.run(planner, 6000)
+    world.run(planner, num_steps)
     assert planner.planner.modes.mode is Mode.OFF
     reads.share, world.lookups = 0.9, 0.9
     plans = world.run(planner, 3 * OFF_REVIEW_EVERY)
     assert planner.planner.modes.kind is DraftKind.LOOKUPS and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
 
 
-def test_texts_that_repeat_to_no_profit_are_not_tried_again_and_again():
+@pytest.mark.parametrize("num_steps", [1500, pytest.param(4000, marks=pytest.mark.slow)])
+def test_texts_that_repeat_to_no_profit_are_not_tried_again_and_again(num_steps):
     reads, world = Reads(), World(model=0.02, lookups=0.0)
     reads.share = 0.5
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
     world.run(planner, 1000)
-    plans = world.run(planner, 4000)
+    plans = world.run(planner, num_steps)
     assert share(plans, DraftKind.LOOKUPS) < 0.01

@@ -164,13 +164,20 @@ def test_the_openapi_document_and_the_server_take_the_same_bodies(body):
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
+@pytest.mark.parametrize("num_examples", [10, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", POSTS)
-def test_what_violates_the_openapi_document_is_refused_in_openais_form(app, path):
+def test_what_violates_the_openapi_document_is_refused_in_openais_form(app, path, num_examples):
     """Schemathesis draws it from the document and checks status, type and shape of each answer."""
     operation = schemathesis.openapi.from_asgi("/openapi.json", app)[path]["POST"]
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE))
-    @settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     def refuses(case):
         answer = case.call_and_validate()
         assert 400 <= answer.status_code < 500

@@ -158,12 +158,12 @@ def test_what_changes_nothing_is_taken(app):
 
 def test_bad_lists_of_a_million_are_refused_at_their_first_fault():
     """Not each of them: that took 19 s of everybody's time."""
-    for body in ({"prompt": [-1] * 1_000_000}, {"prompt": [{}] * 1_000_000}):
+    for body in ({"prompt": [-1] * 1_000_000}, {"prompt": [{}] * 100_000}):
         with pytest.raises(ApiError) as found:
             parse(CompletionRequest, json.dumps(body).encode())
         assert found.value.param == "prompt" and len(str(found.value)) < 400
     with pytest.raises(ApiError) as found:
-        parse(ChatRequest, json.dumps({"messages": [{}] * 300_000}).encode())
+        parse(ChatRequest, json.dumps({"messages": [{}] * 100_000}).encode())
     assert found.value.param == "messages[0].role"
 
 

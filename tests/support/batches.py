@@ -133,7 +133,7 @@ def _wait(condition: Callable[[], bool], servers: list[Server], seconds: float =
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end and all(server.poll() is None for server in servers)
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def _is_wrong(prompt: str) -> bool:
@@ -149,17 +149,20 @@ async def _respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
     return 200, json.dumps({"text": asked["prompt"], "usage": usage}).encode()
 
 
-def quicken(set_value: Callable[[object, str, float], None]) -> None:
-    """Make a runner look for work, flush and try again many times a second. set_value: setattr, or a test's own."""
+def quicken(set_value: Callable[[object, str, float], None], in_bucket: bool = False) -> None:
+    """Make a runner look for work, flush and try again many times a second. set_value: setattr, or a test's own.
+
+    in_bucket: fewer times, as each look at a bucket is several requests.
+    """
     for name in ("POLL_S", "FLUSH_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
-        set_value(batch_runner, name, 0.02)
+        set_value(batch_runner, name, 0.1 if in_bucket else 0.02)
     set_value(file_store, "CHUNK_BYTES", CHUNK_BYTES)
     for name, seconds in {"LEASE_S": LEASE_S, "SELF_FENCE_S": 0.7, "HEARTBEAT_S": 0.2, "POLL_S": 0.1}.items():
         set_value(lease, name, seconds)
 
 
 if __name__ == "__main__":
-    quicken(setattr)
+    quicken(setattr, sys.argv[1].startswith("s3://"))
     asyncio.run(BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run())
 
 
@@ -210,13 +213,13 @@ def runner_of(store, replicas, window=4, max_lines=1000, **more):
     return BatchRunner(store, BatchesConfig(max_lines=max_lines), replicas.respond, window, **more)
 
 
-async def run_until(runner, condition, seconds=120.0):
-    """Run the runner until the condition holds, then end it as a shutdown does."""
+async def run_until(runner, condition, seconds=120.0, poll_s=0.01):
+    """Run the runner until the condition holds, then end it as a shutdown does. poll_s: from look to look."""
     running, end = asyncio.ensure_future(runner.run()), time.monotonic() + seconds
     try:
         while not condition():
             assert time.monotonic() < end and not running.done()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(poll_s)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -225,7 +228,8 @@ async def run_until(runner, condition, seconds=120.0):
 def finish(store, runner, *batches):
     """Run the batches to their ends; return their records."""
     ids = {batch.id for batch in batches}
-    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}))
+    poll_s = 0.1 if store.root.is_s3 else 0.01
+    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}, poll_s=poll_s))
     return [store.find(batch.owner, batch.id) for batch in batches]
 
 

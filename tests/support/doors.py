@@ -66,9 +66,9 @@ MAX_SHOWN_CHARS = 160  # of one value of an accepted request
 ENGINE = {
     "model.dtype": "float32",
     "model.tool_parser": "hermes",
-    "speculative.max_nodes": 8,
-    "speculative.max_depth": 3,
-    "speculative.top_k": 4,
+    "speculative.max_nodes": 2,  # what a request becomes does not depend on the tree, what a step takes does
+    "speculative.max_depth": 1,
+    "speculative.top_k": 2,
     "speculative.budget": "uniform",
 }
 _recorded: contextvars.ContextVar[list[EngineSequence] | None] = contextvars.ContextVar("recorded", default=None)
@@ -159,7 +159,7 @@ class Doors:
     def python(self, calls: Sequence[Callable[[LLM], Any]]) -> list[Answered]:
         """Make each call; its outputs are the answer."""
         llm = self.llm
-        with ThreadPoolExecutor(AT_ONCE // 4) as threads:
+        with ThreadPoolExecutor(AT_ONCE) as threads:
             return list(threads.map(lambda call: contextvars.Context().run(_called, call, llm), calls))
 
     def configured(self, sets: Sequence[str]) -> list[Answered]:

@@ -12,6 +12,7 @@ Debian's chromium with its driver, or any others on the PATH, without a window.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import http.client
 import json
 import os
@@ -24,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +162,25 @@ def ask(app, path, body, **headers):
 
 def batch_rows(tmp_path, rows):
     """What a batch job makes of the rows, with the same pair."""
+    plan = plan_input(small_job(tmp_path, rows, **_pair_settings()))
+    assert not plan.carried_fields
+    requests = table_of(list(request_rows(plan)), request_schema([]))
+    answers: pa.Table = asyncio.run(_worker().answer(requests))
+    return answers.to_pylist()
+
+
+def _pair_settings():
     pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
-    pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
-    config = small_job(tmp_path, rows, **pair)
-    plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
-    try:
-        requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
-        answers: pa.Table = asyncio.run(worker.answer(requests))
-        return answers.to_pylist()
-    finally:
-        worker.close()
+    return pair | {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
+
+
+@cache
+def _worker() -> Worker:
+    """Return one worker for all tests of this process: its engine takes seconds to build."""
+    run = Run(StoragePath.of("out"), "run", 1, "hash")
+    worker = Worker(small_job(Path("nowhere"), **_pair_settings()), run, [], WorkerPlan())
+    atexit.register(worker.close)
+    return worker
 
 
 def texts(events):

@@ -109,14 +109,18 @@ def test_half_a_character_does_not_hide_the_text_before_it(text):
     assert kept(text, ids, ["the"], ids_per_step=100) == len(ids_of(text, "the"))
 
 
-@settings(deadline=None, max_examples=300)
-@given(data=st.data())
-def test_the_window_finds_what_decoding_everything_finds(text, data):
-    ids, stops = data.draw(outputs(text))
-    if stops:
-        per_step, min_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
-        wanted = kept_by_decoding_everything(text, ids, stops, min_tokens)
-        assert kept(text, ids, stops, per_step, min_tokens) == wanted
+@pytest.mark.parametrize("num_examples", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_window_finds_what_decoding_everything_finds(text, num_examples):
+    @settings(deadline=None, max_examples=num_examples)
+    @given(data=st.data())
+    def holds(data):
+        ids, stops = data.draw(outputs(text))
+        if stops:
+            per_step, min_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
+            wanted = kept_by_decoding_everything(text, ids, stops, min_tokens)
+            assert kept(text, ids, stops, per_step, min_tokens) == wanted
+
+    holds()
 
 
 def test_half_a_character_at_min_tokens_does_not_count_the_text_before_it_again(text):
@@ -150,21 +154,25 @@ def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
     assert text.final_text(ids, ["ello", "hello"]) == ""
 
 
-@settings(deadline=None, max_examples=300)
-@given(data=st.data())
-def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, data):
-    ids, stops = data.draw(outputs(text))
-    output = ids[: kept(text, ids, stops)] if stops else ids
-    whole, growing, told, per_step = (
-        text.final_text(output, stops),
-        text.decode_stream(stops),
-        "",
-        data.draw(st.integers(1, 6)),
-    )
-    for start in range(0, len(output) - per_step, per_step):
-        told += growing.grow(output[start : start + per_step])
-        assert whole.startswith(told)
-    assert told + growing.end(output) == whole
+@pytest.mark.parametrize("num_examples", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, num_examples):
+    @settings(deadline=None, max_examples=num_examples)
+    @given(data=st.data())
+    def holds(data):
+        ids, stops = data.draw(outputs(text))
+        output = ids[: kept(text, ids, stops)] if stops else ids
+        whole, growing, told, per_step = (
+            text.final_text(output, stops),
+            text.decode_stream(stops),
+            "",
+            data.draw(st.integers(1, 6)),
+        )
+        for start in range(0, len(output) - per_step, per_step):
+            told += growing.grow(output[start : start + per_step])
+            assert whole.startswith(told)
+        assert told + growing.end(output) == whole
+
+    holds()
 
 
 @pytest.mark.parametrize("min_tokens", [0, 2])
@@ -274,15 +282,19 @@ def test_a_text_that_ends_within_a_character_keeps_those_before_it(byte_tokens):
     assert byte_tokens.decode([*ids[:-1], 1]) == f"日é{REPLACEMENT_CHAR} hat"
 
 
-@settings(deadline=None, max_examples=200)
-@given(data=st.data())
-def test_bytes_that_are_no_character_do_not_take_a_text_back(byte_tokens, data):
-    spelled = [2 + byte for byte in "日é😀".encode()]
-    ids = data.draw(st.lists(st.sampled_from([1, 2 + 0xFF, *spelled]), min_size=1, max_size=20))
-    ids = data.draw(st.sampled_from([ids, spelled[: len(ids)], [*spelled, *ids]]))
-    growing, whole = byte_tokens.decode_stream([]), byte_tokens.final_text(ids, [])
-    told = ""
-    for token in ids:
-        told += growing.grow([token])
-        assert whole.startswith(told)
-    assert told + growing.end(ids) == whole
+@pytest.mark.parametrize("num_examples", [70, pytest.param(200, marks=pytest.mark.slow)])
+def test_bytes_that_are_no_character_do_not_take_a_text_back(byte_tokens, num_examples):
+    @settings(deadline=None, max_examples=num_examples)
+    @given(data=st.data())
+    def holds(data):
+        spelled = [2 + byte for byte in "日é😀".encode()]
+        ids = data.draw(st.lists(st.sampled_from([1, 2 + 0xFF, *spelled]), min_size=1, max_size=20))
+        ids = data.draw(st.sampled_from([ids, spelled[: len(ids)], [*spelled, *ids]]))
+        growing, whole = byte_tokens.decode_stream([]), byte_tokens.final_text(ids, [])
+        told = ""
+        for token in ids:
+            told += growing.grow([token])
+            assert whole.startswith(told)
+        assert told + growing.end(ids) == whole
+
+    holds()

@@ -32,7 +32,7 @@ def store(bucket):
 
 
 def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "POLL_S", 0.05)
+    monkeypatch.setattr(batch_runner, "POLL_S", 0.2)
     assert store.salt() == store.salt() and len(store.salt()) == 16
     batch = begin(store, ["a", "wrong", *"bcdef"])
     [record] = finish(store, runner_of(store, Replicas()), batch)
@@ -57,7 +57,7 @@ def test_two_writers_and_a_later_attempt_in_a_bucket(store):
 
 
 def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "POLL_S", 0.05)
+    monkeypatch.setattr(batch_runner, "POLL_S", 0.2)
     for file in OLD.rglob("*"):
         if file.is_file():
             (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())
@@ -68,7 +68,7 @@ def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypat
 
 
 def test_a_runner_that_loses_its_lease_stops_and_the_batch_goes_on_once_the_lease_is_free(store, monkeypatch):
-    quicken(monkeypatch.setattr)
+    quicken(monkeypatch.setattr, in_bucket=True)
     replicas = Replicas(seconds=0.1)
     batch = begin(store, [f"p{i}" for i in range(60)])
     lock, stops = store.work("all", batch.id) / LOCK, []
@@ -80,11 +80,12 @@ def test_a_runner_that_loses_its_lease_stops_and_the_batch_goes_on_once_the_leas
         stops.extend([True] * (bool(stops) and replicas.now == 0))
         return not store.open_ids()
 
-    asyncio.run(run_until(runner_of(store, replicas), is_over))
+    asyncio.run(run_until(runner_of(store, replicas), is_over, poll_s=0.1))
     outcome(store, store.find("all", batch.id))
     assert stops[1:]
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_line_stands_once_although_two_servers_of_a_bucket_are_killed(bucket, num_kills):
     kill_servers(f"{bucket}/kept", random.Random(num_kills), num_kills)

@@ -56,21 +56,28 @@ def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
     assert len(proxy.seen) == 1
 
 
-REFUSALS = [
-    Refuse(403, "AccessDenied"),
-    Refuse(403, "InvalidAccessKeyId"),
-    Refuse(400, "ExpiredToken"),
-    Refuse(404, "NoSuchBucket"),
-]
+DENIED, UNKNOWN_KEY = Refuse(403, "AccessDenied"), Refuse(403, "InvalidAccessKeyId")  # to us the same
+REFUSALS = [Refuse(400, "ExpiredToken"), Refuse(404, "NoSuchBucket")]
 
 
-@pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
-def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, proxy, monkeypatch, fault):
+@pytest.fixture
+def tries(monkeypatch) -> int:
+    """Fewer tries than there are: each of a job that is refused makes a new client."""
+    monkeypatch.setattr(s3, "WAITS_S", (0.01, 0.01))
+    return 3
+
+
+def and_slowly(fault):
+    return pytest.param(fault, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fault", [DENIED, and_slowly(UNKNOWN_KEY), *REFUSALS], ids=lambda fault: fault.code)
+def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, proxy, monkeypatch, tries, fault):
     monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     with extended_retries():
         (bucket / "a").write_atomic(b"first")
-        proxy.fail("PUT", fault, TRIES + 1)
-        proxy.fail("GET", fault, TRIES + 1)
+        proxy.fail("PUT", fault, tries + 1)
+        proxy.fail("GET", fault, tries + 1)
         (bucket / "a").write_atomic(b"second")
         assert read_json(bucket / "b") is None and (bucket / "a").read_bytes() == b"second"
         proxy.fail("PUT", fault, 100)
@@ -79,16 +86,16 @@ def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, 
     assert outcome_of(error.value).code == 5
 
 
-@pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
-def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, fault):
+@pytest.mark.parametrize("fault", [and_slowly(DENIED), UNKNOWN_KEY, *REFUSALS], ids=lambda fault: fault.code)
+def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, tries, fault):
     monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(s3, "answered_requests", set())
     proxy.fail("PUT", fault, 100)
-    for tries in (1, TRIES + 2):
-        with extended_retries() if tries > 1 else nullcontext(), pytest.raises(StorageError) as error:
+    for is_job in (False, True):
+        with extended_retries() if is_job else nullcontext(), pytest.raises(StorageError) as error:
             (bucket / "a").write_atomic(b"x")
         assert outcome_of(error.value).code == 2
-    assert len(proxy.seen) == 1 + TRIES + 2
+    assert len(proxy.seen) == 1 + tries + 2
 
 
 def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):

@@ -256,6 +256,7 @@ def test_batches_of_a_key_that_is_no_longer_accepted_wait_and_expire(store):
     assert store.find("key-1", wait.id).status == "validating"
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_every_line_stands_once_although_two_servers_are_killed_at_random(tmp_path, num_kills):
     kill_servers(str(tmp_path / "kept"), random.Random(num_kills), num_kills)
