@@ -289,7 +289,7 @@ def test_targets_of_odd_shapes(tmp_path, name):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed):
     """Stop checks run on rank 0 alone; blocks are short, so that sequences are preempted."""
-    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 50)]
+    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 90)]
     one = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
     plain = [sequence.output_ids for sequence in run(one, prompts, params)]
 
