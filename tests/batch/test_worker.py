@@ -83,7 +83,7 @@ def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
 
 
 def test_a_row_that_ignores_the_end_goes_on_past_it(make_job):
-    rows = [row | {"temperature": 1.0, "max_tokens": 400} for row in token_rows(12)]
+    rows = [row | {"temperature": 1.0, "max_tokens": 160} for row in token_rows(12)]
     slots = {"execution.slots": 12}  # all at once
     ended = [row for row in answers(make_job(rows, **slots)) if row["finish_reason"] == "stop"]
     assert ended

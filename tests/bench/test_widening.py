@@ -70,6 +70,7 @@ def outputs(model, eagle) -> list[tuple[list[int], list[int]]]:
     return [(s.output_ids, s.stats.histogram) for s in sequences]
 
 
+@pytest.mark.slow
 def test_ids_and_acceptance_stay(pairs):
     small, wide = pairs
     assert outputs(*wide) == outputs(*small)

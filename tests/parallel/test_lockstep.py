@@ -289,7 +289,7 @@ def test_targets_of_odd_shapes(tmp_path, name):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed):
     """Stop checks run on rank 0 alone; blocks are short, so that sequences are preempted."""
-    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 40)]
+    prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 90)]
     one = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
     plain = [sequence.output_ids for sequence in run(one, prompts, params)]
 
@@ -310,7 +310,7 @@ def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed
         assert engine.counters.num_preemptions
         return [None if s.request_id in aborted else s.output_ids for s in sequences]
 
-    args, speculative = replace(ARGS, kv_tokens=160), SpeculativeConfig(**UNIFORM | {"max_depth": 5}, method="eagle2")
+    args, speculative = replace(ARGS, kv_tokens=256), SpeculativeConfig(**UNIFORM | {"max_depth": 5}, method="eagle2")
     outputs, _ = with_ranks(2, tmp_path, TINY, speculative, args, work)
     expected = [ids[:3] if i % 5 == 0 else ids for i, ids in enumerate(plain)]
     assert all(own in (None, ids) for own, ids in zip(outputs, expected, strict=True))

@@ -23,16 +23,22 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class ForkedPopen(FreshPopen):
-    """Popen for ``[python, "-c", CODE, NAME, ...]`` as start_child calls it. NAME becomes the process's name."""
+    """Popen that forks ``[python, "-c", CODE, NAME, ...]``, as start_child calls it, and starts all else as Popen does.
+
+    NAME becomes the process's name.
+    """
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = _EXECUTE.bind(self, *arguments).arguments
-        assert asked["args"][1] == "-c"
+        command = asked["args"]
+        if not isinstance(command, list) or command[:2] != [sys.executable, "-c"]:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
         self.pid = os.fork()
         if not self.pid:
             if asked["start_new_session"]:
                 os.setsid()
-            _run(asked["args"][2:], asked["p2cread"], set(asked["pass_fds"]), asked["env"])
+            _run(command[2:], asked["p2cread"], set(asked["pass_fds"]), asked["env"])
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in _PIPES))  # type: ignore[attr-defined]
 
