@@ -88,6 +88,7 @@ def serve(name: str) -> Callable[[], object]:
         listener.listen(64)  # who asks now is answered later
         for module in PRELOADED:
             import_module(module)
+        import_module("torch").set_num_threads(1)  # as where it is imported by a task, for which Ray says so
         use_spare(os.environ.get(SPARE))
         gc.collect()
         gc.freeze()  # collections in children copy none of their pages
