@@ -80,17 +80,20 @@ def ray_session(s3_endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     prepare_ray_environment(LOCAL)
     import ray
 
-    start = partial(
-        ray.init,
-        address="local",  # never a cluster that happens to run on this machine
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        _system_config={"metrics_report_interval_ms": 1000},  # what a test waits for
-    )
-    with warm_workers(start), spare_engine(tmp_path_factory.mktemp("spare")):
+    from eagle_ray.batch.driver import cluster
+
+    options = {
+        "num_cpus": 2,
+        "object_store_memory": 100 << 20,
+        "_system_config": {"metrics_report_interval_ms": 1000, "worker_niceness": 0},  # what tests wait for
+    }
+
+    def start() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster, "LOCAL_OPTIONS", cluster.LOCAL_OPTIONS | options)
+            cluster.connect(LOCAL)  # never a cluster that happens to run on this machine
+
+    with spare_engine(tmp_path_factory.mktemp("spare")), warm_workers(start):
         yield
         ray.shutdown()
 

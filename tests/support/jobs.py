@@ -89,7 +89,7 @@ def start_driver(config: JobConfig, ray_address: str = "local") -> subprocess.Po
     Its engines are forked from the session's spare one, if there is one, and not from one of its own.
     """
     config = with_changes(config, execution={"ray_address": ray_address})
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_worker_niceness": "0"}
     command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

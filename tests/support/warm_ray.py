@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from tests.support import ray_worker
+from tests.support.jobs import SPARE
 from tests.support.processes import children_of, title_of
 from tests.support.ray_worker import ADDRESS, FIRST_JOB, STREAMS
 from tests.support.warm_python import WarmPopen
@@ -87,6 +88,8 @@ def serve(name: str) -> Callable[[], object]:
         listener.listen(64)  # who asks now is answered later
         for module in PRELOADED:
             import_module(module)
+        import_module("torch").set_num_threads(1)  # as where it is imported by a task, for which Ray says so
+        use_spare(os.environ.get(SPARE))
         gc.collect()
         gc.freeze()  # collections in children copy none of their pages
         while 0 not in select.select([0, listener], [], [])[0]:
@@ -95,11 +98,21 @@ def serve(name: str) -> Callable[[], object]:
                 asked = json.loads(receive(end, int.from_bytes(length, "big")))
                 if os.fork() == 0:
                     listener.close()
-                    return take_over(files, *asked)
+                    try:
+                        return take_over(files, *asked)
+                    except OSError:
+                        os._exit(1)
                 for file in files:
                     os.close(file)
                 end.sendall(b"\1")
     os._exit(0)
+
+
+def use_spare(spare: str | None) -> None:
+    """Have actors that were given no spare engine's address, as those of a Dataset are, fork from the session's."""
+    actor = import_module("eagle_ray.batch.worker.actor")
+    fork = actor.fork_engine
+    actor.fork_engine = lambda address: fork(address or spare)
 
 
 def receive(end: socket.socket, size: int) -> bytes:
