@@ -49,7 +49,6 @@ def seconds_per_token(
 ) -> tuple[float, SimulatedPlanner]:
     """Made-up seconds for each token of the same prompts, batch_size of them at a time."""
     made, prompts = pair
-    prompts = prompts[: max(4, batch_size)]
     priced = made.engine.planner = SimulatedPlanner(planner, costs or flat())
     num_tokens = 0
     for start in range(0, len(prompts), batch_size):
