@@ -170,7 +170,7 @@ def test_a_limit_that_a_number_exceeds_is_named():
     )
 
 
-def test_a_lone_stop_is_a_list_and_an_empty_section_is_its_defaults(tmp_path):
+def test_single_stop_is_a_list_and_empty_section_is_its_defaults(tmp_path):
     config = load("sampling.stop=END", path=write(tmp_path / "job.yaml", "sampling:\nreport:\n"))
     assert config.sampling.stop == ["END"]
     assert config.sampling.max_tokens == 256
@@ -269,7 +269,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, text, wanted):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_path_that_the_locale_cannot_read_is_refused_with_the_reason(monkeypatch, encoding):
+def test_path_not_readable_in_the_locale_is_refused_with_reason(monkeypatch, encoding):
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
     with pytest.raises(ConfigError) as error:
         load_config(None, env={}, overrides={"input.path": "sp\udcc3\udcbc.jsonl", "output.path": "out"})
@@ -288,7 +288,7 @@ def test_storage_that_is_not_supported_is_refused_by_name(setting):
     assert refusal(setting).startswith(f"{key}: unsupported storage {path!r}. Use a local path")
 
 
-def test_more_levels_than_nodes_and_more_nodes_than_candidates_are_legal():
+def test_levels_above_nodes_and_nodes_above_candidates_are_legal():
     config = load("speculative.max_depth=9", "speculative.max_nodes=2", "speculative.top_k=1")
     assert (config.speculative.max_depth, config.speculative.max_nodes) == (9, 2)
     assert load("speculative.max_nodes=500", "speculative.max_depth=1").speculative.max_nodes == 500
@@ -301,7 +301,7 @@ def test_the_embedded_head_goes_with_the_embedded_target_only():
     assert "model.draft: missing; method eagle2 needs an EAGLE head for org/model" in missing
 
 
-def test_sources_name_what_drafts_and_a_merge_is_a_spelling_of_them():
+def test_sources_list_drafters_and_a_merged_method_is_the_same():
     job = load("speculative.sources=[head, suffix]")
     assert (job.speculative.merged_methods, job.speculative.drafts_grammars) == ("head+suffix", False)
     assert load().method_name == "head+suffix+ngram"
@@ -321,7 +321,7 @@ def test_another_attempt_may_draft_from_other_sources():
 
 
 @pytest.mark.parametrize("text", ["2024-99-99", "0x_", "!!bool maybe"])
-def test_a_scalar_that_yaml_cannot_read_is_itself_or_names_the_file(tmp_path, text):
+def test_scalar_that_yaml_cannot_read_is_text_or_names_the_file(tmp_path, text):
     assert load(f"name={text}").name == text
     assert load(env={"EAGLE_RAY__NAME": text}).name == text
     job = write(tmp_path / "job.yaml", f"name: {text}")
@@ -405,7 +405,7 @@ def test_a_resume_may_change_what_decides_no_token(setting):
     assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == []
 
 
-def test_a_run_recorded_before_a_key_existed_has_the_same_configuration():
+def test_run_recorded_before_a_key_has_the_same_configuration():
     recorded = load().model_dump(mode="json")
     del recorded["input"]["on_unknown"]
     assert changed_keys(recorded, load().model_dump(mode="json")) == []
@@ -441,7 +441,7 @@ def test_reading_a_configuration_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def test_keys_that_a_record_of_an_older_release_lacks_do_not_make_it_another_job():
+def test_keys_missing_from_an_old_record_do_not_change_the_job():
     config = load("on_finish.webhook=https://a.b/c")
     new = config.model_dump(mode="json")
     old = recorded(load())
@@ -468,13 +468,13 @@ def test_what_on_finish_holds_is_not_recorded_and_not_printed():
         (["speculative.budget=uniform", "speculative.ranking=coupled"], "coupled"),
     ],
 )
-def test_a_uniform_budget_ranks_as_published_unless_told_otherwise(sets, ranking):
+def test_uniform_budget_ranks_as_published_unless_configured(sets, ranking):
     config = load_config(None, sets=[*sets, "input.path=a.jsonl", "output.path=o"], env={})
     assert config.speculative.ranking == ranking
 
 
 @pytest.mark.parametrize(("old", "ranking"), [(True, "coupled"), (False, "calibrated")])
-def test_keys_of_older_releases_are_upgraded_in_records_and_refused_elsewhere(old, ranking):
+def test_old_keys_are_upgraded_in_records_and_refused_elsewhere(old, ranking):
     config = load("sampling.temperature=0.5")
     record = config.model_dump(mode="json")
     record["output"]["format"], record["logging"]["format"] = "parquet", "text"

@@ -184,7 +184,7 @@ def folder(module: str) -> str:
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0] or module
 
 
-def test_a_small_module_has_several_importers_or_belongs_to_its_only_one():
+def test_small_module_has_several_importers_or_is_an_exception():
     users = [*all_imports().values(), imported_modules(PACKAGE / "__init__.py")]
     importers = Counter(other for others in users for other in others)
     small = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) < MIN_LINES}

@@ -57,7 +57,7 @@ def job(tmp_path: Path, target: str, draft: str) -> list[str]:
     return ["validate", "-i", f"{tmp_path}/rows.jsonl", "-o", f"{tmp_path}/out", *models]
 
 
-def test_where_only_the_head_is_out_of_reach_the_prompts_are_looked_at(no_hub, tmp_path, capsys):
+def test_prompts_are_checked_if_only_the_head_is_unreachable(no_hub, tmp_path, capsys):
     write_tokenizer(tmp_path / "target")
     (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET_JSON))
     assert cli.main(job(tmp_path, str(tmp_path / "target"), "org/head")) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.row_invariants import STATISTICS, broken_laws
+from tests.support.row_invariants import STATISTICS, broken_invariants
 
 GOOD = {
     "status": "ok",
@@ -67,17 +67,17 @@ BROKEN = {
 
 
 def test_good_rows_break_no_law():
-    assert broken_laws(GOOD) == [] and broken_laws(ERROR) == []
+    assert broken_invariants(GOOD) == [] and broken_invariants(ERROR) == []
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_wrong_count_is_noticed(name):
-    assert broken_laws(GOOD | {name: BROKEN[name]})
+    assert broken_invariants(GOOD | {name: BROKEN[name]})
 
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_error_rows_have_no_statistics(name):
-    assert broken_laws(ERROR | {name: GOOD[name]}) == [f"an error row has {name} {GOOD[name]!r}, not null"]
+    assert broken_invariants(ERROR | {name: GOOD[name]}) == [f"an error row has {name} {GOOD[name]!r}, not null"]
 
 
 def test_a_row_without_steps_has_no_acceptance_length():
@@ -103,5 +103,5 @@ def test_a_row_without_steps_has_no_acceptance_length():
         "num_draft_tokens": 0,
         "num_accepted_draft_tokens": 0,
     }
-    assert broken_laws(GOOD | nothing) == []
-    assert broken_laws(GOOD | nothing | {"mean_acceptance_length": 1.0})
+    assert broken_invariants(GOOD | nothing) == []
+    assert broken_invariants(GOOD | nothing | {"mean_acceptance_length": 1.0})

@@ -34,7 +34,7 @@ def test_a_short_start_is_silent(messages):
     assert messages == []
 
 
-def test_the_last_line_has_the_seconds_of_all_parts_that_took_any(messages, monkeypatch):
+def test_last_line_has_the_seconds_of_all_parts_that_took_time(messages, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(start_log, "time", SimpleNamespace(monotonic=lambda: now[0]))
     start = StartLog()

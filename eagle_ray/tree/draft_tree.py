@@ -1,7 +1,7 @@
 """DraftTree: B trees of candidate tokens as six [B, N] tensors, their packing into the rows of one verify pass, and the
 accepted paths.
 
-Node 0 is the root, the last committed token. Invariants of every tree (``check_laws`` in the tests): parents come
+Node 0 is the root, the last committed token. Invariants of every tree (``check_tree`` in the tests): parents come
 before their children; nodes are in breadth-first order; a child's log value never exceeds its parent's; siblings have
 different tokens; valid nodes are a prefix of each row.
 

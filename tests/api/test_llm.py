@@ -90,7 +90,7 @@ def test_greedy_and_sampled_ids_are_plain_decodings(llm, plain):
     assert any(sample.num_accepted_draft_tokens for output in drafted for sample in output.outputs)
 
 
-def test_an_output_has_what_the_users_of_vllm_expect_and_its_acceptance(llm):
+def test_output_has_vllm_fields_and_acceptance_statistics(llm):
     [output] = llm.chat(CHAT, SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1))
     [sample] = output.outputs
     assert output.finished and output.error is None and output.prompt.endswith("<|assistant|>")
@@ -280,7 +280,7 @@ def test_an_id_comes_back_whatever_it_is(plain):
     assert (first, second, third) == ("prompts:0", "prompts:7", "5") and fourth.isdecimal()
 
 
-def test_tokens_and_schemas_that_no_output_can_have_are_errors_in_our_words(llm):
+def test_impossible_stop_tokens_and_schemas_are_named_errors(llm):
     asked = [
         (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids: token id 1000000 is not in the target's vocabulary"),
         (SamplingParams(json_schema=False), "json_schema: false allows no output. Give a schema that some JSON fits"),
@@ -349,7 +349,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory in /proc")
 @pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
-def test_twenty_llms_that_are_closed_or_dropped_leave_neither_threads_nor_memory(count):
+def test_closed_or_dropped_llms_leak_neither_threads_nor_memory(count):
     resident = []
     for number in range(count):
         before = threading.enumerate()

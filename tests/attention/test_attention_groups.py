@@ -5,7 +5,7 @@ import random
 from eagle_ray.attention.attention_groups import CALL_COST, READ_COST, group_sequences
 
 
-def work(members: list[int], lengths: list[int], sizes: list[int]) -> float:
+def attention_work(members: list[int], lengths: list[int], sizes: list[int]) -> float:
     longest, largest = max(lengths[i] for i in members), max(sizes[i] for i in members)
     return len(members) * longest * (READ_COST + largest) / (READ_COST + 1)
 
@@ -18,8 +18,8 @@ def test_groups_hold_every_sequence_once_and_pay_for_themselves():
         groups = group_sequences(lengths, sizes, num_layers=16)
         assert sorted(i for group in groups for i in group.members) == list(range(len(lengths)))
         assert all(group.size == max(sizes[i] for i in group.members) for group in groups)
-        saved = work(list(range(len(lengths))), lengths, sizes)
-        saved -= sum(work(group.members, lengths, sizes) for group in groups)
+        saved = attention_work(list(range(len(lengths))), lengths, sizes)
+        saved -= sum(attention_work(group.members, lengths, sizes) for group in groups)
         assert saved >= CALL_COST * (len(groups) - 1)
         apart += len(groups) > 1
     assert apart > 100
@@ -33,6 +33,6 @@ def test_who_is_longer_or_has_a_larger_tree_attends_apart():
     assert len(group_sequences([100] * 16, [2] * 16, 16)) == 1
 
 
-def test_few_layers_do_not_make_up_for_what_a_group_takes_to_make():
+def test_model_of_few_layers_has_one_attention_group():
     lengths, sizes = [100] * 16, [2] * 12 + [6] * 4
     assert len(group_sequences(lengths, sizes, 16)) == 2 and len(group_sequences(lengths, sizes, 1)) == 1

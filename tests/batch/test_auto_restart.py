@@ -67,7 +67,7 @@ def no_cluster() -> list[str]:
         return ["--set", f"execution.ray_address=127.0.0.1:{server.getsockname()[1]}"]
 
 
-def test_the_wait_doubles_up_to_a_limit_and_is_shortened_at_random():
+def test_restart_delay_doubles_up_to_a_limit_with_jitter():
     restarts = RestartsConfig(backoff_s=2.0, max_backoff_s=60.0)
     for number, longest in enumerate([2, 4, 8, 16, 32, 60, 60]):
         waits = {delay_s(restarts, number) for _ in range(200)}
@@ -81,7 +81,7 @@ def here(capfd, *flags: str) -> tuple[int, str]:
     return code, capfd.readouterr().err
 
 
-def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_path, capfd, warm_python):
+def test_transient_end_is_restarted_to_the_limit_and_reported(flags, tmp_path, capfd, warm_python):
     code, said = here(capfd, *flags, *no_cluster())
     assert code == 5, said
     assert said.count("reading the input") == 2
@@ -138,7 +138,7 @@ def test_an_interrupt_that_logging_swallows_ends_the_wait(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_attempt_in_order_and_a_dead_parent_its_child(flags, tmp_path):
+def test_interrupt_ends_an_attempt_and_a_dead_parent_its_child(flags, tmp_path):
     run = start(*flags)
     data = tmp_path / "out" / "data"
     wait_for(lambda: list(data.glob("*.parquet")), run)
@@ -162,7 +162,7 @@ def test_an_interrupt_ends_the_attempt_in_order_and_a_dead_parent_its_child(flag
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet", "driver"])
-def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(flags, tmp_path, name):
+def test_killed_ray_or_driver_is_restarted_with_each_id_once(flags, tmp_path, name):
     """Although the command says --overwrite: what the first attempt made stays."""
     run = start(*flags, "--overwrite")
     data = tmp_path / "out" / "data"
@@ -182,7 +182,7 @@ def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(f
     assert (told["exit_code"], told["restarts"], told["rows"]) == (0, 1, 24)
 
 
-def test_a_child_whose_parent_died_before_it_could_ask_ends_at_once():
+def test_child_of_a_parent_that_already_died_ends_at_once():
     """PID 1 adopts such a child, so its parent is not the one that it was started by."""
     module = "eagle_ray.core.child_process"
     child = f"from {module} import end_with_parent\nend_with_parent(2**22 + 1, {signal.SIGTERM:d})\nprint('still here')"

@@ -42,7 +42,7 @@ def test_drafts_and_plain_decoding_are_timed_over_the_same_rows(job, rows):
     assert found["speed_up"] == pytest.approx(found["tokens_per_s"] / found["plain_tokens_per_s"])
 
 
-def test_rows_that_ranks_have_made_are_decoded_again_in_one_process(job, rows):
+def test_rows_of_several_ranks_are_verified_in_one_process(job, rows):
     twin = BaselineComparison(with_changes(job, execution={"tensor_parallel": 2}), WorkerPlan())
     assert twin.draft_engine.lockstep is ALONE
     assert twin.verify(rows)["identical"] == len(rows) > 0
@@ -55,7 +55,7 @@ def test_neither_pass_finds_the_other_ones_prompts(job, rows):
     assert twin.plain_engine.counters.num_reused_tokens == before == twin.draft_engine.counters.num_reused_tokens
 
 
-def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, rows, monkeypatch):
+def test_plain_decoding_is_replayed_and_overlapped_like_drafts(job, rows, monkeypatch):
     monkeypatch.setenv(GRAPHS, "on")
     twin = BaselineComparison(job, WorkerPlan())
     assert twin.verify(rows)["identical"] == len(rows) > 0

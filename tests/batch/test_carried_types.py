@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 @pytest.fixture(scope="module")
-def done(ray_session, tmp_path_factory) -> tuple[pa.Table, pa.Table]:
+def finished_tables(ray_session, tmp_path_factory) -> tuple[pa.Table, pa.Table]:
     """The input and the output of a job, both sorted by id, the output's second samples left out."""
     directory = tmp_path_factory.mktemp("types")
     rows = [{**row, "id": f"q{i}"} for i, row in enumerate(token_rows(NUM_ROWS))]
@@ -55,8 +55,8 @@ def read_output(data: Path) -> pa.Table:
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_type_and_values_are_kept(done, name, tmp_path):
-    before, after = done
+def test_type_and_values_are_kept(finished_tables, name, tmp_path):
+    before, after = finished_tables
     pq.write_table(before.select([name]), tmp_path / "a.parquet")
     stored = pq.read_schema(tmp_path / "a.parquet").field(name)
     column = after[f"input_{name}" if name == "text" else name]
@@ -65,6 +65,6 @@ def test_type_and_values_are_kept(done, name, tmp_path):
     assert decoded.to_pylist() == before[name].to_pylist()
 
 
-def test_the_jobs_own_column_keeps_its_name(done):
-    assert done[1]["text"].null_count == NUM_ROWS  # the pair has no tokenizer
-    assert done[1]["status"].to_pylist() == ["ok"] * NUM_ROWS
+def test_the_jobs_own_column_keeps_its_name(finished_tables):
+    assert finished_tables[1]["text"].null_count == NUM_ROWS  # the pair has no tokenizer
+    assert finished_tables[1]["status"].to_pylist() == ["ok"] * NUM_ROWS

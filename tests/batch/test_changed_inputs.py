@@ -19,7 +19,14 @@ from eagle_ray.batch.driver.run import run_job
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.row_index import INDEX
 from tests.support.jobs import MakeJob
-from tests.support.starts import answered, append, cut_off, flipped, rows, without_segments
+from tests.support.starts import (
+    answered_prompts,
+    append,
+    delete_segments,
+    flip_segment_bits,
+    rows,
+    truncate_index_files,
+)
 
 
 def test_a_file_after_the_count_is_counted_at_the_next_start(make_job: MakeJob, engine, tmp_path, monkeypatch):
@@ -35,11 +42,11 @@ def test_a_file_after_the_count_is_counted_at_the_next_start(make_job: MakeJob, 
     run_job(config)
     monkeypatch.setattr(settle, "summarize_run", summarize)
     run_job(config)
-    assert answered(tmp_path).keys() == set("abcdefg")
+    assert answered_prompts(tmp_path).keys() == set("abcdefg")
 
 
-@pytest.mark.parametrize("damage", [cut_off, without_segments, flipped])
-def test_a_damaged_index_of_a_finished_run_is_built_again_where_it_is_needed(
+@pytest.mark.parametrize("damage", [truncate_index_files, delete_segments, flip_segment_bits])
+def test_damaged_index_of_a_finished_run_is_rebuilt_if_needed(
     make_job: MakeJob,
     engine,
     tmp_path,
@@ -52,7 +59,7 @@ def test_a_damaged_index_of_a_finished_run_is_built_again_where_it_is_needed(
     run_job(config)  # needs no row
     engine.bad = set()
     assert run_job(config, retry_errors=True)["total"]["errors"] == 0
-    assert answered(tmp_path).keys() == set("abcdefg")
+    assert answered_prompts(tmp_path).keys() == set("abcdefg")
 
 
 def test_content_that_changed_behind_an_old_time_is_found(make_job: MakeJob, engine, tmp_path):
@@ -76,7 +83,7 @@ def test_a_file_that_moved_may_grow(make_job: MakeJob, engine, tmp_path, num_sta
         run_job(config)
     append(path, rows("d"))
     run_job(config)
-    assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
+    assert sorted(engine.made) == list("abcd") and answered_prompts(tmp_path).keys() == set("abcd")
     path.write_text(path.read_text().replace("Hi a", "Ho a"))
     with pytest.raises(OutputMismatch):
         run_job(config)
@@ -89,11 +96,11 @@ def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob
     *lines, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + last[:12])
     run_job(config)
-    assert answered(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
+    assert answered_prompts(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
     with path.open("a") as file:
         file.write(last[12:] + json.dumps({"id": "d", "prompt": "Hi d"}))
     run_job(config)
-    assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
+    assert sorted(engine.made) == list("abcd") and answered_prompts(tmp_path).keys() == set("abcd")
     assert "has grown" in caplog.text and "rewritten" not in caplog.text
     path.write_text(path.read_text() + " x")
     with pytest.raises(OutputMismatch, match=r"row 3 of .*in.jsonl, which is gone"):
@@ -111,7 +118,7 @@ def test_a_last_line_without_an_end_may_get_one(make_job: MakeJob, engine, tmp_p
     with path.open("a") as file:
         file.write(" \n")  # no other row
     run_job(config)
-    assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
+    assert sorted(engine.made) == list("abcd") and answered_prompts(tmp_path).keys() == set("abcd")
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.parquet"])
@@ -168,7 +175,7 @@ def test_a_row_may_move_to_another_file(make_job: MakeJob, engine, tmp_path):
         run_job(config)
 
 
-def test_answered_rows_keep_their_carried_columns_and_the_log_says_so(make_job: MakeJob, engine, tmp_path, caplog):
+def test_answered_rows_keep_carried_columns_and_the_log_says_so(make_job: MakeJob, engine, tmp_path, caplog):
     caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job([row | {"category": "one"} for row in rows(*"abc")])
     run_job(config)

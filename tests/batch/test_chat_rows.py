@@ -20,7 +20,7 @@ from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.tokenizers import LLAMA3, MISTRAL, QWEN3, R1, special_tokenizer, thinking_target, write_tokenizer
 from tests.support.workers import ScriptedEngine
 
@@ -31,7 +31,7 @@ THINKING = "<think>\nHm.\n</think>\n\n"
 
 
 @pytest.fixture
-def answered(make_job, tmp_path):
+def answer_rows(make_job, tmp_path):
     """A function of rows: the output rows of a worker, whose engine writes `text` where that is given."""
 
     def rows_of(rows, template, text=None, **settings):
@@ -56,7 +56,7 @@ def answered(make_job, tmp_path):
     return rows_of
 
 
-def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
+def test_answer_parts_have_columns_and_text_stays_whole(answer_rows):
     rows = [
         {"id": "tools", "messages": ASK, "tools": [ADD], "n": 2},
         {"id": "plain", "messages": ASK},
@@ -66,7 +66,7 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
         {"id": "choice", "messages": ASK, "tool_choice": "all"},
         {"id": "prompt", "prompt": "Add", "tools": [ADD]},
     ]
-    answers = answered(rows, QWEN3, f"{THINKING}I add.\n{CALL}", **{"sampling.max_tokens": 200})
+    answers = answer_rows(rows, QWEN3, f"{THINKING}I add.\n{CALL}", **{"sampling.max_tokens": 200})
     by_id = {(row["request_id"], row["sample_index"]): row for row in answers}
     names = ("content", "reasoning_content", "finish_reason")
     first, second = by_id["tools", 0], by_id["tools", 1]
@@ -95,13 +95,13 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
     }
 
 
-def test_a_real_engines_answer_to_an_open_reasoning_is_reasoning(answered):
+def test_a_real_engines_answer_to_an_open_reasoning_is_reasoning(answer_rows):
     """The tiny target never closes it."""
-    [row] = answered([{"id": "a", "messages": ASK}], R1)
+    [row] = answer_rows([{"id": "a", "messages": ASK}], R1)
     assert row["prompt"].endswith("<assistant><think>\n") and row["text"]
     assert (row["content"], row["reasoning_content"]) == ("", row["text"].lstrip("\n"))
-    assert broken_laws(row) == []
-    [row] = answered([{"id": "a", "messages": ASK}], R1, **{"model.reasoning_parser": "none"})
+    assert broken_invariants(row) == []
+    [row] = answer_rows([{"id": "a", "messages": ASK}], R1, **{"model.reasoning_parser": "none"})
     assert (row["content"], row["reasoning_content"]) == (None, None)
 
 
@@ -153,7 +153,7 @@ def test_text_completions_of_a_batch_file_take_no_tools(make_job):
     assert "body.tools is not supported" in row["error_message"]
 
 
-def test_a_choice_that_the_jobs_tools_lack_is_an_error_before_the_start(make_job):
+def test_required_tool_choice_without_tools_is_a_config_error(make_job):
     with pytest.raises(Exception, match=r"chat\.tool_choice: 'required' needs tools"):
         make_job(**{"chat.tool_choice": "required"})
 
@@ -169,7 +169,7 @@ TWO = {"type": "function", "function": {"name": "two", "strict": True, "paramete
 
 
 @pytest.mark.parametrize(("template", "form"), [(QWEN3, "hermes"), (LLAMA3, "llama3_json"), (MISTRAL, "mistral")])
-def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, form):
+def test_a_real_engine_must_call_a_tool_as_its_schema_says(answer_rows, template, form):
     """The tiny target was never shown a tool: the grammar alone makes it call one, by drafts or without any."""
     ask = {
         "messages": ASK,
@@ -181,18 +181,18 @@ def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, f
     named = {"type": "function", "function": {"name": "two"}}
     rows = [{"id": "g", **ask, "tool_choice": "required"}, {"id": "n", **ask, "tool_choice": named}]
     rows.append({"id": "s", **ask, "tool_choice": "required", "temperature": 0.9, "seed": 3, "n": 2})
-    drafted = answered(rows, template, **{"speculative.budget": "uniform"})
+    drafted = answer_rows(rows, template, **{"speculative.budget": "uniform"})
     for row in drafted:
         assert row["status"] == "ok" and row["finish_reason"] == "tool_calls", row["text"]
         [call] = json.loads(row["tool_calls"])
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
         assert call["function"]["name"] in (("two",) if row["request_id"] == "n" else ("one", "two"))
     assert sum(row["num_draft_tokens"] for row in drafted) > 0
-    plain = answered(rows, template, **{"speculative.method": "none"})
+    plain = answer_rows(rows, template, **{"speculative.method": "none"})
     assert [row["output_token_ids"] for row in plain] == [row["output_token_ids"] for row in drafted]
 
 
-def test_a_form_begins_after_reasoning_that_the_prompt_has_opened(make_job, tmp_path):
+def test_grammar_begins_after_reasoning_opened_by_the_prompt(make_job, tmp_path):
     tokenizer = special_tokenizer(tmp_path / "t", R1, "<think>", "</think>")
     [asked] = prompt_requests({"messages": ASK, "json_object": True})
     [sequence] = sequences_of(asked, make_job(), tokenizer)
@@ -216,12 +216,12 @@ def bounded_rows() -> list[dict]:
 
 
 @pytest.mark.parametrize("has_own_tokens", [True, False], ids=["one token", "several tokens"])
-def test_a_reasoning_is_closed_after_its_budget_by_every_draft_method(answered, tmp_path, has_own_tokens):
+def test_reasoning_ends_at_its_budget_under_every_draft_method(answer_rows, tmp_path, has_own_tokens):
     """The tiny target never closes it by itself."""
     settings = {"model.target": str(thinking_target(tmp_path / "target"))} if has_own_tokens else {}
-    plain = answered(bounded_rows(), R1, **settings, **{"speculative.method": "none"})
+    plain = answer_rows(bounded_rows(), R1, **settings, **{"speculative.method": "none"})
     for method in ("eagle2", "suffix"):
-        drafted = answered(
+        drafted = answer_rows(
             bounded_rows(), R1, **settings, **{"speculative.method": method, "speculative.budget": "uniform"}
         )
         assert [row["output_token_ids"] for row in drafted] == [row["output_token_ids"] for row in plain]
@@ -231,7 +231,7 @@ def test_a_reasoning_is_closed_after_its_budget_by_every_draft_method(answered, 
     assert (len(closing) == 1) is has_own_tokens
     for row in plain:
         name, ids = row["request_id"].split()[0], row["output_token_ids"]
-        assert row["status"] == "ok" and broken_laws(row) == []
+        assert row["status"] == "ok" and broken_invariants(row) == []
         if name in ("30", "None"):
             assert row["content"] == ""
             continue
@@ -242,24 +242,24 @@ def test_a_reasoning_is_closed_after_its_budget_by_every_draft_method(answered, 
         assert json.loads(row["sampling_controls"]) == {"min_tokens": 20, "thinking_budget": budget}
 
 
-def test_a_form_begins_after_a_reasoning_that_is_closed(answered, tmp_path):
+def test_a_form_begins_after_a_reasoning_that_is_closed(answer_rows, tmp_path):
     ask = {"messages": ASK, "regex": "[a-c]{4}", "max_tokens": 24}
     rows = [{"id": f"{n}", **ask, "thinking_budget": n} for n in (0, 3, 9)]
     settings = {"model.target": str(thinking_target(tmp_path / "target")), "speculative.budget": "uniform"}
-    for row in answered(rows, R1, **settings):
+    for row in answer_rows(rows, R1, **settings):
         assert row["content"] in row["text"].rpartition("</think>")[2] and row["structured_outcome"] == "complete"
         assert len(row["content"]) == 4 and {*row["content"]} <= {*"abc"}
 
 
-def test_a_reasoning_is_bounded_that_the_answer_opens(answered, tmp_path):
+def test_a_reasoning_is_bounded_that_the_answer_opens(answer_rows, tmp_path):
     target = thinking_target(tmp_path / "target")
     opening, closing = Tokenizer.load(target).encode("<think></think>", add_special_tokens=False)
     opened = {"messages": ASK, "logit_bias": {str(opening): 100}, "max_tokens": 12}
     closed = {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}}
     rows = [{"id": "opened", **opened}, {"id": "free", "messages": ASK}, {"id": "closed", **closed}]
     settings = {"model.target": str(target), "speculative.budget": "uniform"}
-    first, *unbounded = answered(rows, QWEN3, **settings)
-    bounded, *others = answered(rows, QWEN3, **settings, **{"sampling.thinking_budget": 3})
+    first, *unbounded = answer_rows(rows, QWEN3, **settings)
+    bounded, *others = answer_rows(rows, QWEN3, **settings, **{"sampling.thinking_budget": 3})
     assert first["output_token_ids"] == [opening] * 12
     assert bounded["output_token_ids"][:6] == [opening] * 4 + [closing, opening]
     assert [row["output_token_ids"] for row in others] == [row["output_token_ids"] for row in unbounded]

@@ -75,7 +75,7 @@ def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
         check_alive()
 
 
-def test_a_cluster_elsewhere_whose_gcs_stops_answering_is_lost_after_a_while(monkeypatch):
+def test_cluster_is_lost_after_its_gcs_stops_answering(monkeypatch):
     monkeypatch.setattr(cluster, "ASK_GCS_EVERY_S", 0.0)
     monkeypatch.setattr(cluster, "LOST_AFTER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -90,7 +90,7 @@ def test_a_cluster_elsewhere_whose_gcs_stops_answering_is_lost_after_a_while(mon
     GcsWatch(None).check()
 
 
-def test_the_end_of_the_raylet_is_reported_at_once_and_a_dropped_connection_is_not(tmp_path):
+def test_raylet_end_is_reported_but_a_dropped_connection_is_not(tmp_path):
     path, lost = str(tmp_path / "raylet"), queue.Queue()
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -134,7 +134,7 @@ ValueError: no room for 3 rows
 This task will not be retried: set max_retries to let Ray retry it."""
 
 
-def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
+def test_described_error_is_the_exception_line_without_advice():
     assert describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
     assert describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
     assert describe_error(KeyError()) == "KeyError: KeyError"
@@ -161,7 +161,7 @@ def test_batches_of_a_long_job_are_larger():
     assert plan_batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
 
 
-def test_what_ray_would_print_is_no_output_of_a_job_and_a_lack_of_memory_is_one_line(capsys, monkeypatch, messages):
+def test_ray_output_is_suppressed_and_out_of_memory_is_one_line(capsys, monkeypatch, messages):
     worker, received = ray._private.worker, RayMessages()
     for name in ("print_to_stdstream", "_unhandled_error_handler"):
         monkeypatch.setattr(worker, name, getattr(worker, name))  # put back at the end

@@ -13,7 +13,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.inputs import TINY, plan, request, write
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.workers import answers
 
 COLUMNS = {
@@ -88,7 +88,7 @@ def test_drafting_rows_are_plain_decodings(make_job):
     drafted, plain = answers(make_job(ROWS, **job)), answers(make_job(ROWS, **job | {"speculative.method": "none"}))
     for row, other in zip(drafted, plain, strict=True):
         assert row["status"] == other["status"] == "ok", row["error_message"]
-        assert broken_laws(row) == []
+        assert broken_invariants(row) == []
         assert (row["output_token_ids"], row["text"]) == (other["output_token_ids"], other["text"])
         assert row["sampling_controls"] == other["sampling_controls"]
     assert sum(row["num_accepted_draft_tokens"] for row in drafted) > 40

@@ -112,7 +112,7 @@ def ids_of(tables: list[pa.Table]) -> list[str]:
     return [row["request_id"] for table in tables for row in table.to_pylist()]
 
 
-def test_without_crashes_all_go_together_and_in_order_and_one_note_is_saved():
+def test_batches_without_crashes_run_together_and_save_one_log():
     engine = FragileEngine()
     tables = run([["a", "b"], ["c", "d"]], engine)
     assert engine.company["d"] == 3 and ids_of(tables[:1]) == ["a", "a", "b", "b"]
@@ -146,7 +146,7 @@ def test_only_one_killer_takes_four_crashes():
     assert engine.num_crashes == MAX_CRASHES
 
 
-def test_rows_that_are_too_many_together_are_answered_in_smaller_groups():
+def test_rows_that_crash_in_large_groups_run_in_smaller_groups():
     engine = FragileEngine(max_in_flight=4)
     tables = run([[f"q{i}" for i in range(10)], ["a", "b"]], engine, slots=16)
     assert not errors_of(tables) and len(ids_of(tables)) == 24 and engine.num_crashes == 1
@@ -157,12 +157,12 @@ def test_the_error_names_file_row_count_reason_and_fix():
     for _ in range(MAX_CRASHES):
         log.charge([KILLER], "out of memory")
 
-    class Seeing(FragileEngine):
+    class RowRecordingEngine(FragileEngine):
         async def answer(self, rows: pa.Table) -> pa.Table:
             seen.extend(rows.to_pylist())
             return rows
 
-    run([["a", KILLER]], Seeing(), log)
+    run([["a", KILLER]], RowRecordingEngine(), log)
     assert seen[0]["error_code"] is None and seen[1]["error_code"] == WORKER_DIED
     message = seen[1]["error_message"]
     assert message.startswith(
@@ -170,7 +170,7 @@ def test_the_error_names_file_row_count_reason_and_fix():
     )
 
 
-def test_suspects_are_in_small_company_and_then_alone_and_cleared():
+def test_suspects_run_in_small_groups_then_alone_and_are_cleared():
     log, engine = CrashLog(), FragileEngine()
     ids = [f"q{i}" for i in range(8)]
     log.charge(ids, "killed")
@@ -193,7 +193,7 @@ def test_suspects_are_on_record_before_the_engine_has_them():
     assert left.records == log.records
 
 
-def test_where_nothing_was_recorded_all_batches_that_come_again_are_suspects():
+def test_resent_batches_are_suspects_if_nothing_was_recorded():
     engine = FragileEngine()
     isolation = Isolation(engine, CrashLog(in_flight=None), slots=8)
 
@@ -231,7 +231,7 @@ def test_a_batch_without_rows_is_answered():
     assert ids_of(run([[]], FragileEngine())) == []
 
 
-def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
+def test_waiting_exclusive_lock_precedes_later_shared_locks():
     order, engine = [], SharedExclusiveLock()
 
     async def together(name):

@@ -53,7 +53,7 @@ def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
     return {name: sequence.output_ids for name, sequence in sequences.items()}
 
 
-def test_requests_keep_their_ids_and_rows_without_one_get_one_from_their_content():
+def test_dataset_rows_keep_ids_or_get_one_from_their_content():
     maker = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"))
     rows = [
         {"id": "a", "prompt": "x", "n": 1},
@@ -130,7 +130,7 @@ def test_what_a_row_asks_does_not_depend_on_the_rows_beside_it(tmp_path):
     assert [row["request_id"] for row in job[:2]] == ["1", "a"] and job[6]["tag"] == "[1]" and job[0]["i"] == 0
 
 
-def test_values_of_several_types_in_a_dataset_are_those_of_its_rows(ray_session, tmp_path):
+def test_mixed_values_of_a_dataset_are_those_of_its_rows(ray_session, tmp_path):
     """Ray Data holds them as objects of Python."""
     rows = [{"messages": "Hi"}, {"messages": PARTS}, {"messages": "cut \ud83d"}]
     [block] = ray.data.from_items(rows, override_num_blocks=1).iter_batches(batch_format="pyarrow")
@@ -142,7 +142,7 @@ def test_values_of_several_types_in_a_dataset_are_those_of_its_rows(ray_session,
         assert json.loads(found[1]["messages"]) == PARTS
 
 
-def test_the_columns_of_the_input_keep_their_types_beside_sampling_params():
+def test_input_columns_keep_their_types_next_to_sampling_params():
     types = {"a": pa.int8(), "b": pa.float32(), "c": pa.decimal128(12, 2), "d": pa.timestamp("ns"), "e": pa.date64()}
     types |= {"f": pa.map_(pa.string(), pa.int32()), "g": pa.dictionary(pa.int32(), pa.string()), "n": pa.int16()}
     rows = pa.table({name: pa.nulls(2, type_) for name, type_ in types.items()})
@@ -214,7 +214,7 @@ def test_a_key_of_stored_outputs_is_refused_by_name(ray_session, key):
     eagle_ray.generate(asked, CONFIG | {"report.html": False})  # asks for nothing
 
 
-def test_columns_that_are_not_known_before_are_named_in_their_task(caplog):
+def test_parameter_columns_first_seen_in_a_task_are_logged_once(caplog):
     maker = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"), names_settings=True)
     name_settings.cache_clear()
     caplog.set_level("INFO", "eagle_ray")

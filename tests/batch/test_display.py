@@ -57,7 +57,7 @@ def test_a_terminal_shows_rows_errors_speed_tau_and_time_left():
 
 
 def test_the_log_goes_through_whatever_has_taken_stderrs_place(monkeypatch):
-    class Taken:
+    class RecordingStream:
         written = ""
 
         def write(self, text):
@@ -66,7 +66,7 @@ def test_the_log_goes_through_whatever_has_taken_stderrs_place(monkeypatch):
         def flush(self):
             pass
 
-    log, taken = logging.getLogger("eagle_ray"), Taken()
+    log, taken = logging.getLogger("eagle_ray"), RecordingStream()
     handler = logging.StreamHandler()
     before = handler.stream
     log.addHandler(handler)

@@ -14,14 +14,14 @@ from eagle_ray.batch.worker.engine_process import receive, send
 LARGE = pa.table({"numbers": np.arange(2 << 20)})  # 16 MB: far more than a pipe holds
 
 
-def in_thread(work: Callable, *args: object) -> threading.Thread:
+def start_thread(work: Callable, *args: object) -> threading.Thread:
     thread = threading.Thread(target=work, args=args, daemon=True)
     thread.start()
     return thread
 
 
 @pytest.fixture
-def ends():
+def pipe_ends():
     pair = Pipe()
     yield pair
     for end in pair:
@@ -37,8 +37,8 @@ def ends():
         pa.table({"a": [1]}).replace_schema_metadata({"version": "1"}),
     ],
 )
-def test_what_is_sent_is_received(ends, table):
-    here, there = ends
+def test_what_is_sent_is_received(pipe_ends, table):
+    here, there = pipe_ends
     send(here, {"question": 1}, table)
     send(here, "next")
     message, received = receive(there)
@@ -46,26 +46,26 @@ def test_what_is_sent_is_received(ends, table):
     assert received is table is None or (received == table and received.schema.equals(table.schema, True))
 
 
-def test_large_tables_cross_both_ways_at_once(ends):
+def test_large_tables_cross_both_ways_at_once(pipe_ends):
     """Neither end may wait with reading until it has written: then both would wait for ever."""
-    here, there = ends
-    senders = [in_thread(send, end, "take", LARGE) for end in ends]
+    here, there = pipe_ends
+    senders = [start_thread(send, end, "take", LARGE) for end in pipe_ends]
     found = {}
-    readers = [in_thread(lambda end=end: found.__setitem__(end, receive(end))) for end in ends]
+    readers = [start_thread(lambda end=end: found.__setitem__(end, receive(end))) for end in pipe_ends]
     for thread in (*senders, *readers):
         thread.join(60)
     assert [found[end][1].equals(LARGE) for end in (here, there)] == [True, True]
 
 
-def test_of_a_slice_only_its_own_rows_cross(ends):
-    here, there = ends
+def test_of_a_slice_only_its_own_rows_cross(pipe_ends):
+    here, there = pipe_ends
     send(here, "one", LARGE.slice(7, 1))  # the whole table would wait for a reader
     _, table = receive(there)
     assert table["numbers"].to_pylist() == [7] and table.nbytes < 1000
 
 
-def test_the_end_of_one_is_heard_by_the_other(ends):
-    here, there = ends
+def test_the_end_of_one_is_heard_by_the_other(pipe_ends):
+    here, there = pipe_ends
     send(here, "last")
     here.close()
     assert receive(there) == ("last", None)
@@ -75,8 +75,8 @@ def test_the_end_of_one_is_heard_by_the_other(ends):
         send(there, "too late")
 
 
-def test_an_end_in_the_middle_of_a_message_is_an_end(ends):
-    here, there = ends
+def test_an_end_in_the_middle_of_a_message_is_an_end(pipe_ends):
+    here, there = pipe_ends
     os.write(here.fileno(), b"half")
     here.close()
     with pytest.raises(EOFError):

@@ -36,15 +36,15 @@ from tests.support.workers import (
     PATIENCE_S,
     TOO_LARGE,
     TOO_SMALL,
-    answered,
     answers,
+    answers_or_errors,
     arguments_of,
     batches_of,
-    ignore,
+    ignore_line,
     is_gone,
     outputs,
     pid_of,
-    until,
+    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -54,7 +54,7 @@ SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 @contextmanager
 def process_of(config: JobConfig) -> Iterator[EngineProcess]:
-    worker = EngineProcess(*arguments_of(config), on_log=ignore)
+    worker = EngineProcess(*arguments_of(config), on_log=ignore_line)
     try:
         worker.wait_until_ready()
         yield worker
@@ -63,7 +63,7 @@ def process_of(config: JobConfig) -> Iterator[EngineProcess]:
 
 
 @pytest.fixture
-def fragile(monkeypatch) -> None:
+def fragile_worker(monkeypatch) -> None:
     monkeypatch.setattr(engine_process, "WORKER", workers.CLASS)
 
 
@@ -71,7 +71,7 @@ def test_it_answers_as_a_worker_here_does_and_counts(make_job):
     config = make_job(token_rows(24), **{"sampling.temperature": 0.8, "sampling.n": 2})
     with process_of(config) as worker:
         assert worker.counters().num_steps == 0 and worker.counters().num_slots == 4
-        tables = answered(worker, *batches_of(config, batch_size=3))  # eight in flight
+        tables = answers_or_errors(worker, *batches_of(config, batch_size=3))  # eight in flight
         assert worker.counters().num_output_tokens == sum(
             row["completion_tokens"] for table in tables for row in table.to_pylist()
         )
@@ -121,7 +121,7 @@ def test_rows_of_many_megabytes_cross_and_hold_nobody_up(make_job):
     assert table["note"].to_pylist() == large["note"].to_pylist() and len(other) == 1
 
 
-def test_a_process_that_is_killed_is_said_of_all_that_it_was_asked(make_job):
+def test_killed_process_fails_all_its_pending_and_later_batches(make_job):
     config = make_job(token_rows(80), **LONG)
     with process_of(config) as worker:
 
@@ -131,15 +131,15 @@ def test_a_process_that_is_killed_is_said_of_all_that_it_was_asked(make_job):
             os.kill(pid_of(worker.worker_id), signal.SIGKILL)
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        errors = asyncio.run(kill_in_the_middle()) + answered(worker, batches_of(config)[0])  # one too late
+        errors = asyncio.run(kill_in_the_middle()) + answers_or_errors(worker, batches_of(config)[0])  # one too late
     assert [str(error) for error in errors] == ["the engine's process was ended by signal 9"] * 5
     assert all(isinstance(error, ProcessEnded) for error in errors)
 
 
-def test_a_process_that_dies_by_itself_is_said_too(fragile, make_job):
+def test_a_process_that_dies_by_itself_is_said_too(fragile_worker, make_job):
     config = make_job([{"id": "a", "prompt_token_ids": KILLER}])
     with process_of(config) as worker:
-        (error,) = answered(worker, *batches_of(config))
+        (error,) = answers_or_errors(worker, *batches_of(config))
     assert classify_error(error).line == "the engine's process was ended by signal 9"
 
 
@@ -182,31 +182,31 @@ def test_a_pair_that_does_not_fit_is_said_as_here(make_job):
     assert classify_error(there.value) == classify_error(here.value)
 
 
-def test_memory_that_is_too_small_is_this_workers_own_fault(fragile, make_job):
+def test_memory_that_is_too_small_is_this_workers_own_fault(fragile_worker, make_job):
     with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_LARGE)):
         pass
     fault = classify_error(found.value)
     assert fault.is_local and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
 
 
-def test_a_card_without_room_for_the_model_is_this_workers_own_fault(fragile, make_job):
+def test_gpu_without_room_for_the_model_is_a_local_fault(fragile_worker, make_job):
     with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_SMALL)):
         pass
     assert classify_error(found.value) == Fault("the GPU has 24 GB", is_local=True)
     assert type(as_config_error(found.value)) is ModelUnusable
 
 
-def test_what_killed_the_engine_is_told(fragile, make_job):
+def test_what_killed_the_engine_is_told(fragile_worker, make_job):
     config = make_job([{"id": "a", "prompt_token_ids": GREEDY}])
     with process_of(config) as worker:
-        (error,) = answered(worker, *batches_of(config))
+        (error,) = answers_or_errors(worker, *batches_of(config))
     assert isinstance(error, EngineError) and "its memory is too small" in classify_error(error).line
 
 
-def test_a_bug_is_told_and_its_traceback_logged(fragile, make_job, capfd):
+def test_a_bug_is_told_and_its_traceback_logged(fragile_worker, make_job, capfd):
     config = make_job(token_rows(1), name=IS_BUGGY)
     with process_of(config) as worker:
-        (error,) = answered(worker, *batches_of(config))
+        (error,) = answers_or_errors(worker, *batches_of(config))
     assert isinstance(error, ClusterError) and str(error) == "a worker failed: KeyError: 'a bug'"
     assert "a batch cannot be answered\nTraceback" in capfd.readouterr().err
 
@@ -222,17 +222,17 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 if sys.argv[2] != "importing":
     subprocess.Popen = ForkedPopen
 config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
-worker = t.EngineProcess(*t.arguments_of(config), on_log=t.ignore)
+worker = t.EngineProcess(*t.arguments_of(config), on_log=t.ignore_line)
 print(t.pid_of(worker.worker_id), flush=True)
 if sys.argv[2] == "answering":
     worker.wait_until_ready()
     print("ready", flush=True)
-t.answered(worker, *t.batches_of(config))
+t.answers_or_errors(worker, *t.batches_of(config))
 """
 
 
 @contextmanager
-def asker(directory: Path, does: str) -> Iterator[tuple[subprocess.Popen, int]]:
+def parent_process(directory: Path, does: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """The process that asks, in a group of its own, and its worker's process id."""
     command = [sys.executable, "-c", ASKER, str(directory), does]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -250,10 +250,10 @@ def asker(directory: Path, does: str) -> Iterator[tuple[subprocess.Popen, int]]:
 
 @pytest.mark.parametrize("does", ["loading", "answering"])
 def test_where_the_one_who_asks_is_killed_the_worker_ends(tmp_path, does):
-    with asker(tmp_path, does) as (process, worker):
+    with parent_process(tmp_path, does) as (process, worker):
         assert not is_gone(worker)
         process.kill()
-        until(lambda: is_gone(worker))
+        wait_until(lambda: is_gone(worker))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_where_the_one_who_asks_is_killed_the_worker_ends(tmp_path, does):
     ],
 )
 def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
-    with asker(tmp_path, does) as (process, worker):
+    with parent_process(tmp_path, does) as (process, worker):
         os.killpg(process.pid, number)
-        until(lambda: is_gone(worker))
+        wait_until(lambda: is_gone(worker))
         _, err = process.communicate(timeout=PATIENCE_S)
     said = [line for line in err.splitlines() if not line.startswith("ready after")]  # by a start on a busy machine
     assert not said and process.returncode == -number

@@ -73,7 +73,7 @@ def root(config: JobConfig) -> StoragePath:
     return StoragePath.of(config.output.path)
 
 
-def test_it_counts_every_id_once_by_shard_and_completes_the_output(shards):
+def test_finish_counts_each_id_by_shard_and_completes_the_output(shards):
     summary = finish_shards(root(shards[0]))
     assert [shard["ids"] for shard in summary["shards"]] == [len(ids_in_shard(config)) for config in shards]
     assert summary["total"]["rows"] == 30 and (root(shards[0]) / SUCCESS).exists()
@@ -129,7 +129,7 @@ def test_missing_ids_are_named_with_their_shard(shards):
         finish_shards(root(shards[0]))
 
 
-def test_an_id_that_is_there_twice_or_in_another_shard_is_refused(shards):
+def test_duplicate_id_and_row_of_another_shard_are_refused(shards):
     data = Path(shards[0].output.path, "data")
     [file] = (data / "shard-0001-of-0003").glob("*.parquet")
     second = file.with_name(part_name(1, 9))
@@ -148,7 +148,7 @@ def test_a_file_outside_of_the_shards_is_refused(shards):
         finish_shards(root(shards[0]))
 
 
-def test_an_input_that_grew_after_the_shards_is_refused_and_a_limit_is_honoured(shards):
+def test_input_grown_after_shards_is_refused_and_limit_applies(shards):
     path = Path(shards[0].input.path)
     grown = path.with_name("grown.jsonl")
     grown.write_text(path.read_text() + json.dumps(token_rows(1, start=70)[0]) + "\n")
@@ -205,7 +205,7 @@ def test_a_damaged_plan_of_shards_is_named(shards, capsys, wrong):
     assert finish_shards(root(shards[0]))["total"]["rows"] == 30
 
 
-def test_the_error_rows_of_a_shard_with_a_damaged_summary_are_counted(make_job):
+def test_error_rows_of_a_shard_with_damaged_summary_are_counted(make_job):
     make_job(token_rows(6))
     for i in (1, 2):
         config = make_job(**{"execution.shard": f"{i}/2"})

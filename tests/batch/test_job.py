@@ -29,7 +29,7 @@ from tests.support.jobs import (
     with_changes,
 )
 from tests.support.processes import children_of, descendants
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 
 INTERRUPTED = "130 ['ray']\n"  # torch is in engines' processes only
 SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
@@ -55,7 +55,7 @@ def done(done_once, tmp_path) -> JobConfig:
 def test_every_row_comes_back_and_keeps_the_laws(done):
     found, output = rows_of(done), Path(done.output.path)
     assert ids_of(done) == sorted([*(f"q{i}" for i in range(30)), "bad"] * 2)
-    assert [broken_laws(row) for row in found] == [[]] * 62
+    assert [broken_invariants(row) for row in found] == [[]] * 62
     assert {row["category"] for row in found} == {"c0", "c1"}
     assert (output / "_SUCCESS").exists() and len(list((output / "data").iterdir())) > 2
     assert read_json(StoragePath.of(output / "_progress.json"))["rows_in_files"] == 62
@@ -98,7 +98,7 @@ def test_with_nothing_left_neither_ray_nor_torch_is_imported(done):
     assert "no_tokenizer 2" in out and out.splitlines()[-1] == "0 []", err
 
 
-def test_a_finished_job_that_is_started_again_keeps_what_was_added_to_its_summary(done):
+def test_restarted_finished_job_keeps_additions_to_its_summary(done):
     """As the demo adds its comparison with plain decoding."""
     place = Path(done.output.path) / "_summary.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"mine": {"identical": 48}}))
@@ -132,9 +132,7 @@ def test_a_job_whose_every_row_failed_is_not_done(ray_session, make_job, message
 
 
 @pytest.mark.parametrize("change", ["longer", "same size", "gone", "touched"])
-def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
-    done, tmp_path, messages, monkeypatch, change
-):
+def test_input_changed_during_the_job_ends_it_with_the_file_name(done, tmp_path, messages, monkeypatch, change):
     """At the worst moment: every row is there and _SUCCESS is about to be written."""
     file = tmp_path / "in.jsonl"
     shutil.copyfile(done.input.path, file)
@@ -194,7 +192,7 @@ def test_models_that_cannot_work_are_named_in_one_line(make_job, model, says, me
     assert not Path(config.output.path).exists()
 
 
-def test_models_are_looked_at_before_overwriting_deletes_anything(done):
+def test_models_are_checked_before_overwrite_deletes_anything(done):
     before = ids_of(done)
     wrong = with_changes(done, output={"if_exists": "overwrite"}, model={"target": "/nowhere"})
     assert exit_code(wrong) == 2
@@ -232,7 +230,7 @@ def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):
     assert not Path("~").exists()
 
 
-def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_session, make_job):
+def test_interrupted_then_killed_job_ends_with_every_id_once(ray_session, make_job):
     rows = token_rows(24)
     config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     for number, last_words in ((signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, "")):
@@ -249,7 +247,7 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
 
 
 @pytest.mark.slow
-def test_a_job_that_is_killed_whole_goes_on_with_the_texts_of_its_index(make_job):
+def test_job_killed_with_all_processes_resumes_with_its_index(make_job):
     """All of its processes at once. Rows repeat, so that the first one of a start shows what its index knows."""
     rows = [row | {"prompt_token_ids": [7, 8, 9] * 9} for row in token_rows(300)]
     settings = {"speculative.method": "suffix", "execution.slots": 1, "execution.rows_per_file": 1}
@@ -273,7 +271,7 @@ def test_a_job_that_is_killed_whole_goes_on_with_the_texts_of_its_index(make_job
     assert kept != left and by_attempt[1][0]["mean_acceptance_length"] < by_attempt[2][0]["mean_acceptance_length"]
 
 
-def test_a_job_whose_output_is_deleted_ends_and_does_not_make_it_again(ray_session, make_job):
+def test_job_with_deleted_output_ends_and_does_not_recreate_it(ray_session, make_job):
     limits = {"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80}
     config = make_job(token_rows(4000), **limits)  # on a busy machine the first file may come a minute late
     driver = start_driver(config, ray.get_runtime_context().gcs_address)
@@ -287,7 +285,7 @@ def test_a_job_whose_output_is_deleted_ends_and_does_not_make_it_again(ray_sessi
     assert not Path(config.output.path).exists()
 
 
-def test_a_report_that_cannot_be_written_does_not_fail_a_finished_job(done, messages):
+def test_unwritable_report_does_not_fail_a_finished_job(done, messages):
     report = Path(done.output.path) / "report.html"
     report.unlink()
     report.mkdir()
@@ -297,7 +295,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_job(done, mess
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_session, make_job, name):
+def test_job_with_a_killed_ray_process_ends_and_can_be_resumed(ray_session, make_job, name):
     config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     driver = start_driver(config)
     wait_for_another_file(config)

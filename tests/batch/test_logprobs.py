@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from eagle_ray.assembly.hub import download
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.inputs import TINY
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.workers import answers
 
 WITHIN = 2e-4  # of fp32: one row's logits against the same row's among others, and a sum over the vocabulary
@@ -52,7 +52,7 @@ def test_logprobs_are_a_plain_forwards(make_job, model, sampling):
     prompts = {row["id"]: prompt_ids_of(row) for row in ROWS}
     found = answers(make_job(ROWS, **TINY | sampling | {"sampling.logprobs": True}))
     for row in found:
-        assert row["status"] == "ok" and broken_laws(row) == []
+        assert row["status"] == "ok" and broken_invariants(row) == []
         assert len(row["token_logprobs"]) == len(row["output_token_ids"]) == row["completion_tokens"]
         wanted = plain_logprobs(model, prompts[row["request_id"]], row["output_token_ids"])
         assert torch.tensor(row["token_logprobs"]).sub(wanted).abs().max() < WITHIN

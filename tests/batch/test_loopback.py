@@ -22,7 +22,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from tests.support.clusters import start_run
 from tests.support.jobs import small_job, token_rows
-from tests.support.processes import Watched
+from tests.support.processes import ListenerWatch
 
 RAYS = ("gcs_server", "raylet", "ray::MapWorker(MapBatches(EngineActor))", "ray::DashboardAgent")
 UNUSED = ("monitor.py", "dashboard.py")  # of Ray: the autoscaler and the API server
@@ -42,7 +42,7 @@ def start_small_run(directory: Path) -> subprocess.Popen:
     "start", [pytest.param(start_small_run, id="run"), pytest.param(start_demo, id="demo", marks=pytest.mark.slow)]
 )
 def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monkeypatch):
-    watched = Watched()
+    watched = ListenerWatch()
     monkeypatch.setenv(*watched.environment.popitem())
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")  # would put Ray on the machine's own address
     process = start(tmp_path)
@@ -58,7 +58,7 @@ def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monke
     assert not any(watched.listeners_of(part) for part in UNUSED), watched.seen
 
 
-def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypatch):
+def test_local_ray_listens_on_loopback_whatever_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
     prepare_ray_environment("10.0.0.1:6379")
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
@@ -76,7 +76,7 @@ def test_a_head_on_loopback_alone_is_joined_there(monkeypatch, host, is_alone):
     assert (os.environ.items() >= LOOPBACK_VARIABLES.items()) == is_alone
 
 
-def test_a_temporary_directory_too_long_for_sockets_is_replaced_and_one_that_was_chosen_refused(tmp_path):
+def test_long_tmpdir_is_replaced_and_long_ray_tmpdir_is_refused(tmp_path):
     long = str(tmp_path / ("x" * MAX_TMPDIR_BYTES))
     assert temporary_directory({}) == temporary_directory({"TMPDIR": long}) == "/tmp"
     fits = "/tmp/" + "x" * (MAX_TMPDIR_BYTES - len("/tmp/"))

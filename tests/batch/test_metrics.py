@@ -36,7 +36,7 @@ def report(steps: int) -> WorkerReport:
 
 
 @ray.remote(num_cpus=0)
-class Working:
+class LivingWorker:
     """Two batches in one worker, which stays: Ray exports what living processes say."""
 
     def __init__(self):
@@ -83,7 +83,7 @@ def totals(**values: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run_id(ray_session) -> Iterator[str]:
-    worker = Working.remote()
+    worker = LivingWorker.remote()
     assert ray.get(worker.ready.remote())
     yield "r1"
     ray.kill(worker)
@@ -104,7 +104,7 @@ def test_the_engines_counters_are_not_added_up_twice(run_id):
     assert samples(run_id, work) == work
 
 
-def test_every_counter_that_moved_is_exported_under_its_name_and_no_other(run_id):
+def test_every_counter_that_moved_is_exported_and_no_other(run_id):
     still = {f"engine_{name.removeprefix('num_')}" for name in WORK_COUNTERS} - {"engine_steps"}
     names = totals(**dict.fromkeys(DESCRIPTIONS.keys() - still, 0)).keys()
     assert awaited(lambda: {name for name in scrape(run_id) if name.endswith("_total")}, names) == names

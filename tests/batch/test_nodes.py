@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 180
 
 
-def until(condition: Callable[[], bool], driver) -> None:
+def wait_until(condition: Callable[[], bool], driver) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert driver.poll() is None, driver.stderr.read()
@@ -38,16 +38,16 @@ def nodes_used(config, nodes) -> set[int]:
 
 
 @pytest.mark.parametrize("actors", ["auto", {"min": 1, "max": 2}])
-def test_a_node_joins_and_is_used_another_dies_and_the_job_goes_on(make_job, tmp_path, actors):
+def test_job_uses_a_joined_node_and_survives_a_lost_node(make_job, tmp_path, actors):
     rows = token_rows(1200)
     with cluster_of(1) as cluster:
         settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
         config = make_job(rows, **ON_FAKE_GPUS | settings | {"execution.actors": actors})
         (first,) = cluster.worker_nodes
         driver = start_run(config, tmp_path)
-        until(lambda: nodes_used(config, [first]) == {0}, driver)
+        wait_until(lambda: nodes_used(config, [first]) == {0}, driver)
         second = add_node(cluster)
-        until(lambda: nodes_used(config, [first, second]) == {0, 1}, driver)
+        wait_until(lambda: nodes_used(config, [first, second]) == {0, 1}, driver)
         cluster.remove_node(first, allow_graceful=False)
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, err
@@ -55,14 +55,14 @@ def test_a_node_joins_and_is_used_another_dies_and_the_job_goes_on(make_job, tmp
     assert "Traceback" not in err
 
 
-def test_a_node_that_dies_and_is_not_replaced_costs_time_and_no_row(make_job, tmp_path):
+def test_lost_node_without_replacement_loses_no_row(make_job, tmp_path):
     rows = token_rows(200)
     with cluster_of(2) as cluster:
         settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
         config = make_job(rows, **ON_FAKE_GPUS | settings)
         nodes = sorted(cluster.worker_nodes, key=raylet_of)
         driver = start_run(config, tmp_path)
-        until(lambda: nodes_used(config, nodes) == {0, 1}, driver)  # they spread
+        wait_until(lambda: nodes_used(config, nodes) == {0, 1}, driver)  # they spread
         cluster.remove_node(nodes[0], allow_graceful=False)
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, err
@@ -75,7 +75,7 @@ def test_workers_are_placed_on_the_wanted_kind_of_gpu(make_job, tmp_path):
         settings = {"execution.ray_address": cluster.address, "execution.accelerator_type": "H100"}
         config = make_job(token_rows(20), **ON_FAKE_GPUS | settings)
         driver = start_run(config, tmp_path)
-        until(lambda: nodes_used(config, nodes) == {1}, driver)
+        wait_until(lambda: nodes_used(config, nodes) == {1}, driver)
         _, err = driver.communicate(timeout=PATIENCE_S)
         assert driver.returncode == 0, err
         refused = start_run(config, tmp_path, "--overwrite", "--set", "execution.accelerator_type=A100")
@@ -89,7 +89,7 @@ def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
     with cluster_of(1) as cluster:
         config = make_job(token_rows(60), **ON_FAKE_GPUS | settings | {"execution.ray_address": cluster.address})
         driver = start_run(config, tmp_path, "--set", "execution.slots=1")
-        until(lambda: len(rows_of(config)) > 1, driver)
+        wait_until(lambda: len(rows_of(config)) > 1, driver)
         cluster.head_node.all_processes["gcs_server"][0].process.kill()
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 5, err
@@ -104,7 +104,7 @@ def test_a_driver_that_loses_its_own_node_is_exit_5_and_names_it(make_job, tmp_p
     with cluster_of(1) as cluster:
         config = make_job(token_rows(60), **ON_FAKE_GPUS | settings | {"execution.ray_address": cluster.address})
         driver = start_run(config, tmp_path, "--set", "execution.slots=1")
-        until(lambda: len(rows_of(config)) > 1, driver)
+        wait_until(lambda: len(rows_of(config)) > 1, driver)
         os.kill(raylet_of(cluster.head_node), signal.SIGKILL)  # the driver's, and its engine runs on the other node
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 5, err

@@ -74,7 +74,7 @@ def config_with(**on_finish: object) -> JobConfig:
     return load_config(None, env={}, overrides={"input.path": "a", "output.path": "/out", "name": "nightly"} | settings)
 
 
-def test_a_command_gets_the_facts_in_its_environment_and_on_stdin(notes):
+def test_command_gets_run_facts_in_environment_and_on_stdin(notes):
     command, noted = notes
     tell(config_with(command=command), RunResult(BUSY, "process 7 writes it", restarts=2))
     [(facts, environment)] = noted()

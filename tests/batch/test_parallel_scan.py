@@ -45,13 +45,13 @@ def config(tmp_path: Path) -> JobConfig:
     return load_config(None, env={}, overrides=OVERRIDES | {"input.path": str(tmp_path)})
 
 
-def here(function, arguments):
+def run_pickled(function, arguments):
     """What Ray's tasks return, without Ray."""
     for each in arguments:
         yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(each)))))
 
 
-def described(config: JobConfig, piece_bytes: int | None = None) -> tuple:
+def scan_result(config: JobConfig, piece_bytes: int | None = None) -> tuple:
     """The plan and the rows that a scan leads to: in pieces of this size, or of whole files."""
     scan_with = None
     if piece_bytes is not None:
@@ -64,15 +64,15 @@ def described(config: JobConfig, piece_bytes: int | None = None) -> tuple:
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
 def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
-    monkeypatch.setattr(module, "in_tasks", here)
-    whole = described(config)
+    monkeypatch.setattr(module, "in_tasks", run_pickled)
+    whole = scan_result(config)
     assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
     assert whole[-1] == [{"top_a": UnreadValue(number=59, row=61, line=62, text="3")}, {}, {}]
-    assert described(config, piece_bytes) == whole
+    assert scan_result(config, piece_bytes) == whole
 
 
 def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch):
-    monkeypatch.setattr(module, "in_tasks", here)
+    monkeypatch.setattr(module, "in_tasks", run_pickled)
     file = find_files(config.input.path, "auto")[0]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     start = file.storage_path.read_bytes().index(b'{"prompt": "' + b"x" * 20 + b'", "score": 20}')
@@ -84,7 +84,7 @@ def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch
     assert np.concatenate([table["id"] for table in tables]).tolist() == wanted.rows["id"].tolist()
 
 
-def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config, monkeypatch):
+def test_objects_are_scanned_in_parallel_and_local_files_in_turn(config, monkeypatch):
     both = threading.Barrier(2, timeout=60)
     here = threading.get_ident()
 
@@ -131,14 +131,14 @@ def test_small_files_share_a_task(config, monkeypatch, tmp_path, piece_bytes, nu
     def counted(function, arguments):
         if isinstance(function, module.GroupScan):
             tasks.extend(arguments)
-        return here(function, arguments)
+        return run_pickled(function, arguments)
 
     monkeypatch.setattr(module, "in_tasks", counted)
     for name in "a.jsonl", "b.parquet", "c.csv":
         (tmp_path / name).unlink()
     for i in range(40):
         (tmp_path / f"{i}.jsonl").write_text(json.dumps({"id": f"{i:02d}", "prompt": "x" * 100}) + "\n")  # 127 bytes
-    assert len(described(config, piece_bytes)[0]) == 40
+    assert len(scan_result(config, piece_bytes)[0]) == 40
     assert len(tasks) == num_tasks
 
 
@@ -150,13 +150,13 @@ def test_a_small_input_is_scanned_without_ray(config):
 
 
 def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "in_tasks", here)
+    monkeypatch.setattr(module, "in_tasks", run_pickled)
     (tmp_path / "b.parquet").write_bytes(b"no Parquet")
     with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet"):
-        described(config, 1 << 20)
+        scan_result(config, 1 << 20)
 
 
-def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
+def test_ray_task_results_are_in_the_order_of_their_arguments(ray_session):
     def wait(number):
         time.sleep(2.0 if number == 0 else 0.0)
         return number
@@ -165,5 +165,5 @@ def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
 
 
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):
-    whole = described(config)
-    assert described(config, 500) == whole
+    whole = scan_result(config)
+    assert scan_result(config, 500) == whole

@@ -35,7 +35,7 @@ from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
 from tests.support import workers
 from tests.support.jobs import token_rows
-from tests.support.workers import LAST_WORD, LASTS, arguments_of, batches_of, pid_of, until
+from tests.support.workers import LAST_WORD, LASTS, arguments_of, batches_of, pid_of, wait_until
 
 
 def test_a_report_replaces_the_one_before():
@@ -80,7 +80,7 @@ def test_what_does_not_run_on_a_gpu_stands_by_worker():
     assert progress.fallbacks == {"b": {"kernels": "there is no C compiler"}}
 
 
-def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
+def test_only_a_good_row_resets_the_consecutive_starts():
     progress = Progress()
     for _ in range(3):
         progress.add_start()
@@ -91,7 +91,7 @@ def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
     assert (progress.consecutive_starts, progress.starts) == (0, 3)
 
 
-def test_files_are_counted_once_and_opened_only_if_nothing_reported_them(tmp_path):
+def test_files_are_counted_once_and_opened_only_if_unreported(tmp_path):
     book = ProgressActor(num_workers=1)
     for _ in range(2):
         book.add_file("part-002-000000.parquet", 5)
@@ -141,7 +141,7 @@ def test_what_a_job_waits_for_is_known_and_has_an_end(starts, lacks_memory, wait
     assert outcome_of(error).is_transient and words in str(error) and str(error).endswith("again to resume.")
 
 
-def test_a_job_whose_workers_cannot_even_report_ends_with_the_reason(monkeypatch, tmp_path, messages):
+def test_job_whose_workers_cannot_report_ends_with_the_reason(monkeypatch, tmp_path, messages):
     """Ray ends them, and the actor that counts, as long as memory is short."""
     logging.getLogger("eagle_ray").setLevel(logging.INFO)
 
@@ -182,15 +182,13 @@ def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_pa
     )
     monitor = ProgressMonitor(actor, run, 8, 0.05, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
     with interruptible(), monitor:
-        until(lambda: written)
+        wait_until(lambda: written)
     first, last = written[0], written[-1]
     assert first["tokens_per_s"] == pytest.approx(9, rel=0.1) and last["tokens_per_s"] == pytest.approx(0.9, rel=0.1)
     assert first["output_tokens"] == last["output_tokens"] == 90
 
 
-def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
-    ray_session, make_job, monkeypatch, warm_python
-):
+def test_worker_reports_tokens_before_row_end_and_after_an_error(ray_session, make_job, monkeypatch, warm_python):
     """The metrics fail once while the row is in flight, and are told of it again and again after that."""
     counts, count = [], JobMetrics.count
 
@@ -218,19 +216,19 @@ def test_a_worker_reports_tokens_before_a_row_ends_and_goes_on_after_an_error(
 
     async def answer() -> list[pa.Table]:
         batch = asyncio.ensure_future(anext(engine_actor(batches_of(config)[0])))
-        await asyncio.to_thread(until, has_grown)
+        await asyncio.to_thread(wait_until, has_grown)
         (StoragePath.of(config.output.path) / LAST_WORD).write_atomic(b"")
         return [await batch]
 
     try:
         assert [len(table) for table in asyncio.run(answer())] == [1]
-        until(lambda: snapshot().rows == 1)
+        wait_until(lambda: snapshot().rows == 1)
     finally:
         os.kill(pid_of(counts[0].worker_id), signal.SIGKILL)
         ray.kill(totals)
 
 
-def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():
+def test_next_process_of_an_actor_gets_the_saved_crash_log():
     book = ProgressActor(num_workers=2)
     assert book.start("one") == CrashLog()
     log = CrashLog(in_flight=["a"])
@@ -241,7 +239,7 @@ def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():
 
 
 @pytest.mark.parametrize(("is_local", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])
-def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_local, ready, fatal):
+def test_failed_worker_start_is_fatal_unless_another_may_start(is_local, ready, fatal):
     book = ProgressActor(num_workers=2)
     for i in range(ready):
         book.report(WorkerReport(f"host:{i}", 0, 0))
@@ -252,7 +250,7 @@ def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_loca
         assert book.fail("two", ClusterError("no"), is_local) is True
 
 
-def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_ready():
+def test_last_start_line_is_shown_until_a_worker_is_ready():
     book = ProgressActor(num_workers=2)
     assert book.snapshot().starting is None
     for line in ("reading the target's weights: 0.9 GB from here", "measuring the cost of steps: for up to 5 s"):
@@ -264,7 +262,7 @@ def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_rea
     assert book.snapshot().starting is None
 
 
-def test_workers_count_from_their_start_between_the_fewest_and_the_most():
+def test_worker_seconds_count_between_minimum_and_maximum():
     meter = UsageMeter(2, 4, 0.5, None, now=100.0)
     meter.update(0, 110.0)
     meter.update(3, 120.0)

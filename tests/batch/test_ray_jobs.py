@@ -33,7 +33,7 @@ def submitted(config, address: str, directory: Path, *flags: str) -> subprocess.
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_what_another_machine_reads_has_absolute_paths_and_its_own_cluster(make_job, tmp_path, monkeypatch):
+def test_submitted_job_has_absolute_paths_and_its_own_cluster(make_job, tmp_path, monkeypatch):
     config = make_job(token_rows(1), **{"execution.ray_address": "local"})
     monkeypatch.chdir(tmp_path)
     relative = with_changes(config, input={"path": ["in.jsonl", "embedded:prompts"]}, output={"path": "runs/a"})
@@ -64,7 +64,7 @@ def test_a_cluster_that_does_not_answer_is_named(make_job, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_submitted_job_ends_with_its_own_code_and_a_readable_log(make_job, tmp_path, head):
+def test_submitted_job_ends_with_its_exit_code_and_readable_log(make_job, tmp_path, head):
     config = make_job([*token_rows(8), {"id": "bad"}])
     out, err = (job := submitted(config, head, tmp_path, "--keep-going")).communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, out + err

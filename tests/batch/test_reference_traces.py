@@ -16,7 +16,7 @@ MODES = ["speculative.method=eagle2", "speculative.budget=uniform", "speculative
 @pytest.mark.parametrize("pair", ["pair_fit", "pair_e3"])
 def test_every_step_accepts_what_the_reference_accepts(ray_session, tmp_path, pair):
     prompts = json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text())["prompts"]
-    rows = run_on_the_command_line(pair, prompts, tmp_path)
+    rows = run_command(pair, prompts, tmp_path)
     for prompt, row in zip(prompts, rows, strict=True):
         reference = [step["accept_length"] for step in prompt["steps"]]
         steps, output_ids = row["per_step_accepted"], row["output_token_ids"]
@@ -29,7 +29,7 @@ def test_every_step_accepts_what_the_reference_accepts(ray_session, tmp_path, pa
         assert set(row["per_step_budget"]) == {len(step["tokens"]) for step in prompt["steps"]}
 
 
-def run_on_the_command_line(pair: str, prompts: list[dict], directory: Path) -> list[dict]:
+def run_command(pair: str, prompts: list[dict], directory: Path) -> list[dict]:
     """Return one output row for each prompt, in the prompts' order."""
     lines = [
         {"id": str(i), "prompt_token_ids": p["prompt"], "max_tokens": len(p["output_ids"]) + 1}

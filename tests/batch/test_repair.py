@@ -99,7 +99,7 @@ def test_a_damaged_manifest_is_kept_and_a_good_one_is_left_alone(job):
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_record_whose_list_of_inputs_is_lost_is_written_from_the_rows(job, content):
+def test_record_without_its_input_list_is_rebuilt_from_the_rows(job, content):
     before = Run.inspect(output_of(job)).manifest
     [file] = input_lists(output_of(job))
     file.remove() if content is None else file.write_atomic(content.encode())
@@ -121,7 +121,7 @@ def test_a_record_with_values_of_another_type_is_repaired(job):
         assert "there is nothing to repair" in repair_output(job)
 
 
-def test_rows_of_this_run_are_never_deleted_as_those_of_an_overwritten_one(job):
+def test_rows_of_this_run_are_never_deleted_as_stale_ones(job):
     """Whatever the record says of its attempts."""
     before, files = Run.inspect(output_of(job)).manifest, sorted(Path(job.output.path, "data").iterdir())
     record(job).write_text(json.dumps(before | {"attempts": before["attempts"][-1:]}))
@@ -135,7 +135,7 @@ def test_rows_of_this_run_are_never_deleted_as_those_of_an_overwritten_one(job):
     assert not stale.exists() and sorted(Path(job.output.path, "data").iterdir()) == files
 
 
-def test_a_configuration_that_did_not_make_the_rows_is_refused_with_what_they_say(job, make_job):
+def test_configuration_that_did_not_make_the_rows_is_refused(job, make_job):
     record(job).unlink()
     other = make_job(**{"sampling.max_tokens": 7})
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_a_damaged_part_file_is_named(job):
         repair_output(job)
 
 
-def test_without_rows_there_is_nothing_to_adopt_and_nothing_is_made(make_job, tmp_path):
+def test_repair_without_rows_is_refused_and_creates_nothing(make_job, tmp_path):
     with pytest.raises(ConfigError, match=r"nothing to adopt\. Run the job"):
         repair_output(make_job(token_rows(1)))
     assert not (tmp_path / "out").exists()

@@ -56,7 +56,7 @@ def table(output: Path) -> dict[str, tuple[str | None, int]]:
     return {id: (code, attempt) for id, code, attempt in rows}
 
 
-def test_other_limits_and_inputs_errors_tried_again_and_a_new_beginning(job, tmp_path):
+def test_reruns_with_other_flags_make_only_the_rows_they_need(job, tmp_path):
     """Five starts over one output, each of which makes only what it has to make."""
     strict = ["--set", "execution.max_error_rate=0.4"]
     assert cli.main(["run", *job, *NEVER, *strict, "--limit", "4"]) == 4
@@ -80,7 +80,7 @@ def test_other_limits_and_inputs_errors_tried_again_and_a_new_beginning(job, tmp
     assert table(tmp_path / "out") == {"q0": (None, 5)}
 
 
-def test_answers_to_other_rows_of_the_same_ids_are_not_taken_for_these(toy_job, tmp_path, capsys):
+def test_answers_to_other_rows_of_the_same_ids_are_refused(toy_job, tmp_path, capsys):
     """Tomorrow's file has today's name and ids; today's rows, moved, are still today's."""
     command, output, later = ["run", *toy_job, "--limit", "3"], tmp_path / "out", tmp_path / "later"
     assert cli.main(command) == 0
@@ -114,7 +114,7 @@ def checks(job, tmp_path, monkeypatch) -> tuple[list[str], list[int]]:
     return ["run", *job, *drafted, *asked, "--limit", "5"], made
 
 
-def test_checks_are_made_and_printed_and_made_again_only_where_they_were_lost(checks, tmp_path, capsys):
+def test_checks_run_once_and_again_only_if_results_are_lost(checks, tmp_path, capsys):
     command, made = checks
     assert cli.main(command) == 0
     summary = tmp_path / "out" / "_summary.json"
@@ -140,7 +140,7 @@ def test_checks_are_made_anew_for_new_rows(checks, tmp_path):
     assert summary["total"]["rows"] == 7 and len(made) == 2
 
 
-def as_an_earlier_version_left_it(output: Path) -> None:
+def downgrade_run(output: Path) -> None:
     """Take out what a run begun before rows could set min_p and ignore_eos does not have."""
     record = json.loads((output / "_run.json").read_text())
     del record["config"]["input"]["on_unknown"]
@@ -149,9 +149,9 @@ def as_an_earlier_version_left_it(output: Path) -> None:
         pq.write_table(pq.read_table(file).drop_columns(list(ADDED_COLUMNS)), file)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(toy_job, tmp_path):
+def test_run_of_an_earlier_version_resumes_with_its_own_columns(toy_job, tmp_path):
     assert cli.main(["run", *toy_job, "--limit", "3"]) == 0
-    as_an_earlier_version_left_it(tmp_path / "out")
+    downgrade_run(tmp_path / "out")
     assert cli.main(["run", *toy_job, "--limit", "6"]) == 0
     assert len(table(tmp_path / "out")) == 6
     columns = {tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")}
@@ -160,14 +160,14 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(to
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_rows_made_without_their_min_p_are_not_mixed_with_rows_made_with_it(toy_job, tmp_path, capsys, carried):
+def test_rows_without_min_p_are_not_mixed_with_rows_using_it(toy_job, tmp_path, capsys, carried):
     """An earlier version carried min_p through as data, or left it out with input.passthrough."""
     path = tmp_path / "in.jsonl"
     rows = [json.loads(line) | {"min_p": 0.2} for line in path.read_text().splitlines()]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert cli.main(["run", *toy_job, "--limit", "3"]) == 0
     values = [pq.read_table(file)["min_p"] for file in sorted((tmp_path / "out" / "data").glob("*.parquet"))]
-    as_an_earlier_version_left_it(tmp_path / "out")
+    downgrade_run(tmp_path / "out")
     for file, column in zip(sorted((tmp_path / "out" / "data").glob("*.parquet")), values, strict=True):
         if carried:
             pq.write_table(pq.read_table(file).append_column("min_p", column), file)

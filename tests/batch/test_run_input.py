@@ -42,18 +42,18 @@ def finished_run(config: JobConfig, rows: list[dict[str, Any]], by: tuple[str, .
 
 
 @pytest.fixture
-def first(make_job) -> JobConfig:
+def first_run(make_job) -> JobConfig:
     rows = [answer("a", category="x", tries=3), answer("a", 1, category="x"), answer("a", 2, turn_index=1)]
     bad = answer("b", status="error", text=None, error_code="prompt_too_long", error_message="in.jsonl, line 2: long")
     return finished_run(make_job(token_rows(1)), [*rows, bad])
 
 
-def judge(make_job, first: JobConfig, **settings: Any) -> JobConfig:
+def judging_job(make_job, first: JobConfig, **settings: Any) -> JobConfig:
     return make_job(**JUDGE | {"input.path": f"run:{first.output.path}", "output.path": "judge"} | settings)
 
 
-def test_rows_are_asked_about_with_ids_of_their_own(make_job, first):
-    requests = list(request_rows(plan_input(judge(make_job, first))))
+def test_rows_are_asked_about_with_ids_of_their_own(make_job, first_run):
+    requests = list(request_rows(plan_input(judging_job(make_job, first_run))))
     assert [row["request_id"] for row in requests] == ["a", "a#1", "a@1#2", "b"]
     assert requests[0]["prompt"] == "Question: what is a?\nAnswer: a!\nGrade:"
     assert [row["error_code"] for row in requests] == [None, None, None, "earlier_run_failed"]
@@ -61,22 +61,22 @@ def test_rows_are_asked_about_with_ids_of_their_own(make_job, first):
     assert {row["temperature"] for row in requests} == {None}  # how the first run sampled is no setting of this one
 
 
-def test_the_first_runs_columns_are_carried_under_the_rule_for_names(make_job, first):
-    plan = plan_input(judge(make_job, first))
+def test_columns_of_the_first_run_are_carried_by_the_name_rule(make_job, first_run):
+    plan = plan_input(judging_job(make_job, first_run))
     types = plan.carried_types
     assert list(types)[:4] == ["input_request_id", "input_sample_index", "input_turn_index", "input_prompt"]
     assert types["tries"] == pa.int16() and types["category"] == pa.string()
     row = list(request_rows(plan))[1]
     assert (row["input_request_id"], row["input_sample_index"], row["input_text"]) == ("a", 1, "a!")
-    few = plan_input(judge(make_job, first, **{"input.passthrough": ["category", "request_id"]}))
+    few = plan_input(judging_job(make_job, first_run, **{"input.passthrough": ["category", "request_id"]}))
     assert list(few.carried_types) == ["category", "input_request_id"]
 
 
-def test_a_damaged_part_of_the_first_run_is_named(make_job, first):
-    [part] = Path(first.output.path, "data").iterdir()
-    plan = plan_input(judge(make_job, first))
+def test_a_damaged_part_of_the_first_run_is_named(make_job, first_run):
+    [part] = Path(first_run.output.path, "data").iterdir()
+    plan = plan_input(judging_job(make_job, first_run))
     part.write_bytes(part.read_bytes()[:200] + bytes(60) + part.read_bytes()[260:])
-    for read in (lambda: list(request_rows(plan)), lambda: plan_input(judge(make_job, first))):
+    for read in (lambda: list(request_rows(plan)), lambda: plan_input(judging_job(make_job, first_run))):
         with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \(.*delete it"):
             read()
 
@@ -84,7 +84,7 @@ def test_a_damaged_part_of_the_first_run_is_named(make_job, first):
 def test_messages_are_read_as_a_list(make_job):
     message = '[{"role": "user", "content": "why?"}]'
     first = finished_run(make_job(token_rows(1)), [answer("a", messages=message)])
-    config = judge(make_job, first, **{"input.template": "{messages[0].content} {text}"})
+    config = judging_job(make_job, first, **{"input.template": "{messages[0].content} {text}"})
     [row] = request_rows(plan_input(config))
     assert row["prompt"] == "why? a!" and row["input_messages"] == message
 
@@ -92,17 +92,17 @@ def test_messages_are_read_as_a_list(make_job):
 def test_partition_columns_come_back_from_the_directories(make_job):
     rows = [answer("a", category="x"), answer("b", category=None)]
     first = finished_run(make_job(token_rows(1)), rows, by=("category",))
-    config = judge(make_job, first, **{"input.template": "{category}: {text}"})
+    config = judging_job(make_job, first, **{"input.template": "{category}: {text}"})
     requests = {row["request_id"]: row for row in request_rows(plan_input(config))}
     assert requests["a"]["prompt"] == "x: a!" and requests["a"]["category"] == "x"
     assert requests["b"]["error_code"] == "field_missing"
 
 
-def test_an_unfinished_run_is_refused_unless_it_is_allowed(make_job, first):
-    Path(first.output.path, "_SUCCESS").unlink()
+def test_an_unfinished_run_is_refused_unless_it_is_allowed(make_job, first_run):
+    Path(first_run.output.path, "_SUCCESS").unlink()
     with pytest.raises(ConfigError, match=r"input\.path: 'run:.*': the run in .* is not finished \(no _SUCCESS\)"):
-        plan_input(judge(make_job, first))
-    assert plan_input(judge(make_job, first, **{"input.allow_unfinished": True})).num_rows == 4
+        plan_input(judging_job(make_job, first_run))
+    assert plan_input(judging_job(make_job, first_run, **{"input.allow_unfinished": True})).num_rows == 4
 
 
 @pytest.mark.parametrize(
@@ -115,30 +115,30 @@ def test_an_unfinished_run_is_refused_unless_it_is_allowed(make_job, first):
         ({"input.template": None}, "input.template: missing. The rows of a run"),
     ],
 )
-def test_what_cannot_work_is_refused(make_job, first, settings, said):
+def test_what_cannot_work_is_refused(make_job, first_run, settings, said):
     with pytest.raises(ConfigError) as error:
-        plan_input(judge(make_job, first, **settings))
+        plan_input(judging_job(make_job, first_run, **settings))
     assert said in str(error.value)
 
 
-def test_a_column_of_the_first_run_can_be_the_prompt(make_job, first):
-    config = judge(make_job, first, **{"input.template": None, "input.columns.prompt": "text"})
+def test_a_column_of_the_first_run_can_be_the_prompt(make_job, first_run):
+    config = judging_job(make_job, first_run, **{"input.template": None, "input.columns.prompt": "text"})
     assert [row["prompt"] for row in request_rows(plan_input(config))][:2] == ["a!", "a!"]
 
 
-def test_the_judges_configuration_reads_a_run(first):
+def test_the_judges_configuration_reads_a_run(first_run):
     path = Path(__file__).parent.parent.parent / "configs" / "judge.yaml"
-    plan = plan_input(load_config(path, env={}, overrides={"input.path": f"run:{first.output.path}"}))
+    plan = plan_input(load_config(path, env={}, overrides={"input.path": f"run:{first_run.output.path}"}))
     messages = json.loads(next(request_rows(plan))["messages"])
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[1]["content"] == "Question: what is a?\nAnswer: a!\nIs the answer right?"
     assert list(plan.carried_types) == ["category", "input_request_id", "input_sample_index"]
 
 
-def test_a_run_cannot_read_itself(make_job, first):
-    files = plan_input(judge(make_job, first)).files
+def test_a_run_cannot_read_itself(make_job, first_run):
+    files = plan_input(judging_job(make_job, first_run)).files
     with pytest.raises(ConfigError, match=r"is a file of output\.path"):
-        check_not_run_output(files, StoragePath.of(first.output.path))
+        check_not_run_output(files, StoragePath.of(first_run.output.path))
 
 
 def test_paths_of_runs_become_absolute_for_another_machine(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from eagle_ray.sampling.sampler import sample_seed
 from tests.support.inputs import request
 
 
-def test_a_seed_is_made_from_the_runs_seed_the_id_and_the_sample_index(make_job):
+def test_seed_is_derived_from_run_seed_id_and_sample_index(make_job):
     sequences = sequences_of(request(prompt_token_ids=[1], n=2), make_job(seed=7), None)
     digests = [hashlib.blake2b(f"7\x1fq1\x1f{j}".encode(), digest_size=8).digest() for j in (0, 1)]
     assert [s.sampling.seed for s in sequences] == [int.from_bytes(digest, "big") >> 1 for digest in digests]

@@ -18,17 +18,17 @@ from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
-    Killed,
-    answered,
+    DriverKilled,
+    answered_prompts,
     append,
-    cut_off,
-    flipped,
-    half_written,
-    lost,
-    of_another_form,
+    delete_index_files,
+    delete_segments,
+    flip_segment_bits,
+    leave_index_half_written,
     rows,
     shard_of,
-    without_segments,
+    truncate_index_files,
+    write_other_json,
 )
 
 NAMES = [f"id{i}" for i in range(30)]
@@ -40,7 +40,7 @@ def shards(make_job: MakeJob, engine) -> list[JobConfig]:
     return [make_job(**{"execution.shard": f"{i}/3"}) for i in (1, 2, 3)]
 
 
-def own(config: JobConfig, names: list[str]) -> list[str]:
+def ids_of_shard(config: JobConfig, names: list[str]) -> list[str]:
     shard = JobShard.of(config.execution.shard)
     return [name for name in names if shard_of(name, shard.count) == shard.index]
 
@@ -53,7 +53,7 @@ def finish(config: JobConfig) -> dict:
     return finish_shards(StoragePath.of(config.output.path))
 
 
-def test_each_shard_keeps_an_index_and_starts_again_without_reading(shards, engine, scans, reads, tmp_path):
+def test_each_shard_has_an_index_and_restarts_without_reading(shards, engine, scans, reads, tmp_path):
     for config in shards:
         run_job(config)
     assert sorted(engine.made) == sorted(NAMES) and len(scans) == 3
@@ -65,12 +65,12 @@ def test_each_shard_keeps_an_index_and_starts_again_without_reading(shards, engi
         assert run_job(config)["attempt"] == 2
     assert (made, read, len(scans)) == (len(engine.made), len(reads), 3)
     assert before == {file: file.read_bytes() for place in places for file in place.iterdir()}
-    assert finish(shards[0])["total"]["rows"] == 30 and answered(tmp_path).keys() == set(NAMES)
+    assert finish(shards[0])["total"]["rows"] == 30 and answered_prompts(tmp_path).keys() == set(NAMES)
 
 
-def test_shards_grow_with_the_input_and_are_finished_only_together(shards, engine, scans, tmp_path):
+def test_shards_grow_with_the_input_and_finish_only_together(shards, engine, scans, tmp_path):
     engine.max_files = 1
-    with pytest.raises(Killed):
+    with pytest.raises(DriverKilled):
         run_job(shards[1])
     engine.max_files = None
     run_job(shards[0])
@@ -83,11 +83,23 @@ def test_shards_grow_with_the_input_and_are_finished_only_together(shards, engin
     run_job(shards[0])
     assert sorted(engine.made) == sorted(NAMES + added)  # nothing twice
     summary = finish(shards[0])
-    assert [shard["ids"] for shard in summary["shards"]] == [len(own(config, NAMES + added)) for config in shards]
-    assert answered(tmp_path).keys() == {*NAMES, *added}
+    assert [shard["ids"] for shard in summary["shards"]] == [
+        len(ids_of_shard(config, NAMES + added)) for config in shards
+    ]
+    assert answered_prompts(tmp_path).keys() == {*NAMES, *added}
 
 
-@pytest.mark.parametrize("damage", [lost, cut_off, without_segments, flipped, of_another_form, half_written])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        delete_index_files,
+        truncate_index_files,
+        delete_segments,
+        flip_segment_bits,
+        write_other_json,
+        leave_index_half_written,
+    ],
+)
 def test_a_damaged_index_of_a_shard_costs_only_time(shards, engine, tmp_path, damage: Callable):
     for config in shards:
         run_job(config)
@@ -97,14 +109,14 @@ def test_a_damaged_index_of_a_shard_costs_only_time(shards, engine, tmp_path, da
     with pytest.raises(Incomplete, match="shard 2/3: 3 of"):
         finish(shards[0])
     run_job(shards[1])
-    assert len(engine.made) == 33 and answered(tmp_path).keys() == set(NAMES)
+    assert len(engine.made) == 33 and answered_prompts(tmp_path).keys() == set(NAMES)
     assert finish(shards[0])["total"]["rows"] == 30
 
 
 def test_a_changed_row_is_refused_by_every_shard(shards, engine, make_job, tmp_path):
     for config in shards:
         run_job(config)
-    name = own(shards[2], NAMES)[0]
+    name = ids_of_shard(shards[2], NAMES)[0]
     place = NAMES.index(name)
     make_job([*rows(*NAMES[:place]), *rows(name, text="Ho"), *rows(*NAMES[place + 1 :])])
     for config in shards:
@@ -116,7 +128,7 @@ def test_a_changed_row_is_refused_by_every_shard(shards, engine, make_job, tmp_p
 
 
 def test_an_error_row_of_a_shard_is_tried_again(shards, engine, tmp_path):
-    bad = own(shards[1], NAMES)[1]
+    bad = ids_of_shard(shards[1], NAMES)[1]
     engine.bad = {bad}
     for config in shards:
         run_job(config)
@@ -125,7 +137,7 @@ def test_an_error_row_of_a_shard_is_tried_again(shards, engine, tmp_path):
     for config in shards:
         run_job(config, retry_errors=True)
     assert num_errors(shards[0]) == 0 and engine.made[30:] == [bad]
-    assert answered(tmp_path).keys() == set(NAMES)
+    assert answered_prompts(tmp_path).keys() == set(NAMES)
 
 
 def num_errors(config: JobConfig) -> int:
@@ -156,7 +168,7 @@ def test_a_repaired_shard_is_counted_before_it_is_finished(shards, engine, reads
     (Path(output_of(shards[0]).text) / "_run.json").unlink()
     with pytest.raises(Incomplete, match="shard 1/3 has not started"):
         finish(shards[0])
-    count = len(own(shards[0], NAMES))
+    count = len(ids_of_shard(shards[0], NAMES))
     said = repair_output(shards[0], trust_config=True)  # the toy's rows have no hash
     assert f"the input has {count} ids: {count} done, 0 to be made, and 0 in the files" in said
     assert not (index_of(shards[0]) / "finished.json").exists()

@@ -76,7 +76,7 @@ def finished(ray_session, tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("number", FROM_OUTSIDE)
-def test_an_interrupt_while_arrow_imports_pandas_is_one_line_and_130(finished, number):
+def test_interrupt_in_arrows_pandas_import_is_one_line_and_130(finished, number):
     """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
     command = [sys.executable, "-m", "eagle_ray.cli", "export", finished, "--to", "csv"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
@@ -105,7 +105,7 @@ sys.exit(command())
 """
 
 
-def test_an_interrupt_while_the_command_is_imported_is_one_line_and_130():
+def test_interrupt_during_command_import_is_one_line_and_130():
     ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (130, "eagle-ray: interrupted\n")
 
@@ -121,7 +121,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_in_a_text_that_python_runs_does_not_change_the_exit_code(tmp_path):
+def test_interrupt_inside_exec_ends_with_exit_code_130(tmp_path):
     """As in the texts that dataclasses run while they are imported: without a remedy the code is that of SIGINT."""
     (tmp_path / "interrupted.py").write_text(IN_A_TEXT)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
@@ -169,7 +169,7 @@ def test_a_later_signal_does_not_cut_off_what_cleans_up(number):
     assert words == ["said"] and handlers() == before
 
 
-def test_a_thread_may_interrupt_the_main_one_and_leaves_the_handlers_as_they_were():
+def test_thread_interrupts_main_thread_and_handlers_are_restored():
     before = handlers()
     with pytest.raises(KeyboardInterrupt), interruptible():
         threading.Timer(0.05, interrupt).start()
@@ -191,18 +191,18 @@ def wait_for_interrupt() -> None:
     raise AssertionError("no interrupt came")
 
 
-class Dropped:
+class InterruptedFinalizer:
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for_interrupt()
 
 
-def drop_an_object() -> None:
-    Dropped()
+def finalize_object() -> None:
+    InterruptedFinalizer()
 
 
-@pytest.mark.parametrize("swallow", [swallow_interrupt, drop_an_object])
-def test_an_interrupt_that_a_library_lost_is_raised_again_without_a_word(swallow, capsys):
+@pytest.mark.parametrize("swallow", [swallow_interrupt, finalize_object])
+def test_interrupt_lost_by_a_library_is_raised_again_silently(swallow, capsys):
     before = handlers()
     with pytest.raises(KeyboardInterrupt), interruptible():
         swallow()
@@ -227,7 +227,7 @@ def test_what_a_half_imported_module_raises_is_the_interrupt(raised):
         raise raised("not interrupted")
 
 
-def test_work_that_ends_although_it_was_interrupted_is_interrupted():
+def test_interrupt_is_raised_even_if_the_work_ends_normally():
     with pytest.raises(KeyboardInterrupt), interruptible():
         swallow_interrupt()
 

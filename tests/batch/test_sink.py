@@ -41,7 +41,7 @@ def block(*ids: str) -> pa.Table:
     return nest(table_of([common | {"request_id": id} for id in ids], SCHEMA))
 
 
-def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same_one(tmp_path):
+def test_repeated_task_writes_the_same_single_file_of_its_blocks(tmp_path):
     write_record(tmp_path, attempt=1)
     sink, task = make_sink(tmp_path), SimpleNamespace(task_idx=7)
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
         write_dataset(ray.data.from_arrow(block("a")), sink, None)
 
 
-def test_a_full_disk_is_one_line_with_the_bytes_needed_and_the_remedy(tmp_path, monkeypatch):
+def test_full_disk_is_one_line_with_needed_bytes_and_the_remedy(tmp_path, monkeypatch):
     def refuse(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

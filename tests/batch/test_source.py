@@ -74,7 +74,7 @@ def test_nothing_to_read_is_an_empty_dataset_with_the_schema(mixed_plan, tmp_pat
     assert read(mixed_plan, np.ones(mixed_plan.num_rows, bool)).take_all() == []
 
 
-def test_a_shard_of_the_job_reads_its_own_rows_whatever_is_marked(tmp_path):
+def test_job_shards_read_disjoint_rows_that_cover_the_input(tmp_path):
     names = [f"q{i}" for i in range(50)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": name, "prompt": "x"}) + "\n" for name in names))
     whole = plan(tmp_path / "in.jsonl")

@@ -20,7 +20,17 @@ from eagle_ray.batch.worker.spare_engine import ForkedProcess, SpareEngine, fork
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from tests.support.jobs import token_rows
-from tests.support.workers import answered, answers, arguments_of, batches_of, ignore, is_gone, outputs, pid_of, until
+from tests.support.workers import (
+    answers,
+    answers_or_errors,
+    arguments_of,
+    batches_of,
+    ignore_line,
+    is_gone,
+    outputs,
+    pid_of,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 # A driver that has torch already, and starts a process that checks the models all the same.
@@ -44,34 +54,34 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
         yield spare
 
 
-def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(
-    spare, make_job, tmp_path, monkeypatch
-):
+def test_engines_forked_for_actors_answer_and_outlive_the_driver(spare, make_job, tmp_path, monkeypatch):
     config = make_job(token_rows(6))
     monkeypatch.setattr(os, "nice", lambda by: 15)  # as Ray's actors are
     monkeypatch.setattr(spare_engine, "MEMORY_SCORE", tmp_path / "score")
     (tmp_path / "score").write_text("900\n")
     spare.start(config)
     spare.check_models()
-    first, second = (EngineProcess(*arguments_of(config), ignore, child=fork_engine(spare.address)) for _ in range(2))
+    first, second = (
+        EngineProcess(*arguments_of(config), ignore_line, child=fork_engine(spare.address)) for _ in range(2)
+    )
     for engine in (first, second):
         engine.wait_until_ready()
     assert [psutil.Process(pid).nice() for pid in (spare.pid, pid_of(second.worker_id))] == [0, 15]
     assert Path(f"/proc/{pid_of(second.worker_id)}/oom_score_adj").read_text() == "900\n"
     assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
     os.kill(pid_of(first.worker_id), signal.SIGKILL)
-    (error,) = answered(first, *batches_of(config))
+    (error,) = answers_or_errors(first, *batches_of(config))
     assert isinstance(error, ProcessEnded) and str(error) == "the engine's process was ended by signal 9"
     spare.close()
-    until(lambda: is_gone(spare.pid))
-    (table,) = answered(second, *batches_of(config))
+    wait_until(lambda: is_gone(spare.pid))
+    (table,) = answers_or_errors(second, *batches_of(config))
     assert outputs(table.to_pylist()) == outputs(answers(config))
     for engine in (first, second):
         engine.close()
-    until(lambda: is_gone(pid_of(second.worker_id)))
+    wait_until(lambda: is_gone(pid_of(second.worker_id)))
 
 
-def test_models_are_refused_as_in_the_driver_and_the_process_ends_with_it(spare, make_job, tmp_path):
+def test_spare_engine_refuses_models_and_ends_with_the_driver(spare, make_job, tmp_path):
     config = make_job(token_rows(1), **{"model.target": str(tmp_path)})
     with pytest.raises(ConfigError) as here:
         check_models(config.model, config.speculative)
@@ -80,7 +90,7 @@ def test_models_are_refused_as_in_the_driver_and_the_process_ends_with_it(spare,
         spare.check_models()
     assert str(there.value) == str(here.value)
     spare.close()
-    until(lambda: is_gone(spare.pid))
+    wait_until(lambda: is_gone(spare.pid))
     assert fork_engine(spare.address) is None
 
 
@@ -106,7 +116,7 @@ def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path,
     with open(tmp_path / "config.json", "w"):  # opens once the check reads it
         driver.stdin.write("1")
         driver.stdin.flush()
-        until(lambda: is_gone(pid))
+        wait_until(lambda: is_gone(pid))
     driver.kill()
     driver.wait()
 
@@ -115,7 +125,7 @@ def test_without_a_spare_process_there_is_nothing_to_fork_engine():
     assert fork_engine(None) is None and fork_engine("eagle-ray-no-such-name") is None and SpareEngine().address is None
 
 
-def test_a_process_that_got_the_pid_of_an_ended_one_is_not_killed():
+def test_process_with_a_reused_pid_is_not_killed():
     ended, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
     forked = ForkedProcess(ended.pid)
     forked.kill()

@@ -26,16 +26,16 @@ from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.row_index import INDEX
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
-    Killed,
-    answered,
+    DriverKilled,
+    answered_prompts,
     append,
-    cut_off,
-    flipped,
-    half_written,
-    lost,
-    of_another_form,
+    delete_index_files,
+    delete_segments,
+    flip_segment_bits,
+    leave_index_half_written,
     rows,
-    without_segments,
+    truncate_index_files,
+    write_other_json,
 )
 
 
@@ -54,7 +54,7 @@ def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, r
     config = make_job(rows(*"abcdefgh"))
     engine.max_files = 1
     for _ in range(2):
-        with pytest.raises(Killed):
+        with pytest.raises(DriverKilled):
             run_job(config)
     engine.max_files = None
     run_job(config)
@@ -62,18 +62,18 @@ def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, r
     assert reads == ["part-001-000000.parquet", "part-002-000000.parquet", "part-003-000000.parquet"]
 
 
-def with_unknown_types(index: Path) -> None:
+def erase_column_types(index: Path) -> None:
     for file in index.glob("input.json"):
         facts = json.loads(file.read_text())
         file.write_text(json.dumps(facts | {"types": []}))
 
 
-def a_file(index: Path) -> None:
+def replace_index_with_a_file(index: Path) -> None:
     shutil.rmtree(index)
     index.write_text("{}")
 
 
-def with_another_number(index: Path) -> None:
+def change_one_number(index: Path) -> None:
     for file in index.glob("*.json"):
         file.write_text(file.read_text().replace("1", "2", 1))
 
@@ -81,15 +81,15 @@ def with_another_number(index: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lost,
-        cut_off,
-        without_segments,
-        flipped,
-        of_another_form,
-        with_unknown_types,
-        half_written,
-        a_file,
-        with_another_number,
+        delete_index_files,
+        truncate_index_files,
+        delete_segments,
+        flip_segment_bits,
+        write_other_json,
+        erase_column_types,
+        leave_index_half_written,
+        replace_index_with_a_file,
+        change_one_number,
     ],
 )
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -99,7 +99,7 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
     if is_finished:
         run_job(config)
     else:
-        with pytest.raises(Killed):
+        with pytest.raises(DriverKilled):
             run_job(config)
         (tmp_path / "out" / INDEX / "finished.json").write_text("{}")
     damage(tmp_path / "out" / INDEX)
@@ -107,7 +107,7 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
     append(tmp_path / "in.jsonl", rows("h"))
     summary = run_job(config)
     assert sorted(engine.made) == list("abcdefgh") and summary["total"]["rows"] == 8
-    assert answered(tmp_path).keys() == set("abcdefgh")
+    assert answered_prompts(tmp_path).keys() == set("abcdefgh")
     assert len(list((tmp_path / "out" / INDEX).glob("*.arrow"))) >= 2
     assert not (tmp_path / "out" / INDEX / "input-0123456789ab.arrow").exists()
 
@@ -136,7 +136,7 @@ def test_a_record_that_can_be_made_again_stops_nothing(make_job, engine, message
 def test_a_run_without_an_index_is_resumed(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcdefg"))
     engine.max_files = 1
-    with pytest.raises(Killed):
+    with pytest.raises(DriverKilled):
         run_job(config)
     for file in (tmp_path / "out" / INDEX).iterdir():
         file.unlink()
@@ -166,7 +166,7 @@ def test_a_long_file_is_read_from_its_last_shard_on(make_job: MakeJob, engine, s
     append(tmp_path / "in.jsonl", rows("new"))
     run_job(config)
     assert scans == [("in.jsonl", 0), ("in.jsonl", size)] and engine.made[-1] == "new"
-    assert len(engine.made) == 1201 == len(answered(tmp_path))
+    assert len(engine.made) == 1201 == len(answered_prompts(tmp_path))
 
 
 def test_rows_without_ids_keep_theirs_as_the_file_grows(make_job: MakeJob, engine, tmp_path):
@@ -175,10 +175,10 @@ def test_rows_without_ids_keep_theirs_as_the_file_grows(make_job: MakeJob, engin
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('\n{"prompt": "c"}')
     run_job(config)
-    assert answered(tmp_path) == {"in.jsonl:0": "a", "in.jsonl:1": "b", "in.jsonl:3": "c"}
+    assert answered_prompts(tmp_path) == {"in.jsonl:0": "a", "in.jsonl:1": "b", "in.jsonl:3": "c"}
 
 
-def test_an_unread_parameter_in_a_row_that_is_added_is_refused_in_the_one_scan(make_job, engine, scans, tmp_path):
+def test_unread_parameter_in_an_added_row_is_refused_in_one_scan(make_job, engine, scans, tmp_path):
     config = make_job(rows("a", "b"))
     run_job(config)
     with (tmp_path / "in.jsonl").open("a") as file:
@@ -208,11 +208,11 @@ def test_an_answered_row_that_changed_is_named_and_refused(make_job: MakeJob, en
     assert engine.made == list("abcde")
 
 
-def test_a_row_that_changed_before_it_was_answered_is_refused_too(make_job: MakeJob, engine, tmp_path):
+def test_row_changed_before_it_was_answered_is_refused(make_job: MakeJob, engine, tmp_path):
     """A worker of a killed attempt may still publish an answer to what it was."""
     config = make_job(rows(*"abcdef"))
     engine.max_files = 1
-    with pytest.raises(Killed):
+    with pytest.raises(DriverKilled):
         run_job(config)
     make_job([*rows(*"abc"), *rows("d", text="Ho"), *rows("e", "f")])
     with pytest.raises(OutputMismatch, match=r"1 rows of .* are other rows now: d"):
@@ -228,7 +228,7 @@ def test_rows_that_are_gone_are_refused_by_their_place(make_job: MakeJob, engine
         run_job(config)
     make_job(rows("e", *"dcba"))  # in any order
     run_job(config)
-    assert answered(tmp_path).keys() == set("abcde") and len(engine.made) == 5
+    assert answered_prompts(tmp_path).keys() == set("abcde") and len(engine.made) == 5
 
 
 def test_an_error_row_may_be_corrected_in_another_file(make_job: MakeJob, engine, tmp_path):
@@ -241,7 +241,7 @@ def test_an_error_row_may_be_corrected_in_another_file(make_job: MakeJob, engine
     with pytest.raises(OutputMismatch, match=r"the id 'b' from .*in\.jsonl, which is not in this input"):
         run_job(fixed)
     run_job(fixed, retry_errors=True)
-    assert answered(tmp_path) == {"a": "Hi a", "b": "Ho b", "c": "Hi c"}
+    assert answered_prompts(tmp_path) == {"a": "Hi a", "b": "Ho b", "c": "Hi c"}
 
 
 def test_an_output_file_that_was_lost_is_made_again(make_job: MakeJob, engine, tmp_path):
@@ -249,10 +249,10 @@ def test_an_output_file_that_was_lost_is_made_again(make_job: MakeJob, engine, t
     run_job(config)
     (tmp_path / "out" / "data" / "part-001-000001.parquet").unlink()
     run_job(config)
-    assert engine.made == [*"abcdef", "d", "e", "f"] and answered(tmp_path).keys() == set("abcdef")
+    assert engine.made == [*"abcdef", "d", "e", "f"] and answered_prompts(tmp_path).keys() == set("abcdef")
 
 
-def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: MakeJob, engine, reads, tmp_path):
+def test_output_file_rewritten_in_place_is_read_again(make_job: MakeJob, engine, reads, tmp_path):
     config = make_job(rows(*"abcdef"))
     run_job(config)
     file = tmp_path / "out" / "data" / "part-001-000001.parquet"
@@ -264,7 +264,7 @@ def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: Make
     assert reads[2:] == [file.name] and len(engine.made) == 6
 
 
-def test_a_column_that_the_counts_do_not_need_is_not_left_damaged(make_job, engine, messages, tmp_path):
+def test_damage_in_a_column_not_needed_for_counts_is_detected(make_job, engine, messages, tmp_path):
     config = make_job(rows(*"abc"))
     run_job(config)
     [part] = (tmp_path / "out" / "data").iterdir()
@@ -276,7 +276,7 @@ def test_a_column_that_the_counts_do_not_need_is_not_left_damaged(make_job, engi
         run_job(config)
     part.unlink()
     run_job(config)
-    assert answered(tmp_path).keys() == set("abc")
+    assert answered_prompts(tmp_path).keys() == set("abc")
 
 
 def test_overwriting_scans_nothing_again(make_job: MakeJob, engine, scans, tmp_path):
@@ -294,9 +294,7 @@ def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans
     assert scans == [("in.jsonl", 0), ("other.jsonl", 0)]
 
 
-def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
-    make_job: MakeJob, engine, monkeypatch, tmp_path
-):
+def test_output_deleted_during_the_job_is_not_recreated(make_job: MakeJob, engine, monkeypatch, tmp_path):
     def delete(*_: Any) -> None:
         shutil.rmtree(tmp_path / "out")
 
@@ -306,7 +304,7 @@ def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_second_start_opens_no_input_file_and_a_new_batch_file_is_detected(make_job, engine, tmp_path, monkeypatch):
+def test_second_start_opens_no_input_and_detects_new_batch_file(make_job, engine, tmp_path, monkeypatch):
     (directory := tmp_path / "in").mkdir()
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     batch = json.dumps({"custom_id": "b0", "url": "/v1/chat/completions", "method": "POST", "body": body}) + "\n"

@@ -44,7 +44,7 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def say(run, **facts) -> None:
+def write_progress(run, **facts) -> None:
     word = {"run_id": run.run_id, "attempt": run.attempt, "written_at": now().isoformat(timespec="seconds")}
     write_json(run.output / "_progress.json", FACTS | word | facts)
 
@@ -58,7 +58,7 @@ def record_process(run, process) -> None:
 def test_a_run_that_speaks_is_running(started):
     run, output = started
     assert status_of(output, now() + LATER).state == "running"
-    say(run)
+    write_progress(run)
     status = status_of(output, now() + LATER)
     assert status.state == "running" and 29 <= status.quiet_s <= 32
     assert "running, attempt 1" in status_text(status) and "40 of 96 rows, 32 in files" in status_text(status)
@@ -66,17 +66,17 @@ def test_a_run_that_speaks_is_running(started):
 
 def test_a_run_that_was_killed_falls_silent(started):
     run, output = started
-    say(run)
+    write_progress(run)
     text = status_text(status_of(output, now() + MUCH_LATER))
     assert "silent, attempt 1" in text and "Run the same command again" in text
 
 
-def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):
+def test_run_whose_local_process_is_gone_is_shown_as_killed(started):
     run, output = started
     driver = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
     noted = json.loads(driver.stdout.readline())
     record_process(run, noted)
-    say(run)
+    write_progress(run)
     assert status_of(output).state == "running"
     driver.kill()
     driver.wait()
@@ -85,7 +85,7 @@ def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):
 
 
 @pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"pids": "pid:[1]"}])
-def test_a_process_of_another_machine_is_judged_by_its_last_sign_of_life(started, other):
+def test_process_of_another_machine_is_judged_by_its_heartbeat(started, other):
     run, output = started
     record_process(run, asdict(Process.current()) | {"pid": 2**30} | other)
     assert status_of(output, now() + LATER).state == "running"
@@ -99,7 +99,7 @@ def test_a_number_that_another_process_has_got_since_is_gone():
 
 def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):
     run, output = started
-    say(run, attempt=0)
+    write_progress(run, attempt=0)
     assert status_of(output, now()).progress is None
 
 
@@ -115,9 +115,9 @@ def test_a_run_that_stopped_says_why(started, error, says):
     assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
 
 
-def test_a_remedy_is_said_once_and_a_stopped_run_has_no_last_sign_of_life(started):
+def test_remedy_is_shown_once_and_stopped_run_has_no_heartbeat(started):
     run, output = started
-    say(run)
+    write_progress(run)
     error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
     with pytest.raises(ClusterError), run.recorded_outcome():
         raise error
@@ -144,7 +144,7 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
 @pytest.mark.parametrize("wrong", [{"planner_errors": -1.5}, {"fallbacks": {"worker": 3}}])
 def test_progress_that_no_report_can_show_is_damage(started, messages, wrong):
     run, output = started
-    say(run, **wrong)
+    write_progress(run, **wrong)
     assert status_of(output).progress is None
     assert f"_progress.json is damaged ({next(iter(wrong))}" in messages[-1]
 
@@ -154,7 +154,7 @@ def test_damaged_counts_and_progress_are_left_out_with_a_line(started, messages,
     run, output = started
     write_json(output / "_summary.json", {"total": total})
     (output / "_SUCCESS").write_atomic(b"")
-    say(run, rows_done="forty")
+    write_progress(run, rows_done="forty")
     status = status_of(output)
     assert status.state == "done" and status.total is None and status.progress is None
     assert "_progress.json is damaged (rows_done: " in messages[0] and "_summary.json is damaged (total" in messages[1]

@@ -19,7 +19,7 @@ from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
 from tests.support.inputs import TINY, line, plan, request, write
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.schemas import FORMAT, SCHEMA
 from tests.support.workers import answers
 
@@ -163,7 +163,7 @@ def test_drafting_rows_are_plain_decodings_and_what_they_must_be(make_job):
     for row, other in zip(drafted, plain, strict=True):
         for name in ("status", "error_code", "output_token_ids", "text", "structured", "structured_outcome"):
             assert row[name] == other[name], (row["request_id"], name)
-        assert row["status"] == "error" or broken_laws(row) == []
+        assert row["status"] == "error" or broken_invariants(row) == []
     assert sum(row["num_accepted_draft_tokens"] or 0 for row in drafted) > 10
     _check({row["request_id"]: row for row in drafted})
 

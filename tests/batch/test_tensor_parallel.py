@@ -13,7 +13,7 @@ import pytest
 from eagle_ray.config import JobConfig
 from tests.support.clusters import MODEST, cluster_of, raylet_of, start_run
 from tests.support.jobs import exit_code, ids_of, rows_of, small_job, start_driver, token_rows, wait_for_another_file
-from tests.support.processes import Watched, is_running, title_of
+from tests.support.processes import ListenerWatch, is_running, title_of
 from tests.support.ranks import followers_of, wait_until
 
 SETTINGS = {"execution.slots": 4, "execution.actors": 1, "execution.rows_per_file": 8, "model.device": "cpu"}
@@ -44,9 +44,9 @@ LOSSES = [
 
 
 @pytest.fixture
-def watched(monkeypatch) -> Watched:
+def listener_watch(monkeypatch) -> ListenerWatch:
     """Of all processes that the test starts: none of them is left at its end."""
-    seen = Watched()
+    seen = ListenerWatch()
     monkeypatch.setenv(*next(iter(seen.environment.items())))
     yield seen
     assert wait_until(lambda: not seen.running(), 30), [title_of(pid) for pid in seen.running()]
@@ -94,7 +94,7 @@ def without_memory(follower: psutil.Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", [kill, without_memory])
-def test_every_row_is_there_once_after_a_rank_that_did_not_start(tmp_path, watched, hurt):
+def test_every_row_is_there_once_after_a_rank_that_did_not_start(tmp_path, listener_watch, hurt):
     """The first two engines lose theirs as they start."""
     config = small_job(tmp_path, token_rows(24), **SETTINGS, **{"execution.tensor_parallel": 2})
     driver, lost = start_driver(config), set()
@@ -117,14 +117,14 @@ def test_every_row_is_there_once_after_a_rank_that_did_not_start(tmp_path, watch
 
 
 @pytest.mark.slow
-def test_the_ranks_of_an_actor_have_the_gpus_of_one_node(tmp_path, watched):
+def test_the_ranks_of_an_actor_have_the_gpus_of_one_node(tmp_path, listener_watch):
     """Of two nodes, one has a single (fake) GPU, so all actors are on the other."""
     settings = SETTINGS | {"execution.gpus_per_actor": 2, "execution.tensor_parallel": 2}
     with cluster_of(1) as cluster:
         node = cluster.add_node(**MODEST | {"num_gpus": 2})
         config = small_job(tmp_path, token_rows(24), **settings, **{"execution.ray_address": cluster.address})
         driver = start_run(config, tmp_path)
-        [follower] = found_soon(lambda: followers_of(raylet_of(node)))
+        [follower] = wait_for_processes(lambda: followers_of(raylet_of(node)))
         leader = psutil.Process(follower.ppid())
         seen = {process.environ()["CUDA_VISIBLE_DEVICES"] for process in (leader, follower)}
         assert seen == {"0,1"} and leader.parent().ppid() == raylet_of(node)
@@ -147,6 +147,6 @@ def test_gpus_of_two_nodes_are_refused_with_what_would_do(tmp_path):
             assert "Set it to 1, or run it on nodes with 2 GPUs" in errors
 
 
-def found_soon(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+def wait_for_processes(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     assert wait_until(lambda: bool(look()), 120)
     return look()

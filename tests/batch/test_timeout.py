@@ -21,7 +21,7 @@ def slow_rows(monkeypatch):
     monkeypatch.setattr(Sequence, "append", slowly)
 
 
-def test_a_row_over_its_time_is_an_error_row_and_its_slot_is_free(make_job, tmp_path, slow_rows):
+def test_row_past_its_timeout_is_an_error_row_and_frees_its_slot(make_job, tmp_path, slow_rows):
     """One slot: the fast rows wait for much longer than their time, which does not count, and then get the slot."""
     fast = [row | {"max_tokens": 4} for row in token_rows(3)]
     slow = {"id": "slow", "prompt_token_ids": [1, 2], "max_tokens": 200, "n": 2}

@@ -51,29 +51,29 @@ EXPECTED = Counter(
 
 
 @pytest.fixture(scope="module")
-def done(ray_session, tmp_path_factory) -> JobConfig:
+def finished_job(ray_session, tmp_path_factory) -> JobConfig:
     config = job(tmp_path_factory.mktemp("turns"))
     assert exit_code(config) == 0
     return config
 
 
-def test_every_turn_is_there_once_and_an_id_is_in_one_file(done):
-    assert keys(done) == EXPECTED
-    files = sorted((Path(done.output.path) / "data").glob("*.parquet"))
+def test_every_turn_is_there_once_and_an_id_is_in_one_file(finished_job):
+    assert keys(finished_job) == EXPECTED
+    files = sorted((Path(finished_job.output.path) / "data").glob("*.parquet"))
     ids = [set(pq.read_table(file, columns=["request_id"])["request_id"].to_pylist()) for file in files]
     assert len(files) > 1 and sum(map(len, ids)) == NUM_ROWS + 1
 
 
-def test_statistics_and_checks_know_turns(done):
-    summary = read_json(StoragePath.of(done.output.path) / "_summary.json")
+def test_statistics_and_checks_know_turns(finished_job):
+    summary = read_json(StoragePath.of(finished_job.output.path) / "_summary.json")
     assert {turn: stats["rows"] for turn, stats in summary["turns"].items()} == {"0": 50, "1": 32, "2": 16}
     assert summary["total"]["rows"] == 98 and summary["turns"]["1"]["mean_acceptance_length"] >= 1
     assert summary["verify_rows"]["identical"] == summary["verify_rows"]["rows"] == 40
     with pytest.raises(ConfigError, match=r"has several turns.*--to csv"):
-        export(StoragePath.of(done.output.path), "openai-batch", None, False, False)
+        export(StoragePath.of(finished_job.output.path), "openai-batch", None, False, False)
 
 
-def test_a_killed_job_goes_on_and_gives_the_same_turns(done, tmp_path):
+def test_a_killed_job_goes_on_and_gives_the_same_turns(finished_job, tmp_path):
     config = job(tmp_path)
     config = with_changes(config, execution={"rows_per_file": 4}, report={"verify_rows": 0})
     driver = start_driver(config, ray.get_runtime_context().gcs_address)
@@ -86,7 +86,8 @@ def test_a_killed_job_goes_on_and_gives_the_same_turns(done, tmp_path):
     assert exit_code(config) == 0
     assert keys(config) == EXPECTED
     texts = [
-        {(r["request_id"], r["sample_index"], r["turn_index"]): r["text"] for r in rows_of(c)} for c in (done, config)
+        {(r["request_id"], r["sample_index"], r["turn_index"]): r["text"] for r in rows_of(c)}
+        for c in (finished_job, config)
     ]
     assert texts[0] == texts[1]
     assert json.loads(rows_of(config)[0]["messages"] or "[{}]")

@@ -11,7 +11,7 @@ from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.jobs import token_rows
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.workers import answers, outputs
 
 
@@ -25,7 +25,7 @@ def test_prompts_in_smaller_pieces_change_no_output(make_job):
 def test_every_row_keeps_the_laws(make_job, method):
     settings = {"speculative.method": method, "speculative.stats": "detailed", "sampling.logprobs": True}
     rows = answers(make_job(token_rows(12), **settings))
-    assert [broken_laws(row) for row in rows] == [[]] * 12
+    assert [broken_invariants(row) for row in rows] == [[]] * 12
     for row in rows:
         assert row["status"] == "ok" and row["method"] == method and row["text"] is None
         assert row["ttft_s"] == pytest.approx(row["queue_s"] + row["prefill_s"])
@@ -94,7 +94,7 @@ def test_a_row_that_ignores_the_end_goes_on_past_it(make_job):
         assert long["output_token_ids"][: short["completion_tokens"]] == short["output_token_ids"]
 
 
-def test_neither_order_nor_batching_nor_slots_change_what_is_sampled(make_job):
+def test_samples_depend_on_neither_order_nor_batching_nor_slots(make_job):
     rows, hot = token_rows(10), {"sampling.temperature": 1.0, "sampling.n": 2}
     reference = answers(make_job(rows, **hot))
     assert len({tuple(ids) for ids in outputs(reference).values()}) > 10  # samples do differ
@@ -131,7 +131,7 @@ def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
     ]
     found = answers(make_job(rows, **{"model.max_model_len": 500, "sampling.n": 2}))
     assert [row["request_id"] for row in found] == [row["id"] for row in rows for _ in range(2)]
-    assert [broken_laws(row) for row in found] == [[]] * 12
+    assert [broken_invariants(row) for row in found] == [[]] * 12
     codes = {row["request_id"]: row["error_code"] for row in found}
     assert codes["good"] is None and codes["text"] == "no_tokenizer" and codes["long"] == "prompt_too_long"
     assert all(codes[id] for id in ("none", "hot", "wild"))
@@ -167,7 +167,7 @@ def test_columns_that_are_not_wanted_are_null(make_job):
     row = answers(make_job(token_rows(1), **{"output.store_token_ids": False, "output.store_prompt": False}))[0]
     unwanted = ("output_token_ids", "prompt", "token_logprobs", "per_step_budget", "per_step_accepted")
     assert [row[name] for name in unwanted] == [None] * 5
-    assert row["completion_tokens"] > 0 and broken_laws(row) == []
+    assert row["completion_tokens"] > 0 and broken_invariants(row) == []
 
 
 def test_max_tokens_is_cut_to_the_room_and_the_row_says_so(make_job):

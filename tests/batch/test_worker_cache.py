@@ -77,7 +77,7 @@ def start(config: JobConfig) -> Run:
         return open_run(config, plan_input(config).fingerprints)
 
 
-def test_workers_of_a_run_measure_once_wherever_and_whenever_they_start(machines, make_job):
+def test_workers_of_a_run_measure_costs_once_on_any_machine(machines, make_job):
     config = make_job(token_rows(2))
     run = start(config)
     assert machines.start_worker("a", config, run) == 1
@@ -125,7 +125,7 @@ def test_a_cache_that_cannot_be_written_stops_no_worker(machines, make_job):
     assert machines.start_worker("a", config, run) == 1
 
 
-def test_kernels_are_compiled_by_one_worker_and_what_is_new_is_added(machines, make_job):
+def test_compiled_kernels_are_shared_and_new_ones_are_added(machines, make_job):
     run = start(make_job(token_rows(2)))
 
     def begin(name: str, *compiled: str, owned: tuple[str, ...] = ()) -> set[str]:
@@ -195,7 +195,7 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
     fourth.close()
 
 
-def test_a_head_that_was_trained_again_does_not_go_on_from_the_others_state(make_job, tmp_path):
+def test_retrained_head_does_not_load_state_of_the_old_head(make_job, tmp_path):
     """Its files have the names and sizes of those before."""
     head = Path(shutil.copytree(PAIR / "draft", tmp_path / "head"))
     config = make_job(token_rows(2), **{"speculative.method": "eagle2+suffix", "model.draft": str(head)})

@@ -19,7 +19,7 @@ from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 from tests.support.workers import answers
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
@@ -34,7 +34,7 @@ def test_each_turn_is_answered_after_the_ones_before_it(make_job):
     rows = [{"id": "a", "turns": TURNS, "stop": "."}, {"id": "b", "turns": json.dumps(TURNS[:1])}]
     found = answers(conversation(make_job, rows))
     assert [(row["request_id"], row["turn_index"]) for row in found] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
-    assert all(row["status"] == "ok" and not broken_laws(row) for row in found)
+    assert all(row["status"] == "ok" and not broken_invariants(row) for row in found)
     history = [
         message
         for turn, row in zip(TURNS, found, strict=False)
@@ -101,7 +101,7 @@ def test_seeds_of_the_first_turn_are_those_of_a_single_prompt():
     assert len(set(seeds)) == 18
 
 
-def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job, monkeypatch):
+def test_turns_are_verified_and_partial_conversation_is_not_done(make_job, monkeypatch):
     config = conversation(make_job, [{"id": "a", "turns": TURNS}, {"id": "b", "turns": TURNS[:1]}])
     plan = plan_input(config)
     run = Run(StoragePath.of(config.output.path), "run", 1, "hash")

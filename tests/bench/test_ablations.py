@@ -14,7 +14,7 @@ from tests.support.toy_models import llama, llama_engine, run
 WIDTH = 3
 
 
-def grown(kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int = 20) -> tuple[TreeBuilder, list]:
+def grown_trees(kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int = 20) -> tuple[TreeBuilder, list]:
     """Two trees from random distributions, and the frontiers that were expanded, with their own log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
     builder, frontiers = kind(torch.tensor([1, 2]), WIDTH), []
@@ -29,18 +29,18 @@ def grown(kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int = 20) -
     return builder, frontiers
 
 
-def closed(keep, parents):
+def has_all_parents(keep, parents):
     return bool((~keep | (parents < 0) | keep.gather(1, parents.clamp(min=0))).all())
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_without_value_the_surest_nodes_come_first(seed):
     """By hand: from the root on, take the surest node among those whose parents are taken."""
-    tree = grown(OwnConfidence, seed)[0].build()
+    tree = grown_trees(OwnConfidence, seed)[0].build()
     own, parents = tree.draft_log_probs, tree.parents
     for num_nodes in (2, 5, 9):
         keep = uniform(tree, Budget(2 * num_nodes, num_nodes))
-        assert closed(keep, parents)
+        assert has_all_parents(keep, parents)
         for b in range(2):
             taken = {0}
             while len(taken) < num_nodes:
@@ -52,20 +52,20 @@ def test_without_value_the_surest_nodes_come_first(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_without_value_the_surest_of_a_level_are_expanded(seed):
-    builder, frontiers = grown(OwnConfidence, seed)
+    builder, frontiers = grown_trees(OwnConfidence, seed)
     tree = builder.build()
     for depth, frontier in enumerate(frontiers, 1):
         level = tree.depths[0] == depth
         best = tree.draft_log_probs[:, level].topk(WIDTH).indices
         assert torch.equal(frontier.tokens, tree.tokens[:, level].gather(1, best))
-    assert any((a.tokens != b.tokens).any() for a, b in zip(frontiers, grown(TreeBuilder, seed)[1], strict=True))
+    assert any((a.tokens != b.tokens).any() for a, b in zip(frontiers, grown_trees(TreeBuilder, seed)[1], strict=True))
 
 
 def test_without_reranking_what_was_expanded_is_verified():
-    builder, frontiers = grown(TreeBuilder, seed=3)
+    builder, frontiers = grown_trees(TreeBuilder, seed=3)
     tree = builder.build()
     keep = expanded(tree, WIDTH)
-    assert closed(keep, tree.parents) and keep.sum(1).tolist() == [1 + 4 * WIDTH] * 2
+    assert has_all_parents(keep, tree.parents) and keep.sum(1).tolist() == [1 + 4 * WIDTH] * 2
     for depth, frontier in enumerate(frontiers, 1):
         mine = tree.tokens[0][keep[0] & (tree.depths[0] == depth)].tolist()
         assert sorted(mine) == sorted(frontier.tokens[0].tolist())

@@ -36,7 +36,7 @@ def test_a_small_bench_prints_a_row_for_each_way_and_mode(bench, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_engines_made_anew_have_the_same_planners_and_other_texts(bench, tmp_path, monkeypatch):
+def test_new_engines_have_the_same_planners_and_other_prompts(bench, tmp_path, monkeypatch):
     made, taken = [], []
     lane_of, drained = bench.Lane.of, bench.run_requests
 

@@ -44,7 +44,7 @@ def results(findings: Findings) -> list[tuple[str, str, str]]:
     return [(r["name"], r["path"], r["result"]) for r in findings.records() if r["kind"] == "run"]
 
 
-def test_a_crash_is_recorded_and_repeated_on_the_portable_path_and_the_next_check_runs(findings, monkeypatch):
+def test_crashed_check_is_repeated_portably_and_next_one_runs(findings, monkeypatch):
     monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
     run_all([python("crash", ABORT_UNLESS_PORTABLE), python("next", "pass")], findings, TimeBudget(60))
     assert results(findings) == [
@@ -85,7 +85,7 @@ def test_several_checks_at_a_time_lose_no_finding(findings):
     assert sorted(name for name, *_ in results(findings)) == list("012345")
 
 
-def test_a_finding_file_that_is_cut_off_keeps_the_rest_and_takes_more(findings):
+def test_truncated_findings_file_keeps_whole_records_and_appends(findings):
     findings.begin("checks", {"date": "2026-01-01"})
     findings.add("run", name="a")
     findings.add("run", name="b")
@@ -149,7 +149,7 @@ def test_details_are_taken_from_the_output():
     assert sanitizer_detail(memcheck) == expected
 
 
-def test_a_benchmark_that_measured_no_drafts_is_repeated_on_the_portable_path(findings, tmp_path, monkeypatch):
+def test_benchmark_without_drafts_is_repeated_portably(findings, tmp_path, monkeypatch):
     """The first run loses the device after plain decoding; its file is kept under another name."""
     ways = {"default": ["plain"], "portable": ["plain", "ours"]}
 
@@ -198,7 +198,7 @@ def bare_environment(tmp_path):
         ["pytest", "--confcutdir=tests/kernels", "tests/kernels", "--collect-only", "-p", "no:cacheprovider"],
     ],
 )
-def test_nothing_on_its_path_needs_more_than_torch_triton_and_transformers(words, bare_environment):
+def test_scripts_need_only_torch_triton_and_transformers(words, bare_environment):
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]

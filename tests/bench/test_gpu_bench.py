@@ -19,7 +19,7 @@ SMALLEST = "--smoke --shapes tinier --batches 2 --contexts 32 --rounds 2 --secon
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def bench_results(tmp_path_factory):
     """A run of one cell, with what `--only` names."""
     out = tmp_path_factory.mktemp("gpu")
     only = ["--only", "lossless", "bandwidth", "tinier: make", "tinier: costs", "tinier: batch 2, context 32"]
@@ -34,8 +34,8 @@ def run_script(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
-    results = json.loads((found / "results.json").read_text())
+def test_a_cell_is_measured_and_every_output_is_plain_decodings(bench_results):
+    results = json.loads((bench_results / "results.json").read_text())
     assert results["failed"] == [] and all(check["ok"] for check in results["checks"])
     assert [check["name"] for check in results["checks"]] == [
         "tinier decodes as the small pair",
@@ -55,18 +55,18 @@ def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
 
 
 @pytest.mark.slow
-def test_tables_page_and_section_say_the_same(found):
-    results = json.loads((found / "results.json").read_text())
-    text = (found / "results.md").read_text()
+def test_tables_page_and_section_say_the_same(bench_results):
+    results = json.loads((bench_results / "results.json").read_text())
+    text = (bench_results / "results.md").read_text()
     assert text == markdown(results) and section(results) in text
     assert "says nothing of a GPU" in text and "acceptance is the embedded toy pair's own" in text
     assert text.count("| tinier | 32 | 2 |") == 5
-    shown = (found / "results.html").read_text()
+    shown = (bench_results / "results.html").read_text()
     assert shown == page(results) and shown.count("<svg") == 1
 
 
 @pytest.mark.slow
-def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp_path, monkeypatch, capsys):
+def test_faults_are_recorded_by_cell_and_cut_off_run_is_saved(tmp_path, monkeypatch, capsys):
     """Memory runs out in a cell, a job fails, and somebody ends the run when the drain is over."""
     steady = wide_cases.steady
 

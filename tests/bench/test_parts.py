@@ -51,7 +51,7 @@ def test_a_file_is_assembled_before_the_parts_of_others_arrive(tmp_path: Path, f
         assemble(kept, tmp_path / "out", ["another"])
 
 
-def test_a_part_that_was_cut_off_is_missing_and_a_changed_one_makes_no_file(tmp_path: Path, files: list[Path]):
+def test_truncated_part_is_missing_and_changed_part_is_refused(tmp_path: Path, files: list[Path]):
     parts, kept = tmp_path / "parts", tmp_path / "kept"
     split(files, parts, PART_BYTES)
     assert receive(parts, kept) == []

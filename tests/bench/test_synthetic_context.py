@@ -56,7 +56,7 @@ WAYS = [Way("plain"), Way("tree", LARGEST), Way("ours", LARGEST, "global")]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_every_way_has_its_steps_predicted_and_corrects_its_own_costs(pair, way):
+def test_each_way_predicts_its_steps_and_corrects_its_own_costs(pair, way):
     rig = rig_of(pair)
     rig.costs = flat()
     engine = rig.engine(way, 0, 3)

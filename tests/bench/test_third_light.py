@@ -55,7 +55,7 @@ def test_rows_are_different_and_come_from_every_kind_of_file(tmp_path: Path):
 
 
 @pytest.fixture
-def carried(tmp_path: Path) -> Path:
+def transfer_directory(tmp_path: Path) -> Path:
     """A transfer's directory with a small archive and a model in parts."""
     for path in (tmp_path / SITE / "package" / "code.py", tmp_path / JOB / "rows.jsonl"):
         path.parent.mkdir(parents=True)
@@ -71,27 +71,27 @@ def receive_from(directory: Path, kept: Path, gguf: Path | None = None) -> None:
     receive_parts(argparse.Namespace(directory=directory, kept=kept, gguf=gguf))
 
 
-def test_packages_are_unpacked_before_the_model_has_come(tmp_path: Path, carried: Path):
+def test_packages_are_unpacked_before_the_model_has_come(tmp_path: Path, transfer_directory: Path):
     kept, first = tmp_path / "kept", tmp_path / "first"
     model = kept / SITE / MODEL / "SmolLM2-135M-Instruct.Q4_1.gguf"
     first.mkdir()
     for name in (MANIFEST, "part-000"):
-        (first / name).write_bytes((carried / name).read_bytes())
+        (first / name).write_bytes((transfer_directory / name).read_bytes())
     receive_from(first, kept)
     assert (kept / SITE / "package" / "code.py").read_text() == "code.py"
     assert (kept / JOB / "rows.jsonl").read_text() == "rows.jsonl"
     assert not (kept / SITE / "model.gguf").exists() and not model.exists()
-    receive_from(carried, kept)
+    receive_from(transfer_directory, kept)
     assert model.read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
-def test_a_run_without_the_model_says_what_to_do(tmp_path: Path, carried: Path):
-    split([tmp_path / ARCHIVE], carried, 1 << 20)
+def test_a_run_without_the_model_says_what_to_do(tmp_path: Path, transfer_directory: Path):
+    split([tmp_path / ARCHIVE], transfer_directory, 1 << 20)
     kept = tmp_path / "kept"
-    receive_from(carried, kept)
+    receive_from(transfer_directory, kept)
     with pytest.raises(SystemExit, match="Carry all parts and run `receive` first"):
         use_site(kept, smoke=False)
-    receive_from(carried, kept, tmp_path / "model.gguf")
+    receive_from(transfer_directory, kept, tmp_path / "model.gguf")
     assert next((kept / SITE / MODEL).glob("*.gguf")).samefile(tmp_path / "model.gguf")
 
 
@@ -103,7 +103,7 @@ time.sleep(600)
 """
 
 
-def test_a_process_that_outlives_its_killed_driver_is_found_and_ended(tmp_path: Path):
+def test_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path):
     driver = Driver([sys.executable, "-c", START_A_DAEMON], tmp_path / "log")
     assert driver.wait_until(lambda: bool(driver.lines), 60)
     driver.kill()

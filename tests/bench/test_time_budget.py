@@ -65,7 +65,7 @@ def test_a_lost_device_ends_the_run_with_everything_kept(said):
     assert kept == [1]
 
 
-def test_a_section_has_its_share_and_leaves_the_rest_to_the_others(clock, capsys):
+def test_section_uses_its_share_and_leaves_the_rest_to_others(clock, capsys):
     mine, _ = agenda()
     with mine.section("ours", share=0.5):
         assert mine.left_s == 30

@@ -55,7 +55,7 @@ def test_a_window_counts_what_was_committed():
     assert samples[0].tau >= 1
 
 
-def test_a_window_has_all_of_its_last_step_and_none_of_the_one_before_it():
+def test_window_has_its_whole_last_step_and_none_of_the_previous():
     """Windows of a step each, plain and drafting ones by turns on one engine."""
     _, (_, drafting), meter = engines()
     queue, own, never = SteadyQueue(drafting, requests(), meter), drafting.planner, UniformPlanner(NO_TREE)
@@ -72,7 +72,7 @@ def test_a_window_has_all_of_its_last_step_and_none_of_the_one_before_it():
         assert sample.tau == 1
 
 
-def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
+def test_first_step_of_another_planner_is_not_in_the_window():
     _, (_, drafting), meter = engines()
     queue = SteadyQueue(drafting, requests(), meter)
     queue.fill()
@@ -100,7 +100,7 @@ def test_ways_over_shared_weights_give_the_same_tokens():
     assert identity.num_compared == 9 and identity.num_equal + identity.num_near_ties == 9
 
 
-def test_a_difference_is_counted_and_is_no_near_tie_where_plain_was_sure():
+def test_difference_from_a_sure_plain_token_is_no_near_tie():
     model, (plain, _), meter = engines()
     job = list(itertools.islice(requests(), 2))
     run_requests(plain, job, meter)
@@ -110,7 +110,7 @@ def test_a_difference_is_counted_and_is_no_near_tie_where_plain_was_sure():
     assert first_difference([1, 2], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1
 
 
-def test_worse_heads_are_the_same_shape_and_leave_the_good_one_alone():
+def test_worse_heads_have_its_shape_and_do_not_change_the_head():
     good = head()
     before = {name: value.clone() for name, value in good.state_dict().items()}
     for worse in (damaged_head(good, noise=0.5), random_head(good, seed=5)):

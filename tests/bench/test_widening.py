@@ -101,7 +101,7 @@ def test_the_shapes_cost_what_they_say():
         assert 2 * shape.kv_numbers == kv_bytes
 
 
-def test_weights_are_made_in_their_dtype_and_frequencies_stay_exact():
+def test_weights_have_their_dtype_and_frequencies_stay_exact():
     model, eagle = widen_pair(llama(), head(), SHAPES["same groups"], dtype=torch.bfloat16)
     assert {p.dtype for m in (model, eagle) for p in m.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32

@@ -63,7 +63,7 @@ def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 1 bytes\nmore"),
     ],
 )
-def test_memory_that_runs_out_in_a_command_is_one_line_and_exit_5(monkeypatch, capsys, error):
+def test_out_of_memory_in_a_command_is_one_line_and_exit_code_5(monkeypatch, capsys, error):
     def fail(*_: object) -> int:
         raise error
 

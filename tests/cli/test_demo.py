@@ -11,7 +11,7 @@ from eagle_ray.cli import demo
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config
 from eagle_ray.storage.path import StoragePath
-from tests.support.row_invariants import broken_laws
+from tests.support.row_invariants import broken_invariants
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -26,7 +26,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys, m
     rows = pq.read_table(output / "data").to_pylist()
     categories = {row["category"] for row in rows}
     assert len(rows) >= 24 and {row["status"] for row in rows} == {"ok"}
-    assert [broken_laws(row) for row in rows] == [[]] * len(rows)
+    assert [broken_invariants(row) for row in rows] == [[]] * len(rows)
     assert f"{2 * len(categories)} of {2 * len(categories)} outputs are token for token plain decoding's" in shown
     assert all(shown.count(f"--- {category}: ") == 2 for category in categories)
     live = shown.partition("--- ")[2].partition("category ")[0]

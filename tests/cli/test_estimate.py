@@ -48,7 +48,7 @@ def test_many_rows_and_many_workers_scale():
     assert expected == pytest.approx(10_000.0) and (low, high) == pytest.approx((8_765, 11_235), rel=0.01)
 
 
-def test_a_sample_is_measured_under_full_load_and_bad_rows_take_no_time(make_job):
+def test_sample_runs_under_full_load_and_bad_rows_take_no_time(make_job):
     rows = [*token_rows(6), {"id": "bad", "prompt_token_ids": [10**6]}, {"id": "two", "prompt_token_ids": [5], "n": 2}]
     config = make_job(rows)
     requests = list(requests_of(plan_input(config)))

@@ -100,7 +100,7 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
     assert "body.functions" in error["message"] and lines["tools"]["error"] is None
 
 
-def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response():
+def test_failed_row_is_exported_as_error_instead_of_response():
     from eagle_ray.requests.answers import output_line
 
     row = {"request_id": "a", "run_id": "r", "status": "error", "error_code": "timeout", "error_message": "late"}
@@ -162,7 +162,7 @@ def test_without_a_file_the_rows_go_to_stdout(run, capfdbinary):
     assert len(capfdbinary.readouterr().out.splitlines()) == 4
 
 
-def test_a_run_that_is_not_finished_is_exported_only_where_that_is_meant(run, tmp_path, capsys):
+def test_unfinished_run_is_exported_only_with_partial(run, tmp_path, capsys):
     unfinished = tmp_path / "out"
     (unfinished / "data").mkdir(parents=True)
     (unfinished / "_run.json").write_bytes((run / "_run.json").read_bytes())

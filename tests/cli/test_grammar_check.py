@@ -28,7 +28,7 @@ ROWS = [
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def compiled_specs(monkeypatch):
     """The specs that are compiled."""
     specs = []
     start = GrammarCompiler.start
@@ -64,10 +64,10 @@ def test_the_jobs_own_grammar_is_named_by_its_key(make_job):
     assert "line 2: sampling.regex: regex: " in validate(wrong)
 
 
-def test_rows_past_the_first_are_compiled_once_each(make_job, tmp_path, counted):
+def test_rows_past_the_first_are_compiled_once_each(make_job, tmp_path, compiled_specs):
     rows = [{"id": f"{i}", "prompt": "x", "regex": "[" if i == 240 else f"{'ab'[i % 2]}+"} for i in range(300)]
     check = check_grammars(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", rows))), make_job(), compiler())
-    assert (check.num_rows, check.num_compiled, len(counted)) == (300, 3, 3)
+    assert (check.num_rows, check.num_compiled, len(compiled_specs)) == (300, 3, 3)
     [bad] = check.bad.values()
     assert bad.first.endswith("line 241") and bad.num_rows == 1
 

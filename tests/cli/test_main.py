@@ -53,7 +53,7 @@ def test_validate_shows_rows_and_the_first_prompt(job, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_validate_counts_the_prompts_tokens_and_refuses_long_ones_row_by_row(job, capsys):
+def test_validate_counts_prompt_tokens_and_refuses_long_rows(job, capsys):
     assert cli.main(["validate", *job, "--set", "model.max_model_len=6"]) == 2
     shown = capsys.readouterr().err
     assert "no row can be answered" in shown
@@ -117,7 +117,7 @@ def test_an_input_that_a_later_one_replaces_is_named(job, tmp_path, capsys):
     assert "b.jsonl" in output.out and "a.jsonl" not in output.out
 
 
-def test_validate_on_an_ascii_terminal_escapes_what_it_cannot_show(job, tmp_path, monkeypatch):
+def test_validate_escapes_characters_on_an_ascii_terminal(job, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"messages": "caf\\u00e9"}')
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
@@ -135,7 +135,7 @@ def test_validate_refuses_a_head_that_is_no_pair(job, capsys):
     ("name", "says", "code"),
     [("_run.json", "_run.json is damaged", 6), ("data/part-001-000000.parquet", "is there but no", 2)],
 )
-def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_path, capsys, name, says, code):
+def test_validate_refuses_a_damaged_or_foreign_output(job, tmp_path, capsys, name, says, code):
     (tmp_path / "out" / "data").mkdir(parents=True)
     (tmp_path / "out" / name).write_text("{")
     assert cli.main(["validate", *job]) == code
@@ -229,7 +229,7 @@ def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
     assert capsys.readouterr().err == "eagle-ray: interrupted\n"
 
 
-def test_a_supervisor_gets_exit_0_for_what_no_further_attempt_would_change(job, monkeypatch, capsys):
+def test_exit_zero_if_permanent_covers_only_permanent_failures(job, monkeypatch, capsys):
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
@@ -296,7 +296,7 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command,
 
 
 @pytest.mark.parametrize(("command", "code"), [("validate", 2), ("run", 0)])
-def test_a_stdout_on_a_full_disk_is_named_and_changes_no_finished_run(job, tmp_path, command, code, warm_python):
+def test_full_disk_of_stdout_is_named_and_run_is_unchanged(job, tmp_path, command, code, warm_python):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
     line = [sys.executable, "-m", "eagle_ray.cli", command, *job, "--allow-empty", "--set", "logging.level=warning"]
@@ -306,7 +306,7 @@ def test_a_stdout_on_a_full_disk_is_named_and_changes_no_finished_run(job, tmp_p
     assert done.stderr.count("\n") == 1 and "stdout cannot be written: No space left on device" in done.stderr
 
 
-def test_a_relative_path_in_a_directory_that_was_deleted_is_named(tmp_path):
+def test_relative_path_in_a_deleted_directory_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
     for path, says in (("out", "'out' is relative, and the current directory has been deleted"), (tmp_path, "no run")):
         line = f"cd {tmp_path}/gone && rm -d {tmp_path}/gone; {sys.executable} -m eagle_ray.cli status {path}"

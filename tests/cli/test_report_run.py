@@ -94,17 +94,17 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys, command, damage, code):
 
 
 @pytest.fixture
-def other(tmp_path) -> Path:
+def other_run(tmp_path) -> Path:
     """The same rows but for one that parts at its third token, one that is an error here only, and one more."""
     parted = row("b", "chat", 30, 3) | {"output_token_ids": [0, 1, 99, *range(3, 34)]}
     more = [row("c", "chat", 1, 1), row("d", "chat", 1, 1)]
     return make_run(tmp_path / "other", [row("a", "code", 10, 9), parted, *more])
 
 
-def test_two_runs_stand_side_by_side(run, other, capsys):
-    assert cli.main(["compare", str(run), str(other)]) == 0
+def test_two_runs_stand_side_by_side(run, other_run, capsys):
+    assert cli.main(["compare", str(run), str(other_run)]) == 0
     names, *lines = capsys.readouterr().out.splitlines()
-    assert names == f"A: {run}, B: {other}"
+    assert names == f"A: {run}, B: {other_run}"
     assert [line.split()[:5] for line in lines[1:4]] == [
         ["chat", "2", "3", "1.10", "1.16"],
         ["code", "1", "1", "1.90", "1.90"],
@@ -114,8 +114,8 @@ def test_two_runs_stand_side_by_side(run, other, capsys):
     assert lines[6:] == ["  differs: b sample 0, from token 2 on", "  differs: c sample 0, an error row in one of them"]
 
 
-def test_the_comparison_as_json_names_every_row_that_differs(run, other, capsys):
-    assert cli.main(["compare", str(run), str(other), "--json"]) == 0
+def test_the_comparison_as_json_names_every_row_that_differs(run, other_run, capsys):
+    assert cli.main(["compare", str(run), str(other_run), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["rows"] == {"a": 3, "b": 4, "both": 3} and numbers["identical"] == 1
     assert [(d["request_id"], d["position"]) for d in numbers["differing"]] == [("b", 2), ("c", None)]

@@ -67,7 +67,7 @@ def test_a_judging_run_is_scored_by_the_problems_that_it_judged(judge):
     assert scores["groups"]["A"]["mean"]["mean"] == 1 and scores["groups"]["A"]["majority"]["mean"] == 1
 
 
-def test_the_judged_run_takes_the_same_scores_and_its_own_answers(answers, judge):
+def test_judged_run_has_the_same_scores_and_its_own_answers(answers, judge):
     scores = run_scores(answers, score="text", source=judge.text, answer_pattern=r"\d+$")
     assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {"1": 0.75, "2": 1.0}
     assert scores["total"]["majority"]["mean"] == 0.75  # 4 twice is right; 5 and 6 are tied

@@ -36,7 +36,7 @@ def test_a_gpu_without_kernels_is_explained(monkeypatch):
         ("triton is not installed", "install triton"),
     ],
 )
-def test_what_kernels_lack_is_named_and_is_a_problem_where_they_are_required(reason, fix, monkeypatch):
+def test_missing_kernels_are_advice_and_a_problem_if_required(reason, fix, monkeypatch):
     monkeypatch.setattr(compute, "packs_linears", lambda *_: False)
     monkeypatch.setattr(compute, "why_not", lambda device: reason)
     finding, required = (attention(LlamaConfig(), "cuda", torch.float32, must) for must in (False, True))

@@ -36,7 +36,7 @@ def job(**settings: object):
     return load_config(None, env={}, overrides={"input.path": "embedded:prompts", "output.path": "runs/x"} | settings)
 
 
-def examined(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
+def run_doctor(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
     code = cli.main(["doctor", "--json", *flags])
     return code, {finding["part"]: finding for finding in json.loads(capsys.readouterr().out)}
 
@@ -91,7 +91,7 @@ def weights_of(model: torch.nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters()) + sum(sizes)
 
 
-def test_pickled_and_sharded_weights_are_looked_at_by_their_headers(tmp_path):
+def test_sizes_of_pickled_and_sharded_weights_come_from_headers(tmp_path):
     shards = [{"a": torch.zeros(3, 5, dtype=torch.bfloat16)}, {"d2t": torch.zeros(7, dtype=torch.int64)}]
     for i, tensors in enumerate(shards):
         torch.save(tensors, tmp_path / f"part-{i}.bin")
@@ -106,7 +106,7 @@ def test_pickled_and_sharded_weights_are_looked_at_by_their_headers(tmp_path):
 
 
 def test_the_embedded_pair_is_well(tmp_path, capsys):
-    code, found = examined(capsys, "-o", str(tmp_path))
+    code, found = run_doctor(capsys, "-o", str(tmp_path))
     assert code == 0 and "problem" not in {finding["level"] for finding in found.values()}
     assert {
         "eagle_ray",
@@ -223,7 +223,7 @@ def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):
     assert here is None and "tokenizer.json is a Git LFS pointer, not the file itself. Run `git" in finding.problem
 
 
-def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
+def test_mismatched_pair_and_unreachable_cluster_are_named():
     finding, here = pair_here(job(**{"model.target": str(PAIR / "target"), "model.draft": "embedded:tiny"}))
     assert here is None and "they are not a pair" in finding.problem
     config = job(**{"execution.ray_address": "127.0.0.1:1"})
@@ -231,7 +231,7 @@ def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
     assert planned is None and "nothing answers at '127.0.0.1:1'" in finding.problem
 
 
-def test_a_directory_that_ray_cannot_use_is_found_before_it_starts(monkeypatch):
+def test_directory_ray_cannot_use_is_found_before_ray_starts(monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 100)
     config = job(**{"execution.ray_address": "local"})
     finding, planned = workers(config.execution, "cpu")

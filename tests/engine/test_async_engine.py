@@ -46,7 +46,7 @@ def test_a_bad_request_is_its_own_problem():
     assert isinstance(bad, RequestError) and bad.code == "prompt_too_long"
 
 
-def test_whoever_breaks_the_adding_is_told_and_nobody_else_notices():
+def test_failed_add_raises_for_its_caller_and_others_continue():
     async def main():
         engine = AsyncEngine(llama_engine(2))
         twice = Sequence("twice", [5], SamplingParams(max_tokens=40, ignore_eos=True))
@@ -64,7 +64,7 @@ def test_whoever_breaks_the_adding_is_told_and_nobody_else_notices():
     assert isinstance(again, ValueError) and isinstance(unset, AttributeError)
 
 
-def test_whoever_brings_a_sequence_again_and_leaves_takes_nothing_from_the_first():
+def test_adding_a_sequence_twice_leaves_the_first_one_unchanged():
     async def main():
         engine = AsyncEngine(llama_engine(1))
         twice = Sequence("twice", [5], SamplingParams(max_tokens=40, ignore_eos=True))
@@ -159,7 +159,7 @@ def test_closing_answers_what_is_in_flight():
     asyncio.run(main())
 
 
-def test_a_stream_tells_every_step_and_its_first_token_before_a_tree_is_verified():
+def test_stream_yields_each_step_and_first_token_before_verify():
     async def main():
         inner = llama_engine(1, 8, 3, 3)
         verify, seen, verified_at = inner.target.verify, [], []
@@ -176,7 +176,7 @@ def test_a_stream_tells_every_step_and_its_first_token_before_a_tree_is_verified
     assert all(ids == sequence.output_ids[:count] for count, ids in seen)
 
 
-def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
+def test_closed_stream_frees_its_slot_and_refused_one_raises():
     async def main():
         inner = llama_engine(1)
         engine = AsyncEngine(inner)
@@ -193,7 +193,7 @@ def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
     assert len(other.output_ids) <= 3 and running == 0
 
 
-class LostRank(Lockstep):
+class LostRankLockstep(Lockstep):
     """A lockstep of several ranks, of which one is lost during a step, or before a sequence is added."""
 
     def __init__(self, is_lost=False):
@@ -209,7 +209,7 @@ class LostRank(Lockstep):
 
 def test_a_step_that_waits_for_a_lost_rank_for_ever_holds_nobody():
     inner, released, is_stuck = llama_engine(2), threading.Event(), threading.Event()
-    inner.lockstep = lockstep = LostRank()
+    inner.lockstep = lockstep = LostRankLockstep()
 
     def step():
         is_stuck.set()
@@ -235,10 +235,10 @@ def test_a_step_that_waits_for_a_lost_rank_for_ever_holds_nobody():
 
 
 @pytest.mark.parametrize("ends_in_step", [True, False])
-def test_a_step_that_was_slow_and_comes_back_finds_its_calls_answered(ends_in_step):
+def test_slow_step_that_returns_finds_its_calls_already_answered(ends_in_step):
     """Given up in the middle of a step that ends a sequence, or while another is added."""
     inner, released, is_stuck = llama_engine(2), threading.Event(), threading.Event()
-    inner.lockstep = lockstep = LostRank()
+    inner.lockstep = lockstep = LostRankLockstep()
     own_step, own_add = inner.step, inner.add
 
     def step():
@@ -277,7 +277,7 @@ def test_a_step_that_was_slow_and_comes_back_finds_its_calls_answered(ends_in_st
 
 def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine():
     inner = llama_engine(2)
-    inner.lockstep = LostRank(is_lost=True)
+    inner.lockstep = LostRankLockstep(is_lost=True)
 
     async def main():
         engine = AsyncEngine(inner)

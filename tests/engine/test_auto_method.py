@@ -83,7 +83,7 @@ def test_costs_that_cannot_be_worked_out_leave_plain_decoding(oracle, method, mo
     assert "nothing is drafted from now on" in caplog.text
 
 
-def test_a_step_that_fails_while_costs_are_measured_is_not_taken_for_the_planners(monkeypatch, tmp_path):
+def test_step_failure_during_cost_measurement_is_raised_as_it_is(monkeypatch, tmp_path):
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 

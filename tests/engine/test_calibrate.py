@@ -27,7 +27,7 @@ UNLIMITED = 1e9
 
 
 @pytest.fixture
-def taken(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
+def recorded_steps(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
     """Every step that a bench takes, and the length of its prompts."""
     steps = []
     take = CalibrationRun.run_step
@@ -44,10 +44,10 @@ def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> CalibrationSi
     return CalibrationSizes(num_slots, TreeBounds(*tree), device="cpu")
 
 
-def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
+def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(recorded_steps):
     engine = llama_engine(4, *TREE)
     costs = calibrate_costs(engine, TimeBudget(0.0))
-    assert [setting for setting, _ in taken] == sizes_of(4).needed()
+    assert [setting for setting, _ in recorded_steps] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
     assert costs.attention_per_token == costs.attention_per_row == 0.0
     assert costs.plain_seconds(4, 100.0) > 0 and costs.draft_seconds(4, 12, 3) > 0
@@ -56,31 +56,31 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
 
 
 @pytest.mark.parametrize("seconds", [6, 9, 14, 40])
-def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
+def test_measuring_ends_with_the_step_that_spends_the_budget(recorded_steps, seconds):
     """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
-    calibrate_costs(llama_engine(4, *TREE), TimeBudget(seconds, clock=lambda: float(len(taken))))
-    assert seconds <= len(taken) <= seconds + 3
-    assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
+    calibrate_costs(llama_engine(4, *TREE), TimeBudget(seconds, clock=lambda: float(len(recorded_steps))))
+    assert seconds <= len(recorded_steps) <= seconds + 3
+    assert len(recorded_steps) == seconds or recorded_steps[-1][1] == recorded_steps[-2][1] != SHORT_PROMPT
 
 
-def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
+def test_calibration_order_is_single_batches_contexts_all_sizes(recorded_steps):
     calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
     sizes = sizes_of(4)
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
-    assert [setting for setting, _ in taken[: len(first)]] == first
-    num_before_contexts = next(i for i, (_, length) in enumerate(taken) if length != SHORT_PROMPT)
-    assert {setting.num_nodes for setting, _ in taken[len(first) : num_before_contexts]} == {1}
-    rest = [setting for setting, length in taken[num_before_contexts:] if length == SHORT_PROMPT]
+    assert [setting for setting, _ in recorded_steps[: len(first)]] == first
+    num_before_contexts = next(i for i, (_, length) in enumerate(recorded_steps) if length != SHORT_PROMPT)
+    assert {setting.num_nodes for setting, _ in recorded_steps[len(first) : num_before_contexts]} == {1}
+    rest = [setting for setting, length in recorded_steps[num_before_contexts:] if length == SHORT_PROMPT]
     assert rest == [*first, *sizes.all()]
 
 
-def test_every_size_is_replayed_where_the_budget_allows(taken):
+def test_every_size_is_replayed_where_the_budget_allows(recorded_steps):
     calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
-    settings = [setting for setting, _ in taken]
+    settings = [setting for setting, _ in recorded_steps]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
 
 
-def test_short_prompts_differ_so_that_a_batch_chooses_as_many_experts_as_it_would(monkeypatch):
+def test_short_calibration_prompts_differ_to_use_many_experts(monkeypatch):
     engine, prompts = llama_engine(4, *TREE), set()
     add = engine.add
     monkeypatch.setattr(engine, "add", lambda sequence: (prompts.add(tuple(sequence.prompt_ids)), add(sequence)))
@@ -101,7 +101,7 @@ def test_levels_are_measured_as_wide_as_they_are_recorded():
     assert {s.width for s in sizes.needed() if s.num_nodes == 2} == {1, 10}
 
 
-def test_batch_sizes_that_come_first_are_a_factor_apart_and_end_with_all_slots():
+def test_first_batch_sizes_grow_by_a_factor_up_to_all_slots():
     assert [batch[0].batch_size for batch in sizes_of(100).batches()] == [BATCH_STEP, BATCH_STEP**2, 100]
     assert [batch[0].batch_size for batch in sizes_of(8).batches()] == [8]
     assert sizes_of(1).batches() == [[]]

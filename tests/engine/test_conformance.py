@@ -17,7 +17,7 @@ from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
-from tests.support.toy_models import best, run
+from tests.support.toy_models import best_nodes, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TRACES = {pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text()) for pair in ("pair_fit", "pair_e3")}
@@ -68,7 +68,7 @@ def test_trees_are_the_references(pair):
         sampling = SamplingBatch.of([SamplingParams()])
         plan = DraftPlan(MAX_DEPTH, TOP_K)
         tree = engine.drafter.draft(DecodeSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree
-        tree = best(tree, [1 + MAX_NODES])
+        tree = best_nodes(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]
         assert tree.depths[0].tolist() == step["depths"]

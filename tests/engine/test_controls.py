@@ -171,7 +171,7 @@ def long_prompts():
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(long_prompts, graphs):
+def test_chunked_prompts_and_shared_prefixes_change_no_output(long_prompts, graphs):
     prompts, params, plain = long_prompts
     engine = llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs)
     assert_equal(run(engine, prompts, params), plain)
@@ -234,7 +234,7 @@ BOUNDED = [(False, "plain"), (False, "60 nodes"), (True, "chain"), (True, "12 no
 
 
 @pytest.mark.parametrize(("is_replayed", "tree"), mostly_slow(BOUNDED, (False, True), SOME_TREES))
-def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, is_replayed):
+def test_reasoning_closes_under_every_tree_as_in_plain_decoding(bounded, tree, is_replayed):
     prompts, params, markers, plain = bounded
     engine = llama_engine(5, *SOME_TREES[tree], graphs=is_replayed, overlap=is_replayed)
     sequences = run(engine, prompts, params, reasonings=markers)
@@ -272,7 +272,7 @@ def test_reasoning_has_at_most_as_many_tokens_as_it_may(bounded):
         (dict(stop_token_ids=[33], min_tokens=5), "thinking_budget: min_tokens forbids token id 33, which ends the"),
     ],
 )
-def test_controls_that_forbid_the_end_of_the_reasoning_are_refused(controls, message):
+def test_controls_that_forbid_the_end_of_reasoning_are_refused(controls, message):
     with pytest.raises(RequestError) as error:
         params = SamplingParams(thinking_budget=3, **controls)
         llama_engine(1).add(sequence_of("a", [5], params, reasoning=THINKING[2]))

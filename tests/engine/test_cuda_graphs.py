@@ -83,7 +83,7 @@ class WatchPython(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watched:
+class WatchedReplay:
     """A Replay that calls each function once, as a warm-up, and then watches it."""
 
     def __init__(self):
@@ -145,7 +145,7 @@ SENDERS = (
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where whatever is sent to the device arrives there, which a CPU is spared."""
     for module in SENDERS:
-        monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
+        monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", moved_tensor)
     monkeypatch.setattr(kv_cache, "mapped_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
     MC_SIM_7B_63.device_indices.clear()  # fake tensors are of one mode
@@ -154,11 +154,11 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     MC_SIM_7B_63.device_indices.clear()
 
 
-def arrived(tensor: Tensor, device: torch.device) -> Tensor:
+def moved_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def there(learning: Calibration | Coupling) -> Calibration | Coupling:
+def fit_on_device(learning: Calibration | Coupling) -> Calibration | Coupling:
     """On the device: torch.tensor would leave it, being fake, on the CPU that is real."""
     for name, value in vars(learning.fit).items():
         if isinstance(value, Tensor):
@@ -186,9 +186,9 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         model = fake_to(LlamaForCausalLM(real.config).eval().requires_grad_(False), DEVICE)
         target = TargetModel(model, 4, 192, feature_layers=layers)
         fake_head = (head3 if generation == 3 else head)()
-        learning = dict(calibration=there(Calibration(5)), coupling=there(Coupling(5)))
+        learning = dict(calibration=fit_on_device(Calibration(5)), coupling=fit_on_device(Coupling(5)))
         drafter = EagleDrafter(fake_head, target, **learning)
-        watched = Watched()
+        watched = WatchedReplay()
         drafter.use_graphs(watched, 5)
         batch = fake_batch()
         draft = Draft.empty(batch.roots)

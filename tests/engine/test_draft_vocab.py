@@ -40,7 +40,7 @@ def engine_of(vocab: Path | None, size: int | None = None, method: str = "eagle2
 
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle1", "sequoia"])
-def test_outputs_are_plain_decodings_and_drafts_are_of_the_vocabulary(method, tmp_path):
+def test_outputs_are_plain_and_drafts_are_of_the_draft_vocab(method, tmp_path):
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:30].tolist()
     write_draft_vocab(tmp_path / "vocab.txt", ids)
     plain = build_engine(llama(), None, SpeculativeConfig(method="none"), EngineArgs(3, 128))
@@ -62,7 +62,7 @@ def test_the_whole_vocabulary_in_another_order_drafts_the_same(tmp_path):
         assert named.stats.accepted_by_depth == whole.stats.accepted_by_depth
 
 
-def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatch, caplog):
+def test_large_vocabulary_drafts_its_first_ids_and_eos_tokens(monkeypatch, caplog):
     caplog.set_level("INFO", "eagle_ray")
     monkeypatch.setattr(draft_vocab, "LARGE_VOCAB", 96)
     monkeypatch.setattr(draft_vocab, "FREQUENT", 40)
@@ -124,7 +124,7 @@ def test_methods_without_the_targets_lm_head_refuse_it(method):
         check_model_names(config_of({"method": method, "draft_vocab": "vocab.txt"}))
 
 
-def test_a_size_without_a_file_and_a_head_of_its_own_vocabulary_are_refused(tmp_path):
+def test_size_without_file_and_head_with_own_lm_head_are_refused(tmp_path):
     for name in (None, "all"):
         with pytest.raises(ConfigError, match=r"speculative.draft_vocab: must be the file .* got (null|all)"):
             check_model_names(config_of({"draft_vocab": name, "draft_vocab_size": 8}))

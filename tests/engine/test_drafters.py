@@ -19,9 +19,9 @@ from jobs.tiny_pair.prompts import prompt_rows
 from tests.support.engines import (
     DRAFT_METHODS,
     Oracle,
-    Whimsical,
+    RandomPlanner,
     check_lossless,
-    differing,
+    differing_rows,
     engine_for,
     oracle_of,
     some_params,
@@ -39,7 +39,7 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def alike() -> Oracle:
+def similar_prompts() -> Oracle:
     """Two that begin alike and are longer than a chunk, and a third."""
     common = some_prompts(1, seed=5)[0] * 40
     prompts = [common[:70], common[:68], common[1:26]]
@@ -53,9 +53,9 @@ def test_every_method_equals_plain_decoding(oracle, method, num_slots):
 
 
 @pytest.mark.parametrize("method", DRAFT_METHODS)
-def test_reused_prefixes_chunks_and_preemption_change_nothing(alike, method):
+def test_reused_prefixes_chunks_and_preemption_change_nothing(similar_prompts, method):
     """Prompts by chunks of two blocks; everyone but the oldest is sent back once, in the middle of decoding."""
-    prompts, params, plain = alike
+    prompts, params, plain = similar_prompts
     engine = engine_for(method, 3)
     engine.scheduler.prefill_tokens = 2 * BLOCK_SIZE
     sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
@@ -68,14 +68,14 @@ def test_reused_prefixes_chunks_and_preemption_change_nothing(alike, method):
                 engine.scheduler.preempt(sequence)
         engine.scheduler.check_integrity()
     assert engine.scheduler.num_preemptions == 2 and sequences[1].num_reused >= 2 * BLOCK_SIZE
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_no_plan_changes_what_is_produced(oracle, method):
     engine = engine_for(method, 5, max_depth=5)
-    engine.planner = Whimsical(5)
+    engine.planner = RandomPlanner(5)
     check_lossless(engine, oracle)
 
 
@@ -97,7 +97,7 @@ def test_a_small_model_that_is_the_target_is_always_right():
 def test_a_small_model_that_slept_drafts_as_one_that_did_not():
     """Plain steps in between: the tokens that were produced meanwhile, and a first prompt, are caught up."""
 
-    class Chains(Whimsical):
+    class ChainPlanner(RandomPlanner):
         def plan(self, batch):
             plan = super().plan(batch)
             return replace(plan, width=1) if plan.is_drafting else plan
@@ -106,7 +106,7 @@ def test_a_small_model_that_slept_drafts_as_one_that_did_not():
             return Allocation.uniform(draft, 6)
 
     engine = engine_for("draft_model", 3, DraftModel(llama()), max_nodes=5, max_depth=5, top_k=1)
-    engine.planner = Chains(2)
+    engine.planner = ChainPlanner(2)
     sequences = run(engine, some_prompts(4), [SamplingParams(max_tokens=25, ignore_eos=True)] * 4)
     accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)
     assert all(s.stats.num_plain_steps > 0 for s in sequences)
@@ -135,7 +135,7 @@ def test_sequoia_learns_a_tree_of_its_own():
 
 
 @pytest.mark.slow
-def test_on_the_embedded_pair_eagle2_accepts_more_than_static_trees_of_as_many_nodes():
+def test_eagle2_accepts_more_than_static_trees_of_equal_size():
     """The paper's comparison (EAGLE-2, section 5), greedy; and Sequoia's tree is no worse than EAGLE-1's."""
     taus = {}
     prompts = embedded_prompts(per_category=2)

@@ -14,7 +14,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.requests.parameters import SamplingParams
-from tests.support.engines import Whimsical, some_params, some_prompts
+from tests.support.engines import RandomPlanner, some_params, some_prompts
 from tests.support.jobs import PAIR
 from tests.support.toy_models import head3, llama_engine, run
 
@@ -37,7 +37,7 @@ def plain() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
 
 
 @pytest.mark.parametrize("num_drafted", [3, 97])
-def test_outputs_are_those_of_plain_decoding_whatever_can_be_drafted(plain, num_drafted):
+def test_outputs_are_those_of_plain_decoding_for_any_draft_vocab(plain, num_drafted):
     """Fewer tokens than children, and the whole vocabulary; in between, below."""
     prompts, params, outputs = plain
     assert [s.output_ids for s in run(engine(8, weights=head3(num_drafted=num_drafted)), prompts, params)] == outputs
@@ -51,7 +51,7 @@ def test_so_they_are_with_chunks_and_prefixes_in_common(plain):
 
 
 @pytest.mark.slow
-def test_so_they_are_where_memory_is_short_and_sequences_are_preempted():
+def test_outputs_are_those_of_plain_decoding_under_preemption():
     """Four sequences that grow to three blocks each over a pool of five."""
     prompts = [some_prompts(40)[i] * 30 for i in range(4)]
     prompts = [ids[:length] for ids, length in zip(prompts, (20, 25, 28, 30), strict=True)]
@@ -65,7 +65,7 @@ def test_so_they_are_where_memory_is_short_and_sequences_are_preempted():
 def test_so_they_are_whatever_is_planned(plain):
     prompts, params, outputs = plain
     fickle = engine(5, (20, 5, 4), prefill_tokens=40)
-    fickle.planner = Whimsical(seed=1)
+    fickle.planner = RandomPlanner(seed=1)
     assert [s.output_ids for s in run(fickle, prompts, params)] == outputs
 
 
@@ -85,7 +85,7 @@ def tau(sequences: list[Sequence]) -> float:
     return 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps
 
 
-def test_the_published_layout_gains_and_coupling_knows_the_noise_of_the_drafted_vocabulary():
+def test_published_layout_gains_and_coupling_raises_sampled_tau():
     plain, coupled = golden("none"), golden("eagle3", budget="uniform", ranking="coupled")
     alone = golden("eagle2", budget="uniform", ranking="calibrated")  # the same tree, whatever the head's generation
     assert [s.output_ids for s in plain] == [s.output_ids for s in coupled] == [s.output_ids for s in alone]
@@ -105,12 +105,12 @@ def test_nothing_is_drafted_that_the_head_cannot_draft():
     allowed, seen = set(built.drafter.head.token_ids.tolist()), set()
     draft = EagleDrafter.draft
 
-    class Watched(EagleDrafter):
+    class WatchedDrafter(EagleDrafter):
         def draft(self, *args: object) -> object:
             found = draft(self, *args)
             seen.update(found.tree.tokens[:, 1:].flatten().tolist())
             return found
 
-    built.drafter.__class__ = Watched
+    built.drafter.__class__ = WatchedDrafter
     run(built, some_prompts(6), some_params(6, max_tokens=4))
     assert len(allowed) == 60 and len(seen) > 20 and seen <= allowed

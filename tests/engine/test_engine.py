@@ -22,7 +22,7 @@ def cycle(stay: float = 20.0) -> torch.Tensor:
     return torch.full((VOCAB, VOCAB), -stay).scatter(1, (torch.arange(VOCAB)[:, None] + 1) % VOCAB, stay)
 
 
-def finished(engine, prompt, **params) -> Sequence:
+def finished_sequence(engine, prompt, **params) -> Sequence:
     stop_check = params.pop("stop_check", None)
     sequence = Sequence("a", prompt, SamplingParams(**params), stop_check)
     engine.add(sequence)
@@ -34,14 +34,14 @@ def finished(engine, prompt, **params) -> Sequence:
 @pytest.mark.parametrize("tree", [(0, 0, 0), (6, 3, 2)])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 50])
 def test_output_ends_at_eos_or_max_tokens_exactly(tree, max_tokens):
-    sequence = finished(table_engine(cycle(), 2, *tree), [1], max_tokens=max_tokens)
+    sequence = finished_sequence(table_engine(cycle(), 2, *tree), [1], max_tokens=max_tokens)
     assert sequence.output_ids == [2, 3, 4, 5, 6, 7, EOS][:max_tokens]
     assert sequence.finish_reason == ("stop" if max_tokens >= 7 else "length")
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (6, 3, 2)])
 def test_counts_obey_the_laws(tree):
-    sequence = finished(table_engine(cycle(), 1, *tree, noise=3.0), [3], max_tokens=11, ignore_eos=True)
+    sequence = finished_sequence(table_engine(cycle(), 1, *tree, noise=3.0), [3], max_tokens=11, ignore_eos=True)
     stats = sequence.stats
     produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
     assert len(sequence.output_ids) == 11 == produced
@@ -52,7 +52,7 @@ def test_counts_obey_the_laws(tree):
 
 
 def test_eos_as_first_token_takes_no_step():
-    sequence = finished(table_engine(cycle(), 1, 6, 3, 2), [7], max_tokens=9)
+    sequence = finished_sequence(table_engine(cycle(), 1, 6, 3, 2), [7], max_tokens=9)
     assert sequence.output_ids == [EOS] and sequence.finish_reason == "stop"
     assert sequence.stats.num_steps == 0 and sequence.stats.mean_acceptance_length is None
 
@@ -60,10 +60,10 @@ def test_eos_as_first_token_takes_no_step():
 def test_the_earliest_end_wins():
     """A stop check that keeps three ids beats the EOS that the same step brought after it."""
     keep_three = lambda ids: 3 if len(ids) >= 3 else None  # noqa: E731
-    sequence = finished(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=50, stop_check=keep_three)
+    sequence = finished_sequence(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=50, stop_check=keep_three)
     assert sequence.output_ids == [2, 3, 4] and sequence.finish_reason == "stop"
     assert sequence.stats.num_discarded_tokens > 0
-    short = finished(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=2, stop_check=keep_three)
+    short = finished_sequence(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=2, stop_check=keep_three)
     assert short.output_ids == [2, 3] and short.finish_reason == "length"
 
 
@@ -86,7 +86,7 @@ def test_prompts_that_do_not_fit_are_refused():
         with pytest.raises(RequestError) as caught:
             engine.add(Sequence("a", prompt, SamplingParams()))
         assert caught.value.code == code
-    sequence = finished(engine, [1] * 60, max_tokens=100, ignore_eos=True)
+    sequence = finished_sequence(engine, [1] * 60, max_tokens=100, ignore_eos=True)
     assert len(sequence.output_ids) == 4 and sequence.finish_reason == "length"
 
 

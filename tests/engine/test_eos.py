@@ -7,7 +7,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from tests.support.engines import differing, engine_for, oracle_of, some_prompts
+from tests.support.engines import differing_rows, engine_for, oracle_of, some_prompts
 from tests.support.toy_models import LLAMA, llama, llama_engine, run
 
 TREE = 20, 4, 4
@@ -20,7 +20,7 @@ ENGINES = {
 }
 
 
-class Watching(UniformPlanner):
+class EndCountingPlanner(UniformPlanner):
     """Counts the nodes verified below ends, by whether their sequence goes on past ends."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Watching(UniformPlanner):
         return allocation
 
 
-class Heard(UniformPlanner):
+class OutcomeRecordingPlanner(UniformPlanner):
     """A chain of four; keeps what comes of its steps."""
 
     def __init__(self):
@@ -53,17 +53,20 @@ def test_an_end_has_no_children_but_where_it_is_ignored(name):
     prompts = some_prompts(4)
     params = [SamplingParams(temperature=i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0) for i in range(4)]
     _, _, plain = oracle_of(prompts, params)
-    engine, planner = ENGINES[name](), Watching()
+    engine, planner = ENGINES[name](), EndCountingPlanner()
     engine.planner = planner
     engine.scheduler.sampling_table = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
     sequences = run(engine, prompts, params)
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
     assert planner.num_past_ends[True] > 0 and planner.num_past_ends[False] == 0
 
 
 def test_planners_hear_of_the_drafts_that_were_of_use():
     """A model that drafts for itself: all that it drafts is accepted, wherever its sequence ends."""
-    engine, planner = engine_for("draft_model", 3, DraftModel(llama()), max_nodes=4, max_depth=4, top_k=1), Heard()
+    engine, planner = (
+        engine_for("draft_model", 3, DraftModel(llama()), max_nodes=4, max_depth=4, top_k=1),
+        OutcomeRecordingPlanner(),
+    )
     engine.planner = planner
     sequences = run(engine, some_prompts(3), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 13, 21)])
     assert [s.stats.num_discarded_tokens for s in sequences] == [2, 3, 0]

@@ -39,7 +39,7 @@ from jobs.feature_matrix import (
     methods,
 )
 from tests.support.checkpoints import PATH_CONFIGS, published_head
-from tests.support.engines import E3, differing, weights_for
+from tests.support.engines import E3, differing_rows, weights_for
 from tests.support.tokenizers import toy_chat_tokenizer
 from tests.support.toy_models import head3, llama
 
@@ -129,7 +129,7 @@ def rows_of(name: str, example: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass
-class Interrupted:
+class InterruptedPlanner:
     """Plans as another planner does, but in some steps for one sequence or for none, or from lookups alone."""
 
     planner: Planner
@@ -181,22 +181,24 @@ def faults_of_answer(
     if "error" in ours or "error" in theirs:
         return [] if ours == theirs else [f"{ours.get('error')} is not {theirs.get('error')}"]
     if ours["output_token_ids"] != theirs["output_token_ids"]:
-        is_tie = not differing([sequence.output_ids], [plain_output(made, sequence, shape)])
+        is_tie = not differing_rows([sequence.output_ids], [plain_output(made, sequence, shape)])
         return [] if is_tie else [f"output ids {ours['output_token_ids']} are not {theirs['output_token_ids']}"]
     texts = [
         f"{name} {ours[name]!r} is not {theirs[name]!r}" for name in COMPARED if ours.get(name) != theirs.get(name)
     ]
     return texts + [
-        name for name in LOG_PROBS if flat(ours.get(name)) != pytest.approx(flat(theirs.get(name)), abs=1e-4)
+        name
+        for name in LOG_PROBS
+        if flat_log_probs(ours.get(name)) != pytest.approx(flat_log_probs(theirs.get(name)), abs=1e-4)
     ]
 
 
-def flat(values: Any) -> list[float]:
+def flat_log_probs(values: Any) -> list[float]:
     """Return log-probabilities without the ids of alternatives, which may be tied."""
     if values is None:
         return []
     if isinstance(values, list):
-        return [number for value in values for number in flat(value)]
+        return [number for value in values for number in flat_log_probs(value)]
     return [values["logprob"]] if isinstance(values, dict) else [float(values)]
 
 
@@ -246,21 +248,21 @@ def plain_engine(made: Requests, shape: dict[str, int]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Requests:
+def request_maker(tmp_path_factory) -> Requests:
     return Requests(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def plain(made) -> Callable[..., Expected]:
+def plain(request_maker) -> Callable[..., Expected]:
     """Return the answers of plain decoding by request, of a shape of the target."""
 
     @cache
     def answers(**shape: int) -> Expected:
-        cases = made.of_examples()
+        cases = request_maker.of_examples()
         for condition in CONDITIONS:
-            cases += made.of_mixed(condition)
-        run(plain_engine(made, shape), cases)
-        return {case.request.id: made.answers(case) for case in cases}
+            cases += request_maker.of_mixed(condition)
+        run(plain_engine(request_maker, shape), cases)
+        return {case.request.id: request_maker.answers(case) for case in cases}
 
     return answers
 
@@ -298,7 +300,7 @@ def in_condition(made: Requests, engine: Engine, condition: str) -> list[Case]:
         assert gone
         cases = [case for case in cases if not {*map(id, case.sequences)} & {*map(id, gone)}]
     elif condition == "empty drafts":
-        usual_planner, engine.planner = engine.planner, Interrupted(engine.planner, engine.drafter)
+        usual_planner, engine.planner = engine.planner, InterruptedPlanner(engine.planner, engine.drafter)
         run(engine, cases)
         engine.planner = usual_planner
     else:
@@ -324,23 +326,23 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("column", "is_replayed", "half"), CELLS)
-def test_each_cell_is_plain_decodings(made, plain, datastore, monkeypatch, column, is_replayed, half):
+def test_each_cell_is_plain_decodings(request_maker, plain, datastore, monkeypatch, column, is_replayed, half):
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", "on" if is_replayed else "off")
     own = dict(datastore=datastore) if column == "rest" else {}
-    engine = engine_of(made, column, **own)
+    engine = engine_of(request_maker, column, **own)
     is_eager = not is_replayed or claim_of(BY_NAME[REPLAYED], column) == EAGER
     assert (engine.graphs is None) == is_eager
     if is_eager and is_replayed:
         return
 
-    cases = made.of_examples(half)
+    cases = request_maker.of_examples(half)
     run(engine, cases)
     accepted = [num_accepted(case) for case in cases]
     for condition in ("prefix reuse", "chunked prompts", "aborts", "empty drafts"):
-        cases += in_condition(made, engine, condition)
-    cases += in_condition(made, engine_of(made, column, FEW, **SMALL_TREE, **own), PRE_EMPTION)
+        cases += in_condition(request_maker, engine, condition)
+    cases += in_condition(request_maker, engine_of(request_maker, column, FEW, **SMALL_TREE, **own), PRE_EMPTION)
     shape = shape_of(column)
-    assert faults_of(made, cases, plain(**shape), shape) == []
+    assert faults_of(request_maker, cases, plain(**shape), shape) == []
     assert engine.graphs is None or engine.graphs.num_replayed > 0
     assert sum(accepted) > FEW_ACCEPTED.get((column, is_replayed), MIN_ACCEPTED) // (1 if half is None else 2)
 
@@ -354,8 +356,8 @@ def test_every_parameter_has_an_example():
     assert not untested, "add a row that uses it to EXAMPLES in jobs/feature_matrix.py"
 
 
-def test_an_example_is_answered_otherwise_without_its_parameter(made, plain):
-    with_it, engine = plain(), plain_engine(made, {})
+def test_an_example_is_answered_otherwise_without_its_parameter(request_maker, plain):
+    with_it, engine = plain(), plain_engine(request_maker, {})
     idle = []
     for name, feature in BY_NAME.items():
         if feature.example is None or feature.refusal is not None:
@@ -365,26 +367,29 @@ def test_an_example_is_answered_otherwise_without_its_parameter(made, plain):
             row.pop(name)
             row = row if {"prompt", "messages"} & row.keys() else {"prompt": PROMPTS[0], **row}
             try:
-                cases.append(made.case(name, f"{number}", row))
+                cases.append(request_maker.case(name, f"{number}", row))
             except RequestError:
                 break
         else:
             run(engine, cases)
-            if not any(made.answers(case) and changed(made.answers(case), with_it[case.request.id]) for case in cases):
+            if not any(
+                request_maker.answers(case) and answers_differ(request_maker.answers(case), with_it[case.request.id])
+                for case in cases
+            ):
                 idle.append(name)
     assert idle == []
 
 
-def changed(ours: list[Answer], theirs: list[Answer]) -> bool:
+def answers_differ(ours: list[Answer], theirs: list[Answer]) -> bool:
     names = [*COMPARED, *LOG_PROBS, "output_token_ids", "prompt_tokens", "error"]
     return [[row.get(name) for name in names] for row in ours] != [[row.get(name) for name in names] for row in theirs]
 
 
 @pytest.mark.parametrize("name", [name for name, feature in BY_NAME.items() if feature.refusal is not None])
-def test_a_contradiction_is_refused_in_the_words_of_the_page(made, name):
+def test_a_contradiction_is_refused_in_the_words_of_the_page(request_maker, name):
     feature = BY_NAME[name]
     with pytest.raises(RequestError) as error:
-        made.case(
+        request_maker.case(
             name,
             "",
             {"prompt": PROMPTS[0], **feature.example} if "messages" not in feature.example else dict(feature.example),

@@ -30,7 +30,16 @@ from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
-from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, mostly_slow, some_params, some_prompts
+from tests.support.engines import (
+    E3,
+    SLOTS,
+    IntermittentPlanner,
+    RandomPlanner,
+    jobs,
+    mostly_slow,
+    some_params,
+    some_prompts,
+)
 from tests.support.kernels import compile_fails
 from tests.support.operations import device_operations
 from tests.support.toy_models import head3, llama_engine, run
@@ -45,7 +54,7 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
     return made
 
 
-def told(sequence: Sequence) -> tuple:
+def sequence_statistics(sequence: Sequence) -> tuple:
     """All that is counted of a sequence, but for the sums of probabilities, which differ in their last digits."""
     stats = sequence.stats
     counts = [stats.histogram, stats.proposed_by_depth, stats.per_step_budget, stats.per_step_accepted]
@@ -55,13 +64,13 @@ def told(sequence: Sequence) -> tuple:
 
 
 def assert_same(ours: list[Sequence], theirs: list[Sequence]) -> None:
-    assert [told(s) for s in ours] == [told(s) for s in theirs]
+    assert [sequence_statistics(s) for s in ours] == [sequence_statistics(s) for s in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
         assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
 
 
-def fits(engine: Engine) -> list[torch.Tensor]:
+def fitted_parameters(engine: Engine) -> list[torch.Tensor]:
     """What calibration and coupling have come to."""
     if not engine.drafter.prefill_passes:
         return []
@@ -126,7 +135,7 @@ def test_speculation_that_returns_reads_what_it_missed(off):
     engines = [engine((12, 4, 4), 2, graphs) for graphs in (True, False)]
     prompts, params = some_prompts(8), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=44)]
     for each in engines:
-        each.planner = OffAndOn(each.planner, off)
+        each.planner = IntermittentPlanner(each.planner, off)
     ours, theirs = (run(each, prompts, params) for each in engines)
     assert_same(ours, theirs)
     assert engines[0].planner.caught_up == engines[1].planner.caught_up
@@ -136,7 +145,7 @@ def test_speculation_that_returns_reads_what_it_missed(off):
 def test_whatever_is_planned_for_whomever():
     """Members, widths, depths and budgets at random: some drafts are replayed, some are not."""
     fickle = engine((20, 5, 4), 2, prefill_tokens=40)
-    fickle.planner = Whimsical(seed=1)
+    fickle.planner = RandomPlanner(seed=1)
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(10))]
     assert [s.output_ids for s in run(fickle, *jobs(10))] == outputs
 
@@ -294,7 +303,7 @@ def test_plain_passes_are_padded_to_the_next_sixteen():
     assert all(coarse.batch_size(n) < 1.34 * n for n in range(65, 513))
 
 
-class Chains(UniformPlanner):
+class ChainPlanner(UniformPlanner):
     """Drafts of one node a level, of three levels, with as many children as ever; three nodes of each are verified."""
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
@@ -309,7 +318,7 @@ def test_a_chain_of_sixty_four_runs_sixty_four_rows_a_level(overlap, monkeypatch
     """And reads the pairs that wait, or that the step in flight can leave, not 7 of each sequence."""
     num = 64
     ours = llama_engine(num, 60, 6, 10, graphs=True, fused=True, overlap=overlap)
-    ours.planner = Chains(ours.bounds)
+    ours.planner = ChainPlanner(ours.bounds)
     for i, ids in enumerate(some_prompts(num)):
         ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=100, ignore_eos=True, temperature=i % 2, seed=i)))
     for _ in range(4):
@@ -326,10 +335,10 @@ def test_a_chain_of_sixty_four_runs_sixty_four_rows_a_level(overlap, monkeypatch
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tree", [(20, 5, 4), (60, 6, 10)], ids=str)
-def test_the_rows_that_read_pairs_are_the_fewest_that_surely_suffice(tree, overlap, monkeypatch):
+def test_rows_for_waiting_pairs_are_the_fewest_that_suffice(tree, overlap, monkeypatch):
     """As many as a recorded pass has for the pairs that wait; if only the device knows these, for what may wait."""
     ours = engine(tree, 2, overlap=overlap, fused=True)
-    ours.planner = Whimsical(seed=2) if tree[0] == 20 else ours.planner
+    ours.planner = RandomPlanner(seed=2) if tree[0] == 20 else ours.planner
     run_pass, seen, max_pairs = ours.graphs.run, [], tree[1] + 1
 
     def watched(key, function, inputs):
@@ -415,7 +424,7 @@ def test_buckets_hold_what_they_are_for():
     assert all(graphs.context(n) >= n for n in range(1, 701))
 
 
-def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
+def test_inputs_are_padded_again_and_outputs_last_until_next_run():
     graphs, state = CudaGraphRunner("cpu", 4, 64), torch.zeros(1)
 
     def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -489,7 +498,7 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
 
 
 @pytest.mark.parametrize("refused", ["verify", "pairs", "first level", "further level"])
-def test_a_kind_of_pass_that_cannot_be_recorded_leaves_the_others_recorded(monkeypatch, refused):
+def test_uncapturable_pass_kind_leaves_other_kinds_captured(monkeypatch, refused):
     """As with MoE layers that copy to the host on some GPUs; a draft of two passes needs both of them."""
     ours = engine((12, 4, 4), 2)
     kinds = []
@@ -545,7 +554,7 @@ def test_what_is_recorded_goes_on_after_failures_on_any_rank(monkeypatch, error,
     assert graphs.record(("verify", 9), torch.neg, inputs) != is_given_up
 
 
-def test_a_kernel_that_cannot_be_compiled_is_recorded_by_the_portable_path(monkeypatch, caplog):
+def test_kernel_that_fails_to_compile_is_captured_portably(monkeypatch, caplog):
     """Triton's error is not CUDA's: graphs stay on, one line says that kernels are off."""
     ours = engine((12, 4, 4), 2)
     failed = []

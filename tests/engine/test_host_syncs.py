@@ -56,7 +56,7 @@ def test_a_step_under_the_global_budget_copies_once():
     assert planner.num_drafts == 3
 
 
-def test_the_rows_of_a_step_are_those_that_recent_drafts_would_pay_for():
+def test_step_gets_the_rows_that_recent_drafts_would_pay_for():
     engine = llama_engine(3, 12, 4, 4)
     planner, allocated = planner_that_drafts(engine), []
     allocate = planner.allocate

@@ -40,7 +40,7 @@ from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (
     SLOTS,
     Oracle,
-    Whimsical,
+    RandomPlanner,
     check_lossless,
     check_lossless_when_preempted,
     oracle_of,
@@ -94,12 +94,12 @@ def test_outputs_are_those_of_plain_decoding(oracle, tmp_path, method, num_slots
 def test_no_plan_and_no_preemption_changes_an_output(oracle, tmp_path, method):
     """Some members, any width and depth, steps without drafts or models; now and then the youngest is sent back."""
     engine = merged_engine(method, weights_of(method, tmp_path), 4)
-    engine.planner = Whimsical(3, without_model=0.4)
+    engine.planner = RandomPlanner(3, without_model=0.4)
     check_lossless_when_preempted(engine, oracle, every=5)
     assert engine.counters.num_preemptions > 1
 
 
-def spied(trees: list[DraftTree], draft: Callable[..., Draft], *args: object) -> Draft:
+def draft_and_record(trees: list[DraftTree], draft: Callable[..., Draft], *args: object) -> Draft:
     """Draft, and keep the tree."""
     found = draft(*args)
     trees.append(found.tree)
@@ -109,7 +109,7 @@ def spied(trees: list[DraftTree], draft: Callable[..., Draft], *args: object) ->
 def drafts_of(engine: Engine, part: object, prompts: list[list[int]], params: list) -> list[tuple[Tensor, Tensor]]:
     """Return what a drafter drafts at each step of an engine that verifies nothing of it, greedily."""
     trees: list[DraftTree] = []
-    part.draft = partial(spied, trees, part.draft)
+    part.draft = partial(draft_and_record, trees, part.draft)
     engine.planner = ScriptedPlanner()
     engine.planner.setting = CalibrationSetting(len(prompts), 1, 3, DEPTH)
     run(engine, prompts, params)
@@ -141,7 +141,7 @@ def test_one_tree_has_the_nodes_of_both(tmp_path):
     engine = merged_engine(method, weights_of(method, tmp_path), 1)
     trees: list[list[DraftTree]] = [[], [], []]
     for found, drafter in zip(trees, [*engine.drafter.parts, engine.drafter], strict=True):
-        drafter.draft = partial(spied, found, drafter.draft)
+        drafter.draft = partial(draft_and_record, found, drafter.draft)
     run(engine, some_prompts(1), some_params(1, max_tokens=12))
     differ = 0
     for of_first, of_second, of_both in zip(*trees, strict=True):
@@ -152,7 +152,7 @@ def test_one_tree_has_the_nodes_of_both(tmp_path):
     assert differ > 2
 
 
-class WithoutModel(ScriptedPlanner):
+class HalfLookupsPlanner(ScriptedPlanner):
     """Leaves the model out of every second step; keeps all plans and drafts."""
 
     def __init__(self) -> None:
@@ -167,13 +167,13 @@ class WithoutModel(ScriptedPlanner):
         return Allocation.uniform(draft, 8)
 
 
-def test_a_step_without_the_model_drafts_what_is_looked_up_and_runs_no_pass():
+def test_step_without_the_model_drafts_lookups_and_runs_no_pass():
     engine = merged_engine("eagle2+suffix+ngram", [head()], 2)
-    engine.planner = WithoutModel()
+    engine.planner = HalfLookupsPlanner()
     model, *lookups = engine.drafter.parts
     trees: list[list[DraftTree]] = [[], [], []]
     for found, drafter in zip(trees, [model, *lookups], strict=True):
-        drafter.draft = partial(spied, found, drafter.draft)
+        drafter.draft = partial(draft_and_record, found, drafter.draft)
     repeating = [[5, 6, 7, 8] * 5, [9, 4, 9, 4, 9]]
     run(engine, repeating, [SamplingParams(max_tokens=30, ignore_eos=True)] * 2)
     steps = engine.planner.steps
@@ -205,7 +205,7 @@ def lookups_alone(drafter: Drafter, bounds: TreeBounds) -> EnsembleDrafter:
     return with_lookups(NullDrafter(), bounds)
 
 
-def test_a_state_that_lacks_a_part_or_has_one_that_does_not_fit_is_of_use_to_the_others():
+def test_state_with_a_missing_or_misfit_part_loads_other_parts():
     bounds = TreeBounds(12, 4, 4)
     first, second, third = (lookups_alone(NullDrafter(), bounds) for _ in range(3))
     state = {name: x + 0.25 if name.endswith("parameters") else x for name, x in first.state().items()}
@@ -251,7 +251,7 @@ def test_a_replayed_merge_does_what_plain_decoding_does(name, merged, overlap):
     assert engine.bounds == tree
 
 
-class NowAndThenWithoutModel:
+class ThreeKindsPlanner:
     """Drafts as a uniform planner does, by turns with and without the model, or not at all."""
 
     will_draft = True
@@ -275,7 +275,7 @@ class NowAndThenWithoutModel:
 @pytest.mark.parametrize(("name", "merged"), REPLAYED)
 def test_steps_without_the_model_are_launched_ahead_too(name, merged):
     engine = llama_engine(4, 12, 4, 4, graphs=True, overlap=True, fused=True, merged=merged)
-    planner = engine.planner = NowAndThenWithoutModel(engine.planner)
+    planner = engine.planner = ThreeKindsPlanner(engine.planner)
     prompts, params = repeating_jobs(10)
     plain = [s.output_ids for s in run(llama_engine(4), prompts, params)]
     assert [s.output_ids for s in run(engine, prompts, params)] == plain
@@ -290,7 +290,7 @@ def test_replayed_merges_of_any_plan_and_under_pre_emption(overlap):
     params = [replace(p, max_tokens=60, ignore_eos=True) for p in params]
     outputs = [s.output_ids for s in run(llama_engine(4), prompts, params)]
     engine = llama_engine(4, 12, 5, 4, graphs=True, overlap=overlap, kv_tokens=6 * BLOCK_SIZE, merged=with_lookups)
-    engine.planner = Whimsical(2, without_model=0.4)
+    engine.planner = RandomPlanner(2, without_model=0.4)
     assert [s.output_ids for s in run(engine, prompts, params)] == outputs
     assert engine.counters.num_preemptions > 0
 
@@ -322,7 +322,7 @@ def test_heads_that_read_different_outputs_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("drafts", "count"), [("[A, A, A]", 3), ("A", 1)])
-def test_a_merge_reads_as_many_drafts_as_it_has_parts_with_weights(drafts, count):
+def test_merge_needs_as_many_drafts_as_parts_with_weights(drafts, count):
     name = str(PAIR / "draft")
     sets = [f"model.target={PAIR / 'target'}", "speculative.method=eagle2+draft_model"]
     sets += [f"model.draft={drafts.replace('A', name)}", "input.path=x.jsonl", "output.path=y"]

@@ -29,7 +29,16 @@ from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, mostly_slow, some_params, some_prompts
+from tests.support.engines import (
+    E3,
+    SLOTS,
+    IntermittentPlanner,
+    RandomPlanner,
+    jobs,
+    mostly_slow,
+    some_params,
+    some_prompts,
+)
 from tests.support.operations import WatchCopies, WatchOperations, watched_step
 from tests.support.toy_models import head3, llama_engine, run
 
@@ -78,7 +87,7 @@ def test_chunks_and_prefixes_in_between_change_nothing(prefill_tokens):
     assert engine.counters.num_reused_tokens > 0 and engine.counters.num_ahead > 0
 
 
-def test_a_long_prompt_is_read_behind_steps_that_go_on_being_launched_ahead():
+def test_long_prompt_is_prefilled_while_steps_are_launched_ahead():
     engine = overlapped(num_slots=2, prefill_tokens=8)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     first, long = Sequence("a", [5], params), Sequence("b", [7] * 60, replace(params, max_tokens=5))
@@ -119,7 +128,7 @@ def test_prompts_in_groups_take_fewer_passes_and_change_nothing(tree):
     assert passes["auto"] <= 0.8 * passes["input"]
 
 
-def test_first_tokens_that_end_their_sequences_leave_nothing_behind():
+def test_sequences_ended_by_their_first_token_have_plain_outputs():
     prompts, params = jobs(24)
     firsts = [s.output_ids[0] for s in plain(prompts, params)]
     stops = [
@@ -181,7 +190,7 @@ def test_a_full_context_is_used_to_the_last_token():
 @pytest.mark.parametrize("off", [1, 12])
 def test_speculation_that_goes_and_returns_changes_nothing(off):
     engine = overlapped()
-    engine.planner = OffAndOn(engine.planner, off)
+    engine.planner = IntermittentPlanner(engine.planner, off)
     params = [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=60)]
     assert_plain(run(engine, some_prompts(8), params))
     assert engine.counters.num_ahead > engine.counters.num_steps / 3
@@ -190,7 +199,7 @@ def test_speculation_that_goes_and_returns_changes_nothing(off):
 
 def test_whatever_is_planned_for_whomever():
     engine = overlapped((20, 5, 4), prefill_tokens=40)
-    engine.planner = Whimsical(seed=1)
+    engine.planner = RandomPlanner(seed=1)
     assert_plain(run(engine, *jobs(24)))
 
 
@@ -280,7 +289,7 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
-def test_the_pass_of_a_sequence_with_controls_is_launched_before_the_last_step_is_read(tree, monkeypatch):
+def test_controlled_pass_is_launched_before_last_step_is_read(tree, monkeypatch):
     """Its samples are launched after that: they depend on the tokens that are read."""
     engine, told = overlapped(tree, num_slots=2), []
     for i in range(2):
@@ -341,7 +350,7 @@ def test_what_was_launched_for_nobody_is_dropped():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, monkeypatch):
+def test_probe_that_cannot_launch_ahead_runs_in_the_next_step(overlap, monkeypatch):
     """Drafts are off, so a probe is for a part of the batch, which is not replayed."""
     monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
     monkeypatch.setattr(probe_schedule, "BACK_OFF", 0)

@@ -51,7 +51,7 @@ def assert_same(draft: Draft, other: Draft) -> None:
     torch.testing.assert_close(draft.tree.log_values, other.tree.log_values, atol=1e-4, rtol=0)
 
 
-def differ(draft: Draft, other: Draft) -> bool:
+def drafts_differ(draft: Draft, other: Draft) -> bool:
     return not torch.allclose(draft.tree.log_values, other.tree.log_values, atol=1e-2)
 
 
@@ -64,7 +64,7 @@ def test_chunks_leave_the_drafter_as_the_whole_prompt_does(prefill_tokens):
 
 @pytest.mark.parametrize("prefill_tokens", [9, 512])
 @pytest.mark.parametrize("length", [33, 64, 65, 90])
-def test_reused_blocks_leave_the_drafter_as_the_whole_prompt_does(length, prefill_tokens):
+def test_reused_blocks_leave_the_drafter_as_a_whole_prompt_does(length, prefill_tokens):
     (prompt,) = prompts_of(90)
     engine = llama_engine(2, *TREE, prefill_tokens=prefill_tokens)
     first_draft(engine, prompt)
@@ -97,7 +97,7 @@ def test_blocks_that_no_drafter_read_are_not_seen_by_it():
     assert_same(first_draft(engine, prompt), whole)  # its queue still holds all of it
     engine.planner.will_draft = True
     reused = first_draft(engine, prompt)
-    assert engine.counters.num_reused_tokens == 64 and differ(reused, whole)
+    assert engine.counters.num_reused_tokens == 64 and drafts_differ(reused, whole)
     engine = fickle_engine(1)  # the same with blocks in which another prompt's pairs were left behind
     first_draft(engine, prompts_of(90, seed=5)[0])
     engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)  # evicts what nobody holds

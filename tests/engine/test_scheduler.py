@@ -44,7 +44,7 @@ def test_a_long_prompt_does_not_stall_those_who_decode(tree):
 
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
-def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
+def test_prompt_joins_the_decoding_pass_if_prefill_is_mixed(tree, mixes):
     engine = llama_engine(2, *tree, prefill_tokens=30)
     engine.mixed_prefill, passes = mixes, []
     first_layer = engine.target.model.base_model.layers[0]
@@ -65,7 +65,7 @@ def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
     assert_plain([short, long])
 
 
-def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
+def test_prefill_time_is_not_counted_as_time_of_its_step():
     engine = llama_engine(2, *TREE)
     finish, learn, heard = engine.prefiller.finish, engine.planner.observe, []
 
@@ -152,7 +152,7 @@ class GroupedSlots:
         return len(self.scheduler.chunks())
 
 
-def test_a_prompt_waits_for_another_while_the_batch_is_nearly_full():
+def test_prompt_waits_for_a_second_one_in_a_nearly_full_batch():
     slots = GroupedSlots()
     slots.add(4)
     slots.end(1)
@@ -163,7 +163,7 @@ def test_a_prompt_waits_for_another_while_the_batch_is_nearly_full():
     assert [slots.admitted() for _ in range(GROUP_STEPS + 2)] == [0] * GROUP_STEPS + [1, 0]
 
 
-def test_a_prompt_is_admitted_at_once_where_many_slots_are_free_or_latency_matters():
+def test_prompt_enters_at_once_if_slots_are_free_or_for_latency():
     slots = GroupedSlots()
     slots.end(10)
     slots.admitted()
@@ -183,7 +183,7 @@ def test_prompts_that_fill_a_pass_wait_for_no_others():
     assert slots.admitted() == 1
 
 
-def test_a_batch_that_is_full_by_its_blocks_is_refilled_in_groups():
+def test_batch_limited_by_kv_blocks_is_refilled_in_groups():
     """No more than 19 have a block each and one to grow: then a group is two of them."""
     slots = GroupedSlots(num_blocks=38)
     assert len(slots.running) == 19

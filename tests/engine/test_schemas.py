@@ -20,7 +20,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.support.engines import SAMPLING, TREES, differing
+from tests.support.engines import SAMPLING, TREES, differing_rows
 from tests.support.schemas import Schema, check_schema, some_schemas
 from tests.support.toy_models import run
 
@@ -58,7 +58,7 @@ def plain_outputs(prompts: list[list[int]], params: list[SamplingParams]) -> lis
 def check(sequences: list[Sequence], plain: list[PlainOutput], schemas: list[Schema]) -> int:
     """Check every row and return how many are complete."""
     assert [s.error for s in sequences if s.error] == []
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
     complete = 0
     for sequence, schema in zip(sequences, schemas, strict=True):

@@ -305,15 +305,15 @@ def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*DRAFTED_BY, "eagle3", "hydra", "draft_model", "eagle1", "sequoia"])
-def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
+def test_outputs_that_end_before_their_dead_ends_are_no_errors(method):
     check_conflicting(method, 1000, seed=1)
 
 
 @pytest.mark.parametrize("tree", SOME_TREES)
-def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
+def test_parser_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
     """The parser is made to fail after every "b": outputs without one are as they were."""
 
-    class Limited(LimitedMatcher):
+    class FailingMatcher(LimitedMatcher):
         def try_consume_tokens(self, tokens):
             if self.failed:
                 return 0
@@ -325,7 +325,7 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
     plain = plain_outputs(prompts, params)
     engine = engine_with_grammars(5, *SOME_TREES[tree])
     compiled = engine.grammars.compile_matcher
-    monkeypatch.setattr(engine.grammars, "compile_matcher", lambda spec: Limited(compiled(spec)))
+    monkeypatch.setattr(engine.grammars, "compile_matcher", lambda spec: FailingMatcher(compiled(spec)))
     sequences = run(engine, prompts, params)
     fails = [TEXT.token_to_id("b") in p.ids for p in plain]
     assert 0 < sum(fails) < 16
@@ -344,7 +344,7 @@ def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
     assert fitted.stats.num_steps < 0.7 * unfitted.stats.num_steps
 
 
-def test_what_earlier_outputs_had_is_drafted_where_the_grammar_leaves_it_open():
+def test_tokens_of_earlier_outputs_are_drafted_in_open_grammars():
     """White space and the order of fields are guessed from the first output, and a chain is a step without the head."""
     params = [SamplingParams(max_tokens=40, regex="(ab?12x?){6}")] * 4
     prompts = [[5, 6]] * 4
@@ -368,7 +368,7 @@ def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slo
     assert all(o.num_rows > o.batch_size for o in chains)
 
 
-def test_what_cannot_be_compiled_is_refused_before_it_takes_a_slot():
+def test_grammar_that_cannot_compile_is_refused_before_a_slot():
     engine = engine_with_grammars(1)
     with pytest.raises(RequestError, match=r"^regex: "):
         engine.add(Sequence("a", [5], SamplingParams(regex="(")))

@@ -13,7 +13,7 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from tests.support.engines import differing, some_params, some_prompts
+from tests.support.engines import differing_rows, some_params, some_prompts
 from tests.support.families import FAMILIES, MIXED, plain_copy, random_model
 from tests.support.toy_models import head, run
 
@@ -39,7 +39,7 @@ def test_every_family_equals_plain_decoding(name):
     params = some_params(10, max_tokens=14)
     sequences = run(engine, prompts, params)
     own = [reference_decode(plain, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
-    assert differing([s.output_ids for s in sequences], own) == []
+    assert differing_rows([s.output_ids for s in sequences], own) == []
     assert sum(s.output_ids == o.ids for s, o in zip(sequences, own, strict=True)) >= 9
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
 
@@ -55,6 +55,6 @@ def test_replayed_steps_of_a_mixture_equal_plain_decoding(name):
     prompts, params = some_prompts(8), some_params(8, max_tokens=14)
     sequences = run(engine, prompts, params)
     own = [reference_decode(plain, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
-    assert differing([s.output_ids for s in sequences], own) == []
+    assert differing_rows([s.output_ids for s in sequences], own) == []
     assert sum(s.output_ids == o.ids for s, o in zip(sequences, own, strict=True)) >= 7
     assert engine.graphs.num_replayed > 10 and not engine.graphs.failures

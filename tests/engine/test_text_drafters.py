@@ -23,8 +23,8 @@ from eagle_ray.planner.planner import DraftKind
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.support.engines import Oracle, Whimsical, differing, some_params
-from tests.support.toy_models import Roomy, head, llama, run
+from tests.support.engines import Oracle, RandomPlanner, differing_rows, some_params
+from tests.support.toy_models import RoomRecordingPlanner, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]
 METHODS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix"))]
@@ -72,7 +72,7 @@ def check(engine: Engine, oracle: Oracle, times: int) -> AcceptanceStats:
     for seed in range(times):
         order = random.Random(seed).sample(range(len(prompts)), len(prompts))
         sequences = run(engine, [prompts[i] for i in order], [params[i] for i in order])
-        assert differing([s.output_ids for s in sequences], [plain[i] for i in order]) == []
+        assert differing_rows([s.output_ids for s in sequences], [plain[i] for i in order]) == []
         for sequence in sequences:
             stats = stats.merge(sequence.stats)
     return stats
@@ -90,7 +90,7 @@ def test_outputs_are_those_of_plain_decoding(make_engine, oracle, method, num_sl
 def test_no_plan_changes_what_is_produced(make_engine, oracle, method):
     """Some members, any width and depth, plain steps between; few blocks, so that sequences are pre-empted."""
     engine = make_engine(method, 4, kv_tokens=144)
-    engine.planner = Whimsical(5)
+    engine.planner = RandomPlanner(5)
     prompts, params, plain = oracle
     stats = check(engine, (prompts, [replace(p, logprobs=True) for p in params], plain), times=1)
     assert stats.num_accepted_draft_tokens > 5
@@ -105,7 +105,7 @@ def test_the_batch_wide_budget_measures_it_and_changes_nothing(make_engine, orac
     check(engine, oracle, times=3)
 
 
-class Silent(CursorIndex):
+class EmptyIndex(CursorIndex):
     """A source, a reader and a cursor that have nothing to offer."""
 
     @property
@@ -125,11 +125,11 @@ class Silent(CursorIndex):
         return []
 
 
-def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
+def test_steps_without_drafts_are_plain_and_lookups_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    engine.drafter = LookupDrafter(Silent(), TreeBounds(8, 5, 3))
+    engine.drafter = LookupDrafter(EmptyIndex(), TreeBounds(8, 5, 3))
     kinds = (DraftKind.LOOKUPS,)
-    priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat(), kinds=kinds), flat())
+    priced = engine.planner = RoomRecordingPlanner(BudgetPlanner(TreeBounds(8, 5, 3), flat(), kinds=kinds), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
     later = looks[FIRST_TRIAL_STEPS:]

@@ -48,7 +48,7 @@ def sequence(name: str, ids: list[int] | None = None, max_tokens: int = 100, cat
     return made
 
 
-def finished(category: str, length: int) -> Sequence:
+def finished_sequence(category: str, length: int) -> Sequence:
     made = sequence("done", category=category)
     made.output_ids = [0] * length
     return made
@@ -96,8 +96,8 @@ def test_lengths_are_those_of_finished_sequences_of_the_category():
     lengths = LengthEstimate()
     assert lengths.expected(sequence("a", max_tokens=50)) == 50
     for _ in range(20):
-        lengths.observe(finished("short", 10))
-        lengths.observe(finished("long", 90))
+        lengths.observe(finished_sequence("short", 10))
+        lengths.observe(finished_sequence("long", 90))
     short, long, new = (lengths.expected(sequence("a", category=c)) for c in ("short", "long", "new"))
     assert short < 15 and long > 85 and new == 50
     assert lengths.expected(sequence("a", max_tokens=30, category="long")) == 30
@@ -113,7 +113,7 @@ def test_new_arrivals_of_a_group_do_not_hold_back_the_others():
     assert {f"other{i}" for i in range(6)} <= set(passed[:12])
 
 
-def test_a_short_sequence_is_not_passed_for_ever_while_longer_ones_arrive():
+def test_short_sequence_is_not_delayed_forever_by_longer_ones():
     queue = queue_of(*(sequence(f"first{i}", max_tokens=50, ignore_eos=True) for i in range(200)))
     for _ in range(155):
         queue.pop()
@@ -165,7 +165,7 @@ def test_the_order_is_that_of_grouping_all_entries_anew(seed):
 
 
 @pytest.mark.parametrize("make", [FirstComeQueue, lambda: ThroughputQueue(SIZE)])
-def test_every_sequence_leaves_once_whatever_is_put_back_and_removed(make):
+def test_every_sequence_leaves_the_queue_exactly_once(make):
     source, queue, left, out = random.Random(3), make(), [], []
     for i in range(400):
         if source.random() < 0.6:
@@ -190,7 +190,7 @@ def test_every_sequence_leaves_once_whatever_is_put_back_and_removed(make):
     assert set(drained(queue)) == {each.request_id for each in left}
 
 
-def test_a_scheduler_with_few_blocks_computes_a_shared_prefix_once():
+def test_scheduler_with_few_blocks_computes_shared_prefix_once():
     """Ten documents that do not fit into the cache together, in turns: grouped, each is computed once."""
     computed = {}
     for order in ("input", "auto"):

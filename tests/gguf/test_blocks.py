@@ -22,7 +22,7 @@ def values_of(blocks) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_random_blocks_have_the_bits_of_ggufs_own_values_and_of_a_slow_reader(kind):
+def test_random_blocks_match_gguf_values_and_a_slow_reader(kind):
     data = random_blocks(kind, rows=5, blocks=3)
     found = read_blocks(tensor(kind, data))
     expected = dequantize(data, GGMLQuantizationType[kind])

@@ -116,7 +116,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("rope", LLAMA3_ROPES, ids=lambda rope: str(rope["factor"]))
-def test_the_rotary_factors_of_llama_3_are_recognised_and_others_refused(tmp_path, rope):
+def test_llama3_rope_factors_are_recognized_and_others_refused(tmp_path, rope):
     metadata = toy_metadata(**{"llama.rope.freq_base": 500000.0})
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
     config.rope_parameters = {"rope_theta": 500000.0, "rope_type": "llama3", **rope}

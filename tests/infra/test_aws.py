@@ -56,7 +56,7 @@ def test_the_heads_boto3_leaves_the_locked_botocore(cluster):
     assert pin in (INFRA / "constraints.txt").read_text().splitlines()
 
 
-def test_no_port_is_opened_beside_those_of_rays_own_security_group(cluster):
+def test_cluster_opens_no_ports_beyond_rays_security_group(cluster):
     """Which admits the cluster's nodes, and SSH."""
     assert "security_group" not in cluster["provider"]
     assert [rule["FromPort"] for rule in _create_default_ssh_inbound_rules()] == [22]

@@ -155,7 +155,7 @@ each_ray_resource = pytest.mark.parametrize("resource", RAY_RESOURCES, ids=["ray
 
 
 @each_ray_resource
-def test_rays_objects_fit_into_shared_memory_and_this_into_the_pods(resource):
+def test_object_store_fits_in_shared_memory_and_that_in_the_pod(resource):
     """Ray goes to the container's disk if they do not, and says so in a log that is rarely read."""
     for group in ray_groups(resource()):
         pod = group["template"]["spec"]
@@ -180,7 +180,7 @@ def test_pods_without_a_gpu_see_none(resource):
 
 
 @each_ray_resource
-def test_pods_keep_to_the_restricted_level_and_are_not_moved_while_they_work(resource):
+def test_pods_are_restricted_and_not_evicted_while_they_work(resource):
     groups = [group["template"] for group in ray_groups(resource())]
     submitter = resource()["spec"].get("submitterPodTemplate")
     for template in filter(None, [*groups, submitter]):
@@ -194,7 +194,7 @@ def test_pods_keep_to_the_restricted_level_and_are_not_moved_while_they_work(res
         assert template["spec"]["terminationGracePeriodSeconds"] > 60
 
 
-def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_shared_memory_for_its_ranks():
+def test_multi_gpu_pods_have_gpus_and_shared_memory_for_ranks():
     job = large_job()
     assert problems(job) == []
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -294,7 +294,7 @@ def ports_for(policy: dict[str, Any], peer: dict[str, Any] | None) -> set[int] |
     [(RAYJOB, set(), {DASHBOARD}), (RAYSERVICE, {HTTP}, {DASHBOARD, HTTP})],
     ids=["rayjob", "rayservice"],
 )
-def test_pods_accept_connections_only_from_each_other_beside_named_ports(manifest, for_all, for_operator):
+def test_pods_accept_only_other_pods_except_on_named_ports(manifest, for_all, for_operator):
     policy = policy_of(manifest)
     assert policy["policyTypes"] == ["Ingress"] and "egress" not in policy  # DNS and the bucket stay reachable
     assert ports_for(policy, {"podSelector": policy["podSelector"]}) is None
@@ -305,7 +305,7 @@ def test_pods_accept_connections_only_from_each_other_beside_named_ports(manifes
     assert len(prometheus) == 1
 
 
-def test_only_the_jobs_submitter_and_the_operator_reach_its_dashboard():
+def test_only_submitter_and_operator_reach_the_job_dashboard():
     submitter = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": rayjob()["metadata"]["name"]}}}
     dashboard = {"protocol": "TCP", "port": DASHBOARD}
     (rule,) = [rule for rule in policy_of(RAYJOB)["ingress"] if dashboard in rule.get("ports", [])]

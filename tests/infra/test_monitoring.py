@@ -37,7 +37,7 @@ def test_every_metric_of_the_dashboard_is_exported():
     assert len(named) > 15
 
 
-def test_every_metric_that_is_exported_is_in_the_readme_and_no_other():
+def test_readme_lists_every_exported_metric_and_no_other():
     assert set(NAME.findall((INFRA / "README.md").read_text())) == COUNTERS | {f"ray_{PREFIX}{LATENCY}"}
 
 

@@ -73,7 +73,7 @@ def listing(capability: int) -> Resources:
     return compiled(list_work, given, constants, capability, set())
 
 
-def found(everything: bool) -> Iterator[dict[str, Any]]:
+def compiled_resources(everything: bool) -> Iterator[dict[str, Any]]:
     for capability in (80, 90):
         for rows, *dims, dtype, asked in ALL if everything else QUICK[capability]:
             resources = attention(rows, *dims, dtype, asked, capability)
@@ -87,5 +87,5 @@ def found(everything: bool) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for each in found("all" in sys.argv):
+    for each in compiled_resources("all" in sys.argv):
         print(json.dumps(each), flush=True)

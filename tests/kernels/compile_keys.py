@@ -35,7 +35,7 @@ KINDS = [
 ]
 
 
-class Zeros(TorchFunctionMode):
+class ZeroedMemory(TorchFunctionMode):
     """Memory is zero where a kernel would write: garbage is no index."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -55,7 +55,7 @@ def compile_key(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> str
     return " ".join([*parts, str(given)])
 
 
-def read_plausibly(record: np.ndarray, max_depth: int) -> StepOutput:
+def read_clipped(record: np.ndarray, max_depth: int) -> StepOutput:
     """Read a record as if no path were longer than a tree: of zeros every node is on it."""
     record[:, 0] = record[:, 0].clip(max=max_depth)
     return read_record(record, max_depth)
@@ -75,8 +75,8 @@ def main() -> None:
 
     JITFunction.run = note
     availability.chosen = lambda *_: True
-    StepOutput.of = read_plausibly
-    with Zeros():
+    StepOutput.of = read_clipped
+    with ZeroedMemory():
         engine = llama_engine(SLOTS, *TREE, graphs=True, fused=True)
         sizes = engine.graphs.pass_sizes(TreeBounds(*TREE))
         engine.planner = BudgetPlanner(TreeBounds(*TREE), flat(head_share=0.01), can_sync=False, sizes=sizes)

@@ -24,7 +24,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch):
+def cleared_caches(monkeypatch):
     """Answers are kept; each test asks for the first time."""
     for asked in (availability.chosen, availability.why_not_cuda):
         asked.cache_clear()
@@ -74,7 +74,7 @@ def test_the_environment_has_its_say(choice, says, monkeypatch):
     assert says in why_not(GPU)
 
 
-def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, messages, caplog):
+def test_model_unsupported_by_kernels_takes_the_portable_path(monkeypatch, messages, caplog):
     caplog.set_level("INFO", "eagle_ray")
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # on a machine with a GPU it is not set

@@ -72,7 +72,7 @@ def test_heads_are_rotated_and_written_where_they_belong(dtype, normed, dim):
     assert not values[[i for i in range(50) if i not in cells.tolist()]].any()
 
 
-def ragged(num_columns: int) -> SeenPositions:
+def ragged_rows(num_columns: int) -> SeenPositions:
     """Rows of a long tree, a short one, a prompt and a single one, in four slots with scattered blocks."""
     table = torch.randperm(SLOTS * 6).view(SLOTS, 6)
     slots = torch.tensor([0] * 19 + [2] * 3 + [1] * 20 + [3])
@@ -89,12 +89,12 @@ def columns_of(seen: SeenPositions, row: int) -> list[int]:
     return [*range(int(seen.begin[row]), int(seen.end[row])), *tree]
 
 
-def only(seen: SeenPositions, row: int) -> SeenPositions:
+def single_row(seen: SeenPositions, row: int) -> SeenPositions:
     rows = (getattr(seen, name)[row : row + 1].contiguous() for name in ("slots", "begin", "end", "trunk", "mask"))
     return SeenPositions(seen.table, seen.block_size, *rows)
 
 
-def in_order(seen: SeenPositions, row: int) -> tuple[SeenPositions, list[int]]:
+def contiguous_row(seen: SeenPositions, row: int) -> tuple[SeenPositions, list[int]]:
     """The same row where all that it sees stands one after the other, and where that stood before."""
     columns, zero = columns_of(seen, row), torch.zeros(1, dtype=torch.int64)
     table, end = torch.arange(6)[None], torch.tensor([len(columns)])
@@ -111,7 +111,7 @@ SHAPES = [(8, 2, 128, 128, 7), (4, 4, 12, 20, 3), (6, 2, 40, 40, 0), (7, 1, 64, 
 def test_each_row_attends_to_what_it_sees(dtype, shape, softcap, has_sinks):
     torch.manual_seed(0)
     heads, kv_heads, key_dim, value_dim, num_columns = shape
-    seen = ragged(num_columns)
+    seen = ragged_rows(num_columns)
     keys, values = (torch.randn(SLOTS * 6 * BLOCK_SIZE, kv_heads, d).to(dtype) for d in (key_dim, value_dim))
     query = torch.randn(heads, len(seen.slots), key_dim).to(dtype).transpose(0, 1)  # not contiguous
     sinks = torch.randn(heads) if has_sinks else None
@@ -140,7 +140,7 @@ def test_a_rows_bits_depend_on_nothing_but_what_it_sees(dtype, shape, threads):
     """Alone or in a batch, in a tree or in a sequence: this is what makes drafted output plain output, bit for bit."""
     torch.manual_seed(0)
     heads, kv_heads, key_dim, value_dim, num_columns = shape
-    seen, rule = ragged(num_columns), ScoreRule(key_dim**-0.5)
+    seen, rule = ragged_rows(num_columns), ScoreRule(key_dim**-0.5)
     keys, values = (torch.randn(SLOTS * 6 * BLOCK_SIZE, kv_heads, d).to(dtype) for d in (key_dim, value_dim))
     query = torch.randn(len(seen.slots), heads, key_dim).to(dtype)
     before = torch.get_num_threads()
@@ -148,9 +148,9 @@ def test_a_rows_bits_depend_on_nothing_but_what_it_sees(dtype, shape, threads):
     try:
         out = cpu_ops.attend(seen, query, keys, values, rule)
         for row in range(len(query)):
-            alone = cpu_ops.attend(only(seen, row), query[row : row + 1], keys, values, rule)
+            alone = cpu_ops.attend(single_row(seen, row), query[row : row + 1], keys, values, rule)
             assert torch.equal(alone[0], out[row])
-            ordered, columns = in_order(seen, row)
+            ordered, columns = contiguous_row(seen, row)
             cells = cells_of(seen, row, columns)
             rows = (F.pad(x[cells], (0, 0, 0, 0, 0, 6 * BLOCK_SIZE - len(cells))) for x in (keys, values))
             assert torch.equal(cpu_ops.attend(ordered, query[row : row + 1], *rows, rule)[0], out[row])

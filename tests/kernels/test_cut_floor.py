@@ -22,7 +22,7 @@ PARAMS = [
 ]
 
 
-def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tensor]:
+def found_and_expected(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tensor]:
     sampling, logits = SamplingBatch.of(params, DEVICE), logits.to(DEVICE)
     cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     expected = lowest_retained(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
@@ -46,19 +46,21 @@ FAST = [*((vocab, torch.float32) for vocab in VOCABS), (65, torch.float16), (260
 def test_the_kernel_finds_what_sorting_finds(vocab, dtype, monkeypatch):
     monkeypatch.setattr(kernel, "ROW_BLOCK", 128)
     logits = 3 * torch.randn(len(PARAMS), 2, vocab, generator=torch.Generator().manual_seed(vocab))
-    found, expected = both(logits.to(dtype))
+    found, expected = found_and_expected(logits.to(dtype))
     assert torch.equal(found, expected)
 
 
 def test_rows_that_cut_nothing_are_not_read():
     """Numbers that would break the search, where nothing is to be found."""
     logits = torch.full((3, 1, 40), torch.nan)
-    found, _ = both(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3)])
+    found, _ = found_and_expected(
+        logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3)]
+    )
     assert found.isneginf().all()
 
 
 def test_ties_are_kept_together():
     logits = torch.zeros(2, 1, 100)
     logits[0, 0, :3], logits[0, 0, 10:] = 1.0, -1.0
-    found, _ = both(logits, [SamplingParams(temperature=1.0, top_k=5, seed=1)] * 2)
+    found, _ = found_and_expected(logits, [SamplingParams(temperature=1.0, top_k=5, seed=1)] * 2)
     assert found.flatten().tolist() == [0.0, -torch.inf]  # all of the second row are the best

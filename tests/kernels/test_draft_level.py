@@ -36,11 +36,11 @@ FIELDS = (
 )
 
 
-def empty() -> DraftBuffers:
+def empty_buffers() -> DraftBuffers:
     return DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE)
 
 
-def grown(
+def grown_draft(
     width: int, calibration: Calibration | None, batch: int, buffers: DraftBuffers | None = None
 ) -> tuple[DraftBuffers, PaddedDraft]:
     """A draft of random children, with padding, NaN and ends of sequences among them.
@@ -48,7 +48,7 @@ def grown(
     And with ties, but for calibrated ones: sums of rounded numbers tie in one order of additions and not in another.
     """
     sampling = SamplingBatch.of(PARAMS[:batch], DEVICE, frozenset({7, 9}))
-    buffers = buffers or empty()
+    buffers = buffers or empty_buffers()
     draft = PaddedDraft(buffers, batch, width, sampling.kind)
     padded = [x.tensor for x in sampling.padded(batch)]
     numbers = torch.Generator().manual_seed(width)
@@ -79,9 +79,9 @@ def test_the_kernel_appends_what_torch_appends(width, batch, is_calibrated, monk
     if calibration is not None:
         calibration.fit.parameters[1:, 1] = torch.tensor([0.8, -0.5, 1.0], device=DEVICE)
         calibration.fit.parameters[2, 0] = torch.tensor([1.5, 0.25, 0.5], device=DEVICE)
-    wanted, by_torch = grown(width, calibration, batch)
+    wanted, by_torch = grown_draft(width, calibration, batch)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    found, by_kernel = grown(width, calibration, batch)
+    found, by_kernel = grown_draft(width, calibration, batch)
     for name in FIELDS:
         theirs, ours = getattr(wanted, name), getattr(found, name)
         if theirs.is_floating_point():
@@ -130,9 +130,9 @@ def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
     fits = []
     for kernels in ("portable", "triton"):
         monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
-        calibration, buffers = Calibration(DEPTH + 1, DEVICE), empty()
+        calibration, buffers = Calibration(DEPTH + 1, DEVICE), empty_buffers()
         for step in range(6):
-            grown(width if step % 2 else CHILDREN, calibration, BATCH, buffers)
+            grown_draft(width if step % 2 else CHILDREN, calibration, BATCH, buffers)
             path = path_of(buffers, BATCH, step)
             buffers.update_calibration(calibration, path)
             assert not buffers.num_offered.any()
@@ -145,9 +145,9 @@ def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
     assert not torch.equal(wanted.parameters, Calibration(DEPTH + 1, DEVICE).fit.parameters)
 
 
-def test_padding_alone_teaches_nothing_and_keeps_what_was_offered(fused):
+def test_padding_changes_neither_calibration_nor_offered_counts(fused):
     calibration = Calibration(DEPTH, DEVICE)
-    buffers, _ = grown(CHILDREN, calibration, BATCH)
+    buffers, _ = grown_draft(CHILDREN, calibration, BATCH)
     path = path_of(buffers, BATCH, 0)
     buffers.update_calibration(calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1)))
     assert torch.equal(calibration.fit.parameters, Calibration(DEPTH, DEVICE).fit.parameters)
@@ -156,7 +156,7 @@ def test_padding_alone_teaches_nothing_and_keeps_what_was_offered(fused):
 
 def test_learning_is_two_launches(fused):
     calibration = Calibration(DEPTH, DEVICE)
-    buffers, _ = grown(CHILDREN, calibration, BATCH)
+    buffers, _ = grown_draft(CHILDREN, calibration, BATCH)
     path = path_of(buffers, BATCH, 0)
     counts = device_operations(lambda: buffers.update_calibration(calibration, path))
     assert counts["_sum_samples"] == counts["_take_steps"] == 1 and counts.total() == 2, counts

@@ -11,7 +11,7 @@ from tests.support.kernels import DEVICE
 
 
 @pytest.fixture
-def found(fused, monkeypatch):
+def edge_results(fused, monkeypatch):
     """The check over few small rows."""
     monkeypatch.setattr(device_checks, "EDGE_LOGITS", (24, 700))
     model = torch.nn.Module()
@@ -19,15 +19,15 @@ def found(fused, monkeypatch):
     return lambda: device_checks.check_edges("edges", lambda dtype: (model, None), torch.float32, [])
 
 
-def test_the_check_counts_picks_and_finds_no_fault(found):
-    check = found()
+def test_the_check_counts_picks_and_finds_no_fault(edge_results):
+    check = edge_results()
     assert check.ok and "24 of 24 outputs equal" in check.detail
 
 
-def test_a_wrong_pick_is_no_edge(found, monkeypatch):
+def test_a_wrong_pick_is_no_edge(edge_results, monkeypatch):
     picks = iter([torch.arange(24), torch.arange(24) + 1])
     monkeypatch.setattr(device_checks, "sample", lambda *_: next(picks))
-    check = found()
+    check = edge_results()
     assert check.ok is False and "0 of 24 outputs equal" in check.detail
 
 

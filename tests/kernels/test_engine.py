@@ -24,7 +24,7 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
-from tests.support.forests import trees_of
+from tests.support.attention_trees import kernel_trees
 from tests.support.kernels import DEVICE, compile_fails
 from tests.support.operations import WatchCopies, WatchOperations
 from tests.support.toy_models import llama_engine, run
@@ -160,7 +160,7 @@ def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, 
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_kernel_that_fails_over_a_shared_prefix_changes_no_token(after, monkeypatch, caplog):
+def test_failed_kernel_over_a_shared_prefix_changes_no_token(after, monkeypatch, caplog):
     """In the target's second layer, or in the head: that is run again by the portable path."""
     monkeypatch.setattr(availability, "failures", [])
     prompts = [[3 + i * 7 % 90 for i in range(35)] + [5 + j] * (2 + j) for j in range(2)]
@@ -189,7 +189,7 @@ def engine(planner: str):
 def test_where_rows_lie_is_found_without_a_look_at_them():
     seq = torch.tensor([0, 0, 1, 3, 3, -1])
     with WatchOperations() as operations, WatchCopies() as copies:
-        trees = trees_of(seq, 4)
+        trees = kernel_trees(seq, 4)
         WorkList.of(trees, Reading(6, 4, 1, 16, None, tile_shape(4, 16, 16, torch.float32, (9, 0)), 16))
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
@@ -197,7 +197,7 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a GPU's captures")
-def test_a_capture_that_fails_leaves_the_stream_and_the_pool_to_the_next():
+def test_failed_capture_leaves_stream_and_pool_to_the_next_one():
     """A copy to the host is refused in a capture; it runs eagerly, and the next capture of its kind succeeds."""
     graphs, stream = CudaGraphRunner(DEVICE, 4, 64, fused=True), torch.cuda.current_stream()
     numbers = torch.arange(4.0, device=DEVICE)

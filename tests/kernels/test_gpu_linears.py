@@ -43,11 +43,11 @@ def linear(num_in: int, num_out: int, bias: bool = False, dtype: torch.dtype = t
     return nn.Linear(num_in, num_out, bias=bias, dtype=dtype).requires_grad_(False)
 
 
-def in_fp8(layer: nn.Linear) -> Fp8Linear:
+def fp8_linear(layer: nn.Linear) -> Fp8Linear:
     return Fp8Linear(fp8_weight(layer.weight), layer.bias)
 
 
-def test_a_weight_in_fp8_is_the_nearest_with_a_scale_for_each_output():
+def test_fp8_weight_is_nearest_with_a_scale_per_output():
     weight = linear(64, 32).weight * torch.logspace(-6, 3, 32)[:, None]
     weight[3] = 0.0
     quantised = fp8_weight(weight)
@@ -59,9 +59,9 @@ def test_a_weight_in_fp8_is_the_nearest_with_a_scale_for_each_output():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_multiplies_rounded_rows_by_its_dequantised_weight(bias, dtype):
+def test_fp8_layer_multiplies_rounded_rows_by_dequantized_weight(bias, dtype):
     layer = linear(128, 48, bias, dtype)
-    quantised, inputs = in_fp8(layer), torch.randn(2, 5, 128).to(dtype)
+    quantised, inputs = fp8_linear(layer), torch.randn(2, 5, 128).to(dtype)
     rows = layer_ops.scaled_rows(inputs.flatten(0, 1))
     weight = fp8_weight(layer.weight).dequantize()
     expected = rows.dequantize() @ weight.T + (layer.bias.float() if bias else 0)
@@ -73,7 +73,7 @@ def test_a_layer_multiplies_rounded_rows_by_its_dequantised_weight(bias, dtype):
 
 
 def test_merged_layers_share_the_memory_of_their_parts():
-    parts = [in_fp8(linear(32, size, bias=True)) for size in (16, 32, 48)]
+    parts = [fp8_linear(linear(32, size, bias=True)) for size in (16, 32, 48)]
     inputs = torch.randn(3, 32)
     expected = torch.cat([part(inputs) for part in parts], 1)
     whole = merge_linears(parts)
@@ -89,7 +89,7 @@ def test_a_size_that_no_product_takes_is_named():
 
 @pytest.mark.parametrize("name", ["llama3 rope", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_a_model_in_fp8_equals_transformers_forward_of_its_layers(name, fused):
+def test_fp8_model_equals_transformers_forward_of_its_layers(name, fused):
     """Prompts in chunks, then trees. Sums in another order round some numbers to FP8's neighbour, a sixteenth away."""
     model = random_model((COVERED | FAMILIES)[name])
     quantize_fp8(model.base_model.layers)
@@ -206,7 +206,7 @@ def test_what_no_kernel_takes_is_restored_and_said_once(messages):
     assert isinstance(gpu_linear(weight_of(16, 64, 32), None, torch.bfloat16, cpu), Int4Linear)
 
 
-class Stored:
+class StoredCheckpoint:
     """A checkpoint of a random Llama whose projections are quantised in memory."""
 
     def __init__(self, quantise):
@@ -229,7 +229,7 @@ class Stored:
         return self.state[name]
 
 
-def in_4_bits(weight: torch.Tensor) -> QuantizedWeight:
+def int4_weight(weight: torch.Tensor) -> QuantizedWeight:
     groups = weight.float().unflatten(1, (-1, 32))
     offset, top = groups.amin(2), groups.amax(2)
     scale = (top - offset) / 15
@@ -241,8 +241,8 @@ def in_4_bits(weight: torch.Tensor) -> QuantizedWeight:
     "quantise, kind, atol",
     [
         (fp8_weight, Fp8Linear, 0.5),
-        (in_4_bits, Int4Linear, 0.1),
-        (lambda weight: replace(in_4_bits(weight), bits=8), nn.Linear, 0.05),
+        (int4_weight, Int4Linear, 0.1),
+        (lambda weight: replace(int4_weight(weight), bits=8), nn.Linear, 0.05),
     ],
     ids=["fp8", "4 bits", "8 bits"],
 )
@@ -252,7 +252,7 @@ def test_a_checkpoint_for_a_gpu_runs_in_our_forward(quantise, kind, atol, monkey
     monkeypatch.setattr(gpu_linears, "why_no_fp8", lambda device: None)
     monkeypatch.setattr(gpu_linears, "knows_layout", lambda device: True)
     monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
-    stored = Stored(quantise)
+    stored = StoredCheckpoint(quantise)
     model = build_model(stored.config, stored, torch.bfloat16, "cpu", runs_on="cuda")
     dense = build_model(stored.config, stored, torch.bfloat16, "cpu", dequantize=True)
     assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}

@@ -32,7 +32,7 @@ NARROW = [(5, 3, 6, 128, 1536 // 8), (4, 2, 4, 96, 768 // 8), (3, 2, 3, 64, 1408
 RANKS = 4
 
 
-class OneOfSeveral(RankGroup):
+class LoneRank(RankGroup):
     """A rank by itself: what the others would add is left out."""
 
     def __init__(self, rank: int):
@@ -64,7 +64,7 @@ def test_experts_and_weights_are_torchs(num_experts, top_k, is_normalized):
     torch.testing.assert_close(found.weights, weights)
 
 
-def test_equal_logits_go_to_the_lower_expert_and_nan_to_one_that_exists():
+def test_equal_logits_choose_lower_experts_and_nan_a_valid_one():
     logits = torch.zeros(2, 5, device=DEVICE)
     logits[1] = torch.nan
     found = grouped_experts.route(logits, 5, 2, True, torch.float32)
@@ -172,7 +172,7 @@ def test_a_whole_model_equals_transformers_own(name, fused):
     assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=1e-4)
 
 
-def of_ranks(name: str, num_layers: int) -> PreTrainedConfig:
+def config_for_ranks(name: str, num_layers: int) -> PreTrainedConfig:
     """Return a config of which four ranks have parts: experts of 96 numbers, 24 on each."""
     sizes = dict(moe_intermediate_size=96, intermediate_size=96, shared_expert_intermediate_size=96)
     return config_of(name, **MOE | sizes, num_key_value_heads=4, num_hidden_layers=num_layers)
@@ -181,13 +181,13 @@ def of_ranks(name: str, num_layers: int) -> PreTrainedConfig:
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
 @torch.inference_mode()
 def test_the_parts_of_ranks_add_up(name, fused, tmp_path):
-    random_model(of_ranks(name, 1)).save_pretrained(tmp_path)
+    random_model(config_for_ranks(name, 1)).save_pretrained(tmp_path)
     rows = random(11, 32)
 
     def delta(ranks: RankGroup | None) -> torch.Tensor:
         return Decoder.of(load_causal_lm(tmp_path, torch.float32, DEVICE, ranks=ranks)).layers[0].mlp(rows)
 
-    parts = [delta(OneOfSeveral(rank)) for rank in range(RANKS)]
+    parts = [delta(LoneRank(rank)) for rank in range(RANKS)]
     torch.testing.assert_close(torch.stack(parts).sum(0), delta(None), atol=1e-5, rtol=1e-5)
 
 
@@ -196,8 +196,8 @@ def test_the_parts_of_ranks_add_up(name, fused, tmp_path):
 def test_a_layer_of_a_rank_is_as_many_launches_and_two_sums(name, fused, tmp_path):
     counts, num_reduces = {}, {}
     for num_layers in (1, 3):
-        random_model(of_ranks(name, num_layers)).save_pretrained(tmp_path / str(num_layers))
-        ranks = OneOfSeveral(1)
+        random_model(config_for_ranks(name, num_layers)).save_pretrained(tmp_path / str(num_layers))
+        ranks = LoneRank(1)
         model = load_causal_lm(tmp_path / str(num_layers), torch.float32, DEVICE, ranks=ranks)
         target = TargetModel(model, 4, 64)
         before = ranks.num_reduces

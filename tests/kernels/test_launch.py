@@ -15,13 +15,13 @@ from eagle_ray.sampling.sampler import sample
 KERNELS = Path(kernel.__file__).parent
 
 
-class Current:
+class CurrentDevice:
     """CUDA's current device, as torch tells of it and sets it."""
 
     def __init__(self, index: int):
         self.index = index
 
-    def device(self, index: int) -> "Current":
+    def device(self, index: int) -> "CurrentDevice":
         self.wanted = index
         return self
 
@@ -32,7 +32,7 @@ class Current:
         self.index = self.before
 
 
-class Elsewhere(torch.Tensor):
+class OtherDeviceTensor(torch.Tensor):
     """On the second GPU, as far as it says."""
 
     def get_device(self) -> int:
@@ -41,11 +41,11 @@ class Elsewhere(torch.Tensor):
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_launch_is_on_its_tensors_device_and_changes_none(current, monkeypatch):
-    now, seen = Current(current), []
+    now, seen = CurrentDevice(current), []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now.index)
     monkeypatch.setattr(torch.cuda, "device", now.device)
     kernel = {(3,): lambda *args, **constants: seen.append((now.index, len(args), constants))}
-    launch(kernel, (3,))(7, torch.zeros(1).as_subclass(Elsewhere), torch.zeros(1), SIZE=2)
+    launch(kernel, (3,))(7, torch.zeros(1).as_subclass(OtherDeviceTensor), torch.zeros(1), SIZE=2)
     assert seen == [(1, 3, {"SIZE": 2})] and now.index == current
 
 

@@ -29,7 +29,7 @@ PARAMS = [
 ]
 
 
-def picked(logits, params, seq, positions, block: int = kernel.BLOCK):
+def sampled_by_kernels(logits, params, seq, positions, block: int = kernel.BLOCK):
     """By the kernels, on their device; the tokens are on the CPU."""
     sampling = SamplingBatch.of(params, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
@@ -38,24 +38,24 @@ def picked(logits, params, seq, positions, block: int = kernel.BLOCK):
         return sample(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
 
 
-def portable(logits, params, seq, positions):
+def sampled_by_torch(logits, params, seq, positions):
     """By torch alone, on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_ops, "best_library", lambda: None)
         return sample(logits, SamplingBatch.of(params), seq, positions)
 
 
-def both(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
+def tokens_of_both_paths(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
     """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn.
 
     The library for CPUs, where there is one, has to pick the same.
     """
     rows = torch.arange(len(logits))
     at = rows % len(params), rows * 100 + seed
-    wanted = portable(logits, params, *at).tolist()
+    wanted = sampled_by_torch(logits, params, *at).tolist()
     if cpu_ops.best_library():
         assert sample(logits, SamplingBatch.of(params), *at).tolist() == wanted
-    return wanted, picked(logits, params, *at, block).tolist()
+    return wanted, sampled_by_kernels(logits, params, *at, block).tolist()
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def test_the_logarithms_hold_at_the_ends_of_the_uniform():
 )
 def test_every_cut_picks_the_portable_token(dtype, block):
     logits = (3 * torch.randn(8, 301, generator=torch.Generator().manual_seed(block))).to(dtype)
-    wanted, found = both(logits, PARAMS, block=block)
+    wanted, found = tokens_of_both_paths(logits, PARAMS, block=block)
     assert found == wanted
 
 
@@ -113,7 +113,7 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-1, values - 1, (2, vocab), generator=generator).to(torch.bfloat16)
     params = [SamplingParams(temperature=temperature, seed=seed, **cut), SamplingParams()]
-    wanted, found = both(logits, params, seed, block=32)
+    wanted, found = tokens_of_both_paths(logits, params, seed, block=32)
     assert found == wanted
 
 
@@ -146,7 +146,7 @@ def test_a_cpus_library_picks_the_portable_token(seed, vocab, values, spread, nu
     logits = logits.scatter(1, worst, -torch.inf)
     params, rows = [SamplingParams(seed=seed + i, **cut) for i in range(3)], torch.arange(3)
     found = sample(logits, SamplingBatch.of(params), rows, rows * 7)
-    assert found.tolist() == portable(logits, params, rows, rows * 7).tolist()
+    assert found.tolist() == sampled_by_torch(logits, params, rows, rows * 7).tolist()
 
 
 @needs_library
@@ -188,9 +188,9 @@ def test_rows_are_picked_alone_as_in_company():
     logits = 2 * torch.randn(4, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = PARAMS[2:6]
     rows = torch.arange(4)
-    together = picked(logits, params, rows, rows)
+    together = sampled_by_kernels(logits, params, rows, rows)
     for i, one in enumerate(params):
-        alone = picked(logits[i : i + 1], [one], rows[:1], rows[i : i + 1])
+        alone = sampled_by_kernels(logits[i : i + 1], [one], rows[:1], rows[i : i + 1])
         assert alone.item() == together[i]
 
 
@@ -208,7 +208,7 @@ def test_extremes_are_picked_as_in_the_portable_path(row):
         logits = torch.where(torch.arange(50) % 3 == 0, 0.0, -0.0).expand(2, 50)
     else:
         logits = logits * 1e38
-    wanted, found = both(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=4)], block=32)
+    wanted, found = tokens_of_both_paths(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=4)], block=32)
     assert found == wanted
 
 
@@ -216,13 +216,13 @@ def test_extremes_are_picked_as_in_the_portable_path(row):
     "logits", [torch.full((3, 40), torch.nan), torch.full((3, 40), -torch.inf)], ids=["nan", "-inf"]
 )
 def test_cuts_of_nonsense_are_tokens(logits):
-    assert all(0 <= token < 40 for token in both(logits, PARAMS[2:6])[1])
+    assert all(0 <= token < 40 for token in tokens_of_both_paths(logits, PARAMS[2:6])[1])
 
 
 def test_a_view_of_wider_logits_and_no_rows_at_all():
     wide = torch.randn(8, 2, 90, generator=torch.Generator().manual_seed(8))
     for logits in (wide[::2, 0, :77], wide[:, 1].T[:, :5].T, wide[:0, 0]):
-        wanted, found = both(logits, PARAMS[:2])
+        wanted, found = tokens_of_both_paths(logits, PARAMS[:2])
         assert found == wanted
 
 
@@ -255,7 +255,7 @@ def test_processed_scores_say_what_could_have_been_picked():
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
     params, rows = [SamplingParams(temperature=1.5, top_k=3, seed=1)], torch.arange(40)
     kept = process(logits[:1], SamplingBatch.of(params), rows[:1]).isfinite()[0]
-    tokens = picked(logits, params, rows * 0, rows)
+    tokens = sampled_by_kernels(logits, params, rows * 0, rows)
     assert kept[tokens].all() and set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
 
 
@@ -266,6 +266,6 @@ def test_forbidden_tokens_are_never_picked(num_left):
     logits = torch.randn(8, 130, generator=generator) * 3
     left = torch.rand(8, 130, generator=generator).topk(num_left, 1).indices
     forbidden = torch.ones_like(logits, dtype=torch.bool).scatter(1, left, False)
-    portable, fused = both(logits.masked_fill(forbidden, -torch.inf), PARAMS, block=64)
+    portable, fused = tokens_of_both_paths(logits.masked_fill(forbidden, -torch.inf), PARAMS, block=64)
     assert portable == fused
     assert all(token in allowed for token, allowed in zip(fused, left.tolist(), strict=True))

@@ -35,7 +35,7 @@ def children(logits, width, params=PLAIN, coupling=None, token_ids=None):
     return ranking.children(logits.to(DEVICE), None, width)
 
 
-def same(fused, portable) -> None:
+def assert_same_children(fused, portable) -> None:
     assert (fused.tokens == portable.tokens).all()
     torch.testing.assert_close(fused.log_probs, portable.log_probs, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(fused.draft_log_probs, portable.draft_log_probs, atol=3e-5, rtol=1e-5)
@@ -49,7 +49,7 @@ def test_the_heads_own_ranking(vocab, width, dtype, monkeypatch):
     logits = logits.masked_fill(places.view(4, 2, vocab) > 250, -3.0)
     portable = children(logits, width)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    same(children(logits, width), portable)
+    assert_same_children(children(logits, width), portable)
 
 
 @pytest.mark.parametrize("params", [PLAIN, CUT], ids=["plain", "cut"])
@@ -61,7 +61,7 @@ def test_coupled_ranking(params, trimmed, monkeypatch):
     ids = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:150].to(DEVICE) if trimmed else None
     portable = children(logits, 6, params, coupling, ids)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    same(children(logits, 6, params, coupling, ids), portable)
+    assert_same_children(children(logits, 6, params, coupling, ids), portable)
 
 
 def test_of_equal_scores_the_lower_place_comes_first(monkeypatch):
@@ -90,4 +90,4 @@ def test_a_head_that_overflows_offers_nothing(coupling, monkeypatch):
 def test_what_is_too_wide_goes_the_portable_way(monkeypatch):
     portable = children(logits_of(90), kernel.MAX_K + 1)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    same(children(logits_of(90), kernel.MAX_K + 1), portable)
+    assert_same_children(children(logits_of(90), kernel.MAX_K + 1), portable)

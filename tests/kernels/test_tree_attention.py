@@ -10,17 +10,19 @@ from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.kernels import tree_metadata
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from tests.support.forests import Forest
+from tests.support.attention_trees import RandomTrees
 from tests.support.kernels import DEVICE
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SETTINGS = settings(max_examples=8, deadline=None)
 
 
-def check(forest: Forest) -> None:
+def check(random_trees: RandomTrees) -> None:
     """Real rows are equal within the dtype's rounding, padding rows are zeros."""
-    ours, theirs, real = forest.attended()
-    torch.testing.assert_close(ours[real], theirs[real], atol=ROUNDING[forest.dtype], rtol=ROUNDING[forest.dtype])
+    ours, theirs, real = random_trees.attend()
+    torch.testing.assert_close(
+        ours[real], theirs[real], atol=ROUNDING[random_trees.dtype], rtol=ROUNDING[random_trees.dtype]
+    )
     assert not ours[~real].any()
 
 
@@ -33,31 +35,33 @@ def test_trees_of_any_size_over_any_length(data, seed, rectangle, group):
     firsts = data.draw(st.none() | st.tuples(*(st.integers(0, length) for length in lengths)))
     window = data.draw(st.none() | st.integers(1, 200))
     check(
-        Forest(lengths, counts, 1, group, padding=padding, rectangle=rectangle, firsts=firsts, window=window, seed=seed)
+        RandomTrees(
+            lengths, counts, 1, group, padding=padding, rectangle=rectangle, firsts=firsts, window=window, seed=seed
+        )
     )
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("group, dims", [(1, (64, 64)), (8, (80, 96)), (2, (256, 64)), (7, (128, 128))])
 def test_every_dtype_head_size_and_ratio_of_heads(dtype, group, dims):
-    check(Forest([0, 70, 300], [1, 9, 3], 2, group, *dims, dtype=dtype, padding=2))
+    check(RandomTrees([0, 70, 300], [1, 9, 3], 2, group, *dims, dtype=dtype, padding=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_cache_in_fp8(window, dtype):
     """Equal to attention in fp64 over the numbers that it holds."""
-    check(Forest([0, 70, 300], [1, 9, 3], 2, 4, 64, 64, dtype=dtype, window=window, stored=torch.float8_e4m3fn))
+    check(RandomTrees([0, 70, 300], [1, 9, 3], 2, 4, 64, 64, dtype=dtype, window=window, stored=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("counts", [[64, 65], [130, 3]])
 def test_more_nodes_than_a_word_has_bits(counts):
-    check(Forest([40, 250], counts, 1, 2))
+    check(RandomTrees([40, 250], counts, 1, 2))
 
 
 @pytest.mark.parametrize("softcap, sinks, window", [(2.0, False, None), (None, True, 70), (5.0, True, 9)])
 def test_what_models_ask_of_attention(softcap, sinks, window):
-    check(Forest([5, 300, 700], [6, 5, 4], 2, 2, softcap=softcap, sinks=sinks, window=window))
+    check(RandomTrees([5, 300, 700], [6, 5, 4], 2, 2, softcap=softcap, sinks=sinks, window=window))
 
 
 @pytest.mark.parametrize(
@@ -98,30 +102,30 @@ def short_parts(monkeypatch):
 
 @pytest.mark.parametrize("lengths", [[500, 3], [64, 63, 65, 128], [31, 32, 33]])
 def test_contexts_in_parts_and_at_the_edges_of_blocks_and_tiles(short_parts, lengths):
-    check(Forest(lengths, [4] * len(lengths), 1, 4, padding=1))
+    check(RandomTrees(lengths, [4] * len(lengths), 1, 4, padding=1))
 
 
 @pytest.mark.parametrize("rectangle", [False, True])
 def test_the_host_knows_no_length(rectangle):
     """As in a captured pass, which serves contexts of any length."""
-    check(Forest([0, 130, 700], [3, 3, 1], 1, 2, unknown=True, rectangle=rectangle, padding=0 if rectangle else 2))
+    check(RandomTrees([0, 130, 700], [3, 3, 1], 1, 2, unknown=True, rectangle=rectangle, padding=0 if rectangle else 2))
 
 
 @pytest.mark.parametrize("rectangle", [False, True])
 @pytest.mark.parametrize("window, firsts, sinks", [(None, None, True), (150, None, False), (None, [225, 0, 1], False)])
 def test_one_long_context_among_short_ones(short_parts, window, firsts, sinks, rectangle):
-    check(Forest([725, 20, 75], [5, 5, 2], 2, 4, window=window, firsts=firsts, sinks=sinks, rectangle=rectangle))
+    check(RandomTrees([725, 20, 75], [5, 5, 2], 2, 4, window=window, firsts=firsts, sinks=sinks, rectangle=rectangle))
 
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("stale", [torch.inf, torch.nan])
 def test_what_no_sequence_wrote_reaches_no_row(stale, window):
     """Unused positions may hold anything, and 0 times infinity is not 0."""
-    check(Forest([0, 70, 300], [1, 9, 3], 2, 2, padding=2, stale=stale, window=window))
+    check(RandomTrees([0, 70, 300], [1, 9, 3], 2, 2, padding=2, stale=stale, window=window))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("window", [None, 5000])
 def test_long_contexts(dtype, window):
-    check(Forest([32_000, 9_000, 0], [20, 3, 2], 1, 4, dtype=dtype, window=window, firsts=[1, 700, 0]))
+    check(RandomTrees([32_000, 9_000, 0], [20, 3, 2], 1, 4, dtype=dtype, window=window, firsts=[1, 700, 0]))

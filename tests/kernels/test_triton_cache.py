@@ -13,26 +13,26 @@ from tests.support.kernels import make_entry
 
 
 @pytest.fixture
-def here(tmp_path) -> Path:
+def kernel_cache(tmp_path) -> Path:
     make_entry(tmp_path / "here", "A")
     make_entry(tmp_path / "here", "B")
     (tmp_path / "here" / "unfinished").mkdir()
     return tmp_path / "here"
 
 
-def test_kernels_are_found_again_in_another_directory(here, tmp_path):
+def test_kernels_are_found_again_in_another_directory(kernel_cache, tmp_path):
     there = tmp_path / "there"
-    assert entries(here) == {"A", "B"} and entries(there) == set()
-    assert unpack(pack(here, {"A"}), there) == entries(there) == {"A"}
+    assert entries(kernel_cache) == {"A", "B"} and entries(there) == set()
+    assert unpack(pack(kernel_cache, {"A"}), there) == entries(there) == {"A"}
     assert sorted(path.name for path in (there / "A").iterdir()) == ["__grp__k.json", "k.cubin"]
     group = json.loads((there / "A" / "__grp__k.json").read_text())
     assert group["child_paths"]["k.cubin"] == str(there / "A" / "k.cubin")
     assert [path.name for path in there.iterdir()] == ["A"]
 
 
-def test_what_is_there_is_kept(here, tmp_path):
+def test_what_is_there_is_kept(kernel_cache, tmp_path):
     make_entry(tmp_path / "there", "A", b"own")
-    assert unpack(pack(here, entries(here)), tmp_path / "there") == {"A", "B"}
+    assert unpack(pack(kernel_cache, entries(kernel_cache)), tmp_path / "there") == {"A", "B"}
     assert (tmp_path / "there" / "A" / "k.cubin").read_bytes() == b"own"
     assert (tmp_path / "there" / "B" / "k.cubin").read_bytes() == b"code"
 
@@ -51,9 +51,9 @@ def archive(name: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "cut", "flipped", "outside", "group", "deep group", "huge"])
-def test_a_damaged_or_foreign_archive_adds_nothing(damage, here, tmp_path, monkeypatch):
+def test_a_damaged_or_foreign_archive_adds_nothing(damage, kernel_cache, tmp_path, monkeypatch):
     monkeypatch.setattr(triton_cache, "MAX_BYTES", 1 << 20)
-    data = pack(here, entries(here))
+    data = pack(kernel_cache, entries(kernel_cache))
     damaged = {
         "empty": b"",
         "text": b"{}",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eagle_ray.kernels import tree_metadata, work_list
 from eagle_ray.kernels.tree_metadata import Reading, TileShape, possible_readings, tile_shape
 from eagle_ray.kernels.work_list import WorkList
-from tests.support.forests import Forest, Planted, trees_of
+from tests.support.attention_trees import AttentionCase, RandomTrees, kernel_trees
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations
 
@@ -55,7 +55,7 @@ def test_a_list_has_every_part_once(data, window, places):
     seq = torch.tensor([b for b, n in enumerate(counts) for _ in range(n)] + [-1], device=DEVICE)
     reading = Reading(len(seq), 2 * group, 2, 16, window, SHAPE, places)
     trees = replace(
-        trees_of(seq, len(counts)),
+        kernel_trees(seq, len(counts)),
         lengths=torch.tensor(lengths, device=DEVICE),
         first=None if firsts is None else torch.tensor(firsts, device=DEVICE),
         position_depths=torch.zeros(len(counts), num_positions, dtype=torch.int64, device=DEVICE),
@@ -89,24 +89,24 @@ def test_a_list_has_every_part_once(data, window, places):
     assert kinds == sorted(kinds)  # whole contexts, full parts, ends
 
 
-def rows_of(planted: Planted, tree: int) -> torch.Tensor:
-    out, seq = planted.by_kernels()[0], planted.kernels.rows.seq
+def rows_of(case: AttentionCase, tree: int) -> torch.Tensor:
+    out, seq = case.by_kernels()[0], case.kernels.rows.seq
     return out[:, seq == tree]
 
 
 @pytest.mark.parametrize("softcap, window, sinks", [(None, None, False), (5.0, 175, True)])
 def test_a_row_has_the_same_bits_in_any_batch(short_parts, softcap, window, sinks):
     """Among longer ones, shorter ones and more of them, cut or read whole."""
-    alone = Forest([LONG], [3], 2, 4, softcap=softcap, window=window, sinks=sinks).planted()
+    alone = RandomTrees([LONG], [3], 2, 4, softcap=softcap, window=window, sinks=sinks).case()
     exact = rows_of(alone, 0)
     for lengths in ([LONG, 5], [LONG, 325, 0], [LONG] * 3 + [10]):
-        others = Forest(lengths, [3] * len(lengths), 2, 4, softcap=softcap, window=window, sinks=sinks, padding=2)
-        batch = others.planted()
-        _plant(alone, batch)
+        others = RandomTrees(lengths, [3] * len(lengths), 2, 4, softcap=softcap, window=window, sinks=sinks, padding=2)
+        batch = others.case()
+        _copy_first_tree(alone, batch)
         assert torch.equal(rows_of(batch, 0), exact), lengths
 
 
-def _plant(alone: Planted, batch: Planted) -> None:
+def _copy_first_tree(alone: AttentionCase, batch: AttentionCase) -> None:
     """Give the batch's first tree the other's rows, ancestors and cached positions."""
     for name in ("query", "key", "value"):
         getattr(batch, name)[:, :, :3] = getattr(alone, name)
@@ -122,42 +122,44 @@ def _plant(alone: Planted, batch: Planted) -> None:
 @pytest.mark.parametrize("rectangle", [False, True])
 def test_whole_or_cut_is_the_same(short_parts, rectangle, monkeypatch):
     """Without memory for the sums of parts each context is read by one program, a few parts at a time."""
-    forest = Forest([375, 75, 175], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2)
-    cut = forest.planted().by_kernels()
+    random_trees = RandomTrees(
+        [375, 75, 175], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2
+    )
+    cut = random_trees.case().by_kernels()
     monkeypatch.setattr(tree_metadata, "MAX_SUMS_BYTES", 0)
-    planted = forest.planted()
-    assert torch.equal(planted.by_kernels(), cut)
-    (made,) = planted.kernels.trees.work_lists.values()
+    case = random_trees.case()
+    assert torch.equal(case.by_kernels(), cut)
+    (made,) = case.kernels.trees.work_lists.values()
     assert set(made.items[: made.counts[0], 2].tolist()) == {-1}
 
 
 def test_parts_are_added_in_their_order_whichever_ends_first(short_parts):
-    planted = Forest([375, 75], [5, 2], 2, 4).planted()
-    exact = planted.by_kernels()
-    (made,) = planted.kernels.trees.work_lists.values()
+    case = RandomTrees([375, 75], [5, 2], 2, 4).case()
+    exact = case.by_kernels()
+    (made,) = case.kernels.trees.work_lists.values()
     count = int(made.counts[0])
     assert count > 6
     for seed in range(3):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         made.items[:count] = made.items[:count][order.to(DEVICE)].clone()
-        assert torch.equal(planted.by_kernels(), exact)
+        assert torch.equal(case.by_kernels(), exact)
 
 
 def test_a_list_serves_every_layer_and_every_replay(short_parts):
     """What programs count is zero again after each launch; a replay makes the list for the lengths that there are."""
-    planted = Forest([LONG, 8], [4, 2], 2, 2, padding=1).planted()
-    trees = planted.kernels.trees
-    counts = device_operations(lambda: [planted.by_kernels() for _ in range(3)])
+    case = RandomTrees([LONG, 8], [4, 2], 2, 2, padding=1).case()
+    trees = case.kernels.trees
+    counts = device_operations(lambda: [case.by_kernels() for _ in range(3)])
     assert counts["attend"] == 3 and counts["list_work"] == 1
     (made,) = trees.work_lists.values()
     cut = [(tree, place) for tree, place, part, _ in made.items[: made.counts[0]].tolist() if part >= 0]
-    starts = planted.kernels.rows.starts.tolist()
-    places = [(kv_head * len(planted.real) + starts[tree]) * 2 + place for tree, place in cut for kv_head in (0, 1)]
+    starts = case.kernels.rows.starts.tolist()
+    places = [(kv_head * len(case.real) + starts[tree]) * 2 + place for tree, place in cut for kv_head in (0, 1)]
     assert cut and made.counts[1] == 0 and not made.arrivals[places].any()
     for lengths in ([LONG, 8], [0, 175], [128, 127]):
         trees.lengths.copy_(torch.tensor(lengths))
         trees.work_lists.clear()
-        assert torch.equal(planted.by_kernels(), planted.by_kernels())
+        assert torch.equal(case.by_kernels(), case.by_kernels())
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -170,7 +172,7 @@ def test_sums_of_parts_take_little_memory(rows, heads, capability, monkeypatch):
     shape = tile_shape(rows, dim, dim, torch.bfloat16, capability)
     for batch in (1, 256):
         seq = torch.arange(batch, device=DEVICE)
-        trees = replace(trees_of(seq, batch), max_positions=1 << 17)
+        trees = replace(kernel_trees(seq, batch), max_positions=1 << 17)
         made = WorkList.of(trees, Reading(batch, num_heads, kv_heads, dim, None, shape, 132 * shape.per_core))
         assert 4 * made.room * num_heads * (dim + 2) <= 200 << 20
         assert made.items.nbytes <= 1 << 20
@@ -196,7 +198,7 @@ def test_a_launch_allocates_no_more_than_a_plan_keeps(data, capability, dtype):
     seq = torch.arange(num_rows, device=DEVICE) % batch
     shape = tile_shape(-(-num_rows * group // batch), dim, dim, dtype, capability)
     reading = Reading(num_rows, kv_heads * group, kv_heads, dim, None, shape, 132 * shape.per_core)
-    trees = trees_of(seq.sort().values, batch)
+    trees = kernel_trees(seq.sort().values, batch)
     nodes = torch.zeros(batch, data.draw(st.integers(1, max_nodes)), dtype=torch.int64, device=DEVICE)
     trees = replace(trees, position_depths=nodes, max_positions=data.draw(st.integers(1, max_positions)))
     with patch.object(work_list, "launch", lambda *_: lambda *args, **constants: None):

@@ -28,7 +28,7 @@ def test_reserved_columns_have_places_of_their_own():
     assert all(block < pool.num_blocks for block, _ in places)
 
 
-def test_columns_that_nobody_reserved_lie_in_the_block_nobody_owns():
+def test_unreserved_positions_are_in_the_block_that_no_slot_owns():
     pool = blocks()
     pool.reserve(0, 5)
     assert {block for block, _ in cells(pool, 0, pool.null_position + 1)[8:]} == {pool.num_blocks}

@@ -19,7 +19,7 @@ from tests.support.toy_models import llama
 HEADS, DIM = 2, 4
 
 
-def scattered(num_slots: int, capacity: int, seed: int = 0) -> KVCache:
+def scattered_cache(num_slots: int, capacity: int, seed: int = 0) -> KVCache:
     """A cache whose slots hold blocks in random order, all columns reserved."""
     blocks = BlockManager(num_slots, capacity, 2 * num_slots * -(-capacity // 8), size=8)
     rng = random.Random(seed)
@@ -31,7 +31,7 @@ def scattered(num_slots: int, capacity: int, seed: int = 0) -> KVCache:
     return KVCache(blocks, 2, HEADS, DIM, torch.float32, "cpu")
 
 
-def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fill_cache(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values [B, heads, T, d] in the first columns of each slot, in both layers."""
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(len(slots), HEADS, columns, DIM, generator=generator) for _ in range(2))
@@ -45,8 +45,8 @@ def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor
 @pytest.mark.parametrize("slots", [[2, 0, 3], [1]])
 @pytest.mark.parametrize("columns", [1, 8, 13, 40])
 def test_what_is_written_is_read(slots, columns):
-    cache = scattered(4, 40)
-    keys, values = filled(cache, slots, columns)
+    cache = scattered_cache(4, 40)
+    keys, values = fill_cache(cache, slots, columns)
     where = cache.block_index(DecodeSlots.of(slots, [columns] * len(slots)), 0)
     for layer in range(2):
         read = cache.read(layer, where, columns)
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(slots, columns):
 @pytest.mark.parametrize("slots", [[2, 0, 3], [1]])
 def test_a_cache_in_fp8_rounds_to_the_nearest_number_it_has(slots):
     """Beyond 448 to its largest; half as many bytes as in bf16."""
-    blocks = scattered(4, 40).blocks
+    blocks = scattered_cache(4, 40).blocks
     cache = KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu", stored=torch.float8_e4m3fn)
     assert cache.keys.nbytes * 2 == KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu").keys.nbytes
     keys, values = (100 * torch.randn(HEADS, 13 * len(slots), DIM).bfloat16() for _ in range(2))
@@ -89,9 +89,9 @@ def test_one_sequence_in_neighbouring_blocks_is_read_in_place():
     assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
 
 
-def test_a_shorter_sequence_has_none_of_its_own_blocks_read_for_nothing():
-    cache = scattered(3, 40)
-    keys, values = filled(cache, [2, 0], 40)
+def test_short_sequence_reads_the_spare_block_past_its_own():
+    cache = scattered_cache(3, 40)
+    keys, values = fill_cache(cache, [2, 0], 40)
     batch = DecodeSlots.of([2, 0], [30, 11])
     where = cache.block_index(batch, 5)
     assert cache.num_positions(batch, 5) == 35
@@ -104,8 +104,8 @@ def test_a_shorter_sequence_has_none_of_its_own_blocks_read_for_nothing():
 
 @pytest.mark.parametrize("commit", [KVCache.commit, KVCache.commit_portably])
 def test_commit_moves_the_path_and_nothing_else(commit):
-    cache = scattered(3, 40)
-    keys, _ = filled(cache, [2, 0], 20)
+    cache = scattered_cache(3, 40)
+    keys, _ = fill_cache(cache, [2, 0], 20)
     paths = torch.tensor([[0, 3, 7, -1], [0, 2, -1, -1]])
     batch = DecodeSlots.of([2, 0], [10, 6])
     commit(cache, batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
@@ -120,7 +120,7 @@ def test_rows_past_what_is_reserved_harm_nobody():
     cache = KVCache(BlockManager(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
     cache.blocks.reserve(0, 8)
     cache.blocks.reserve(1, 32)
-    keys, _ = filled(KVCache(cache.blocks, 2, HEADS, DIM, torch.float32, "cpu"), [1], 32)
+    keys, _ = fill_cache(KVCache(cache.blocks, 2, HEADS, DIM, torch.float32, "cpu"), [1], 32)
     cells = cache.slot_mapping(torch.tensor([1]), torch.arange(32))
     cache.write(0, cells, keys[0], keys[0])
     cache.write(0, cache.slot_mapping(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
@@ -129,17 +129,17 @@ def test_rows_past_what_is_reserved_harm_nobody():
 
 def test_memory_is_taken_as_it_is_used():
     """A pool of half a gigabyte takes a few megabytes until its blocks are written."""
-    before = resident()
+    before = resident_bytes()
     cache = KVCache(BlockManager(64, 4096), 2, 8, 64, torch.float32, "cpu")
     assert cache.keys.nbytes + cache.values.nbytes > 500e6
-    assert resident() - before < 50e6
+    assert resident_bytes() - before < 50e6
     cache.blocks.reserve(0, 4096)
     rows = torch.ones(8, 4096, 64)
     cache.write(0, cache.slot_mapping(torch.tensor([0]), torch.arange(4096)), rows, rows)
-    assert 15e6 < resident() - before < 70e6
+    assert 15e6 < resident_bytes() - before < 70e6
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
@@ -149,8 +149,8 @@ def resident() -> int:
 def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch):
     """Trees of 1 to 5 nodes on sequences of 3 to 300 tokens: the same outputs whether read together or apart."""
     lengths, sizes, num_nodes = [300, 3, 40, 41, 280, 7], [2, 5, 1, 4, 5, 3], 5
-    cache = scattered(6, 320)
-    filled(cache, list(range(6)), 320)
+    cache = scattered_cache(6, 320)
+    fill_cache(cache, list(range(6)), 320)
     batch = DecodeSlots.of(list(range(6)), lengths)
     columns = batch.lengths[:, None] + torch.arange(num_nodes)
     ancestors = torch.ones(6, num_nodes, num_nodes, dtype=torch.bool).tril()
@@ -181,8 +181,8 @@ def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch
 def test_a_prompt_in_chunks_attends_as_the_whole(window, softcap, sinks, first):
     attention = AttentionParams(0, 0.5, window, softcap, torch.randn(4) if sinks else None)
     query, key, value = torch.randn(1, 4, 30, DIM), torch.randn(1, HEADS, 30, DIM), torch.randn(1, HEADS, 30, DIM)
-    whole = PrefillMetadata(scattered(2, 40), [0], [first], [first], [30]).attend(query, key, value, attention)
-    cache, parts = scattered(2, 40, seed=1), []
+    whole = PrefillMetadata(scattered_cache(2, 40), [0], [first], [first], [30]).attend(query, key, value, attention)
+    cache, parts = scattered_cache(2, 40, seed=1), []
     for start, end in ((0, 11), (11, 12), (12, 30)):
         layout = PrefillMetadata(cache, [0], [first], [first + start], [end - start])
         parts.append(layout.attend(*(x[:, :, start:end] for x in (query, key, value)), attention))

@@ -16,7 +16,9 @@ UNTAUGHT = torch.tensor([1.0, 0.0, 0.0])
 ON_LEVEL_1 = torch.tensor([[False], [True]])
 
 
-def judged(seed: int, slope: float, offset: float, first: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def calibration_data(
+    seed: int, slope: float, offset: float, first: float, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two children a node that are said to have probability p and are picked with sigmoid(slope * logit(p) + offset),
     the first one with `first` more.
     """
@@ -30,7 +32,7 @@ def judged(seed: int, slope: float, offset: float, first: float, count: int) -> 
 def test_a_known_distortion_is_recovered(slope, offset, first):
     calibration, kinds = Calibration(levels=2), torch.ones(16, dtype=torch.int64)
     for seed in range(400):
-        said, picked = judged(seed, slope, offset, first, 16)
+        said, picked = calibration_data(seed, slope, offset, first, 16)
         calibration.update(kinds, torch.stack([said] * 2), torch.stack([picked] * 2), ON_LEVEL_1.expand(2, 16))
     found = calibration.fit.parameters[1, 1]
     torch.testing.assert_close(found, torch.tensor([slope, offset, first]), atol=0.25, rtol=0)
@@ -44,7 +46,7 @@ def test_it_begins_as_the_identity():
 
 
 def test_nodes_that_were_not_reached_teach_nothing():
-    calibration, (said, picked) = Calibration(levels=1), judged(0, 3.0, 2.0, 1.0, 64)
+    calibration, (said, picked) = Calibration(levels=1), calibration_data(0, 3.0, 2.0, 1.0, 64)
     calibration.update(torch.zeros(64).long(), said[None], picked[None], torch.zeros(1, 64, dtype=torch.bool))
     assert (calibration.fit.parameters == UNTAUGHT).all()
 
@@ -80,22 +82,22 @@ def test_a_second_choice_is_never_preferred():
     assert calibration.fit.parameters[0, 0, 2] == 0 and first >= second
 
 
-def taught(num_levels: int, steps: range) -> int:
+def num_updates(num_levels: int, steps: range) -> int:
     return sum(is_due(step, num_levels) for step in steps)
 
 
 def test_all_of_the_first_steps_teach():
-    assert taught(1, range(1, WARMUP_STEPS + 1)) == taught(9, range(1, WARMUP_STEPS + 1)) == WARMUP_STEPS
+    assert num_updates(1, range(1, WARMUP_STEPS + 1)) == num_updates(9, range(1, WARMUP_STEPS + 1)) == WARMUP_STEPS
 
 
 def test_later_one_in_a_few_does_and_fewer_where_trees_are_deep():
     later = range(1000, 1000 + 10 * UPDATE_INTERVAL * 9)
-    assert taught(1, later) == len(later) // UPDATE_INTERVAL
-    assert taught(9, later) == len(later) // 9
+    assert num_updates(1, later) == len(later) // UPDATE_INTERVAL
+    assert num_updates(9, later) == len(later) // 9
 
 
 def test_trees_of_no_level_teach_nothing():
-    assert not taught(0, range(100))
+    assert not num_updates(0, range(100))
 
 
 def test_a_gpu_learns_less_often():
@@ -104,7 +106,7 @@ def test_a_gpu_learns_less_often():
     assert interval > update_interval(torch.device("cpu")) == UPDATE_INTERVAL
 
 
-def test_a_drafters_own_estimate_is_used_as_far_as_it_tells_something():
+def test_drafter_estimate_is_weighted_by_its_predictive_value():
     """Two children a node: the chance of a pick also rises by half of the estimate's log-odds."""
     calibration, kinds = Calibration(levels=1, num_signals=1), torch.zeros(32, dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +146,7 @@ def test_a_level_without_samples_is_where_the_level_above_is():
     """And one with many samples of its own stays where they put it."""
     calibration, kinds = Calibration(levels=4), torch.ones(16, dtype=torch.int64)
     for seed in range(200):
-        above, below = judged(seed, 0.5, -0.7, 0.3, 16), judged(seed, 1.5, 0.5, 0.3, 16)
+        above, below = calibration_data(seed, 0.5, -0.7, 0.3, 16), calibration_data(seed, 1.5, 0.5, 0.3, 16)
         said, picked = (torch.stack([*both]) for both in zip(above, below, strict=True))
         calibration.update(kinds, said, picked, torch.ones(2, 16, dtype=torch.bool))
     fitted = calibration.fit.parameters[:, 1]

@@ -61,16 +61,16 @@ def test_members_are_ranked_with_their_own_noise():
     torch.testing.assert_close(some.log_probs, together.log_probs[[0, 3]])
 
 
-class Noted(Calibration):
+class RecordingCalibration(Calibration):
     """Writes down what it is told."""
 
     def update(self, kinds, log_probs, picked, reached) -> None:
         self.told = [*getattr(self, "told", []), (picked, reached)]
 
 
-def test_learning_follows_the_targets_picks_down_the_drafted_levels():
+def test_learning_follows_target_picks_down_the_drafted_levels():
     """Three levels; the picks follow the second child, then the first of its children, then leave the tree."""
-    ranking = CandidateRanker(lambda features: features, noted := Noted(3), None)
+    ranking = CandidateRanker(lambda features: features, noted := RecordingCalibration(3), None)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         builder, picks, parent = TreeBuilder(torch.tensor([1]), WIDTH), [], 0
@@ -130,7 +130,7 @@ def test_what_was_learned_goes_on_in_another_ranker():
 
 
 def test_a_path_that_ended_earlier_teaches_nothing_below():
-    ranking = CandidateRanker(lambda features: features, noted := Noted(2), None)
+    ranking = CandidateRanker(lambda features: features, noted := RecordingCalibration(2), None)
     ranking.start(SamplingBatch.of([SamplingParams()]), torch.tensor([4]))
     builder = TreeBuilder(torch.tensor([1]), WIDTH)
     children = ranking.children(FEATURES[:1], None, WIDTH)

@@ -11,14 +11,14 @@ from eagle_ray.sampling.sampler import gumbel_noise, process, sample
 ROWS, VOCAB = 16, 60
 
 
-def sampled(temperature: float = 1.0, **params: float) -> SamplingBatch:
+def sampling_batch(temperature: float = 1.0, **params: float) -> SamplingBatch:
     return SamplingBatch.of([SamplingParams(temperature=temperature, seed=i, **params) for i in range(ROWS)])
 
 
 @pytest.mark.parametrize("weights", [(1.5, 0.5, 0.4), (0.8, 1.5, 0.0)])
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
-    coupling, sampling, rows = Coupling(levels=2), sampled(temperature), torch.arange(ROWS)
+    coupling, sampling, rows = Coupling(levels=2), sampling_batch(temperature), torch.arange(ROWS)
     generator, reached = torch.Generator().manual_seed(0), torch.tensor([[False], [True]]).expand(2, ROWS)
     for step in range(600):
         logits = 2 * torch.randn(ROWS, VOCAB, generator=generator)
@@ -36,7 +36,7 @@ def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
 @pytest.mark.parametrize("params", [{}, dict(top_p=0.8), dict(top_k=5), dict(min_p=0.1)])
 def test_an_exact_drafter_with_full_weights_knows_the_pick(params):
     """The noise is the target's, at the target's position: were either wrong, 16 picks of 60 tokens would not agree."""
-    coupling, sampling, rows = Coupling(levels=1), sampled(1.3, **params), torch.arange(ROWS)
+    coupling, sampling, rows = Coupling(levels=1), sampling_batch(1.3, **params), torch.arange(ROWS)
     coupling.fit.parameters[:] = torch.tensor([20.0, 20.0, 0.0, -1e4])
     logits = 2 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(7, 7 + ROWS)
@@ -51,7 +51,7 @@ def test_an_exact_drafter_with_full_weights_knows_the_pick(params):
     "params", [dict(top_p=0.8), dict(top_k=5), dict(min_p=0.1), dict(top_k=9, top_p=0.5, min_p=0.1)]
 )
 def test_dropped_is_what_the_processors_drop(params):
-    sampling, rows = sampled(0.9, **params), torch.arange(ROWS)
+    sampling, rows = sampling_batch(0.9, **params), torch.arange(ROWS)
     logits = 3 * torch.randn(ROWS, 2, VOCAB, generator=torch.Generator().manual_seed(2))
     wanted = torch.stack([process(logits[:, f], sampling, rows).isinf() for f in range(2)], 1)
     assert (dropped(logits, sampling, rows) == wanted).all() and wanted.any()
@@ -59,7 +59,7 @@ def test_dropped_is_what_the_processors_drop(params):
 
 def test_what_was_dropped_wrongly_is_learned():
     """A drafter whose top-p drops half of what the target picks: dropping must come to count for little."""
-    coupling, sampling, rows = Coupling(levels=1), sampled(1.0, top_k=2), torch.arange(ROWS)
+    coupling, sampling, rows = Coupling(levels=1), sampling_batch(1.0, top_k=2), torch.arange(ROWS)
     coupling.fit.parameters[:, :, 3] = -5.0
     generator, reached = torch.Generator().manual_seed(3), torch.ones(1, ROWS, dtype=torch.bool)
     for step in range(300):

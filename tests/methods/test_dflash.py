@@ -35,9 +35,9 @@ from tests.support.checkpoints import (
     tensors_of,
     zlab_config,
 )
-from tests.support.engines import Oracle, Whimsical, check_lossless, oracle_of, some_params, some_prompts
-from tests.support.toy_models import best, llama, run
-from tests.support.trees import PROMPTS, Recording, path
+from tests.support.engines import Oracle, RandomPlanner, check_lossless, oracle_of, some_params, some_prompts
+from tests.support.toy_models import best_nodes, llama, run
+from tests.support.trees import PROMPTS, RecordingPlanner, path
 
 DEPTH = 4
 BOUNDS = TreeBounds(20, DEPTH, 4)
@@ -47,7 +47,7 @@ def engine_of(head: DFlashHead, num_slots: int, planner: UniformPlanner | None =
     model = llama()
     layers = head.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 128 + BOUNDS.num_positions, 384, layers)
-    return Engine(target, DFlashDrafter(head, target), planner or Recording(BOUNDS), 128, BOUNDS)
+    return Engine(target, DFlashDrafter(head, target), planner or RecordingPlanner(BOUNDS), 128, BOUNDS)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -90,7 +90,7 @@ def test_a_head_of_speculators_drafts_from_its_own_vocabulary(tmp_path):
         torch.testing.assert_close(tree.draft_log_probs[b, node], value, atol=1e-4, rtol=0)
 
 
-def obvious_tree(logits_after, root: int, ends: set[int], depth: int, width: int) -> dict[tuple[int, ...], float]:
+def reference_tree(logits_after, root: int, ends: set[int], depth: int, width: int) -> dict[tuple[int, ...], float]:
     """Paths of the tree that is grown from the best `width` nodes of each level, with their values, one at a time.
 
     logits_after: returns the logits and the tokens of the children of a path.
@@ -132,7 +132,7 @@ def test_a_path_heads_tree_is_the_one_of_the_published_equations(tmp_path, kind)
         def logits_after(path: list[int], rows: Tensor = rows) -> tuple[Tensor, Tensor]:
             return published_path(tensors, config, path, rows, rows @ lm_head.T, embed)[0], drafted
 
-        wanted = obvious_tree(logits_after, ids[-1], set(), DEPTH, 4)
+        wanted = reference_tree(logits_after, ids[-1], set(), DEPTH, 4)
         found = {
             (ids[-1], *path(tree, b, node)[0]): float(tree.log_values[b, node]) for node in range(1, tree.num_nodes)
         }
@@ -146,7 +146,7 @@ def test_a_path_heads_tree_is_the_one_of_the_published_equations(tmp_path, kind)
 
 
 @torch.inference_mode()
-def test_a_confidence_head_tells_the_calibration_the_published_log_odds(tmp_path):
+def test_confidence_head_has_the_published_log_odds(tmp_path):
     for kind in ("vanilla", "rnn", "speculators"):
         config = PATH_CONFIGS[kind]()
         tensors, head = tensors_of(config), published_head(tmp_path / kind, config)
@@ -200,7 +200,7 @@ def test_outputs_with_path_heads_are_plain_decodings(tmp_path, oracle, kind, bud
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
-class Values(UniformPlanner):
+class ValuesPlanner(UniformPlanner):
     """Copies every draft's values, which the next replay overwrites."""
 
     values: tuple[Tensor, ...] = ()
@@ -219,7 +219,7 @@ def test_a_replayed_block_is_the_block(tmp_path, config):
     replayed = Engine(
         target,
         DFlashDrafter(head, target),
-        Recording(BOUNDS),
+        RecordingPlanner(BOUNDS),
         128,
         BOUNDS,
         graphs=CudaGraphRunner("cpu", 3, target.cache.capacity),
@@ -227,7 +227,7 @@ def test_a_replayed_block_is_the_block(tmp_path, config):
     assert drafter.supports_graphs and replayed.graphs is not None
     values = []
     for each in (engine, replayed):
-        each.planner = Values(BOUNDS)
+        each.planner = ValuesPlanner(BOUNDS)
         values.append([s.output_ids for s in run(each, PROMPTS[:3], params)])
     assert values[0] == values[1]
     assert replayed.graphs.failure is None and replayed.graphs.num_replayed > 5
@@ -235,7 +235,7 @@ def test_a_replayed_block_is_the_block(tmp_path, config):
         torch.testing.assert_close(own, other, atol=1e-4, rtol=0)
 
 
-def test_where_blocks_are_replayed_all_levels_cost_what_the_one_pass_does(tmp_path):
+def test_levels_of_replayed_blocks_cost_what_their_one_pass_does(tmp_path):
     depth, top_k = 15, 10
     bounds = TreeBounds(60, depth, top_k)
     head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
@@ -281,7 +281,7 @@ def test_a_long_job_of_any_plans_needs_a_hundred_graphs_at_most(tmp_path):
 def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):
     """Plain steps in between leave features behind, which the next draft reads."""
 
-    class Watched(Whimsical):
+    class WatchedPlanner(RandomPlanner):
         seen: tuple = ()
 
         def allocate(self, draft, plan, batch):
@@ -290,7 +290,7 @@ def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):
 
     head = published_head(tmp_path, zlab_config(causal_head=True))  # its rows are the same in blocks of any length
     params = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
-    always, at_times = engine_of(head, 3), engine_of(head, 3, Watched(DEPTH))
+    always, at_times = engine_of(head, 3), engine_of(head, 3, WatchedPlanner(DEPTH))
     for engine in (always, at_times):
         run(engine, PROMPTS[:3], params)
     known = {tuple(ids): (tree, b) for ids, tree, b in always.planner.seen}
@@ -326,7 +326,7 @@ def best_first(log_probs: Tensor, num_nodes: int) -> set[tuple[int, ...]]:
     return chosen
 
 
-def grown(log_probs: Tensor, width: int, children: int) -> DraftTree:
+def grown_tree(log_probs: Tensor, width: int, children: int) -> DraftTree:
     """The tree of a plan of this width, by ranks: node tokens are ranks."""
     builder = TreeBuilder(torch.zeros(1, dtype=torch.int64), width)
     for level in log_probs:
@@ -342,6 +342,6 @@ def test_the_tree_is_ddtrees_best_first_tree(num_nodes):
     for sharpness in (0.3, 1.0, 3.0):
         logits = sharpness * torch.randn(6, VOCAB, generator=random)
         log_probs = logits.log_softmax(-1).sort(-1, descending=True).values
-        tree = best(grown(log_probs, max(1, num_nodes // 2), num_nodes), [1 + num_nodes])
+        tree = best_nodes(grown_tree(log_probs, max(1, num_nodes // 2), num_nodes), [1 + num_nodes])
         paths = {tuple(path(tree, 0, node)[0]) for node in range(1, tree.num_nodes)}
         assert paths == best_first(log_probs, num_nodes)

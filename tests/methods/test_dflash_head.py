@@ -89,13 +89,13 @@ def test_sliding_layers_of_speculators_are_causal_in_the_block(tmp_path):
     assert anchored.num_levels == BLOCK and anchored.num_rows(3) == 3
 
 
-def changed(section: str | None = None, **values: object) -> dict:
+def changed_config(section: str | None = None, **values: object) -> dict:
     config = zlab_config()
     (config if section is None else config[section]).update(values)
     return config
 
 
-def without(*names: str) -> dict:
+def config_without(*names: str) -> dict:
     config = zlab_config()
     for name in names:
         (config["dflash_config"] if name in config["dflash_config"] else config).pop(name)
@@ -105,44 +105,50 @@ def without(*names: str) -> dict:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (without("block_size"), "block_size is None"),
-        (changed(block_size=1), "block_size is 1"),
-        (changed(block_size=65), "from 2 to 64"),
-        (changed(block_size="16"), "block_size is '16'"),
-        (without("mask_token_id"), "no mask_token_id"),
-        (changed("dflash_config", mask_token_id=VOCAB), f"mask_token_id is {VOCAB}; the target's tokens are 0 to"),
-        (changed("dflash_config", mask_token_id=True), "mask_token_id is True"),
-        (changed("dflash_config", target_layer_ids=[1]), r"target_layer_ids is \[1\]; layers 0 to 0"),
-        (changed("dflash_config", target_layer_ids=[]), r"target_layer_ids is \[\]"),
-        (changed("dflash_config", target_layer_ids=[-1]), r"target_layer_ids is \[-1\]"),
-        (changed("dflash_config", causal_head="yes"), "causal_head is 'yes'"),
-        (changed("dflash_config", causal=1), "causal is 1; it must be true or false"),
-        (changed(layer_types=["full_attention", "linear_attention"]), "layer_types has 'linear_attention'"),
-        (changed(layer_types=["full_attention"]), "list of 2"),
-        (changed(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
-        (changed(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (changed(num_target_layers=36), "num_target_layers is 36"),
-        (changed(hidden_size=64), "hidden_size is 64"),
-        (changed(vocab_size=98), "vocab_size is 98"),
-        (changed(num_attention_heads=0), "num_attention_heads"),
-        (changed(num_key_value_heads=3), "num_key_value_heads"),
-        (changed(head_dim=7), "head_dim is 7"),
-        (changed("dflash_config", target_hidden_size=64), "target_hidden_size is 64"),
-        (changed(dflash_config=[1]), "dflash_config that is no section"),
-        (changed(architectures=["DFlash2DraftModel"]), "selector_rank is None"),
-        (changed(architectures=["Qwen3DSparkModel"]), "markov_rank is None"),
-        (changed(architectures=["Gemma4DSparkModel"]), r"architectures are \['Gemma4DSparkModel'\]"),
-        (changed(architectures=["DFlash3DraftModel"]), "architectures are"),
-        (changed(architectures=["DFlash2DraftModel", "Qwen3DSparkModel"]), "architectures are"),
-        (changed(speculators_model_type="dspark"), "speculators_model_type is 'dspark', and its architectures are"),
-        (changed(architectures="DFlashDraftModel"), "architectures are 'DFlashDraftModel'; they must be a list"),
-        (changed(architectures=3), "architectures are 3"),
+        (config_without("block_size"), "block_size is None"),
+        (changed_config(block_size=1), "block_size is 1"),
+        (changed_config(block_size=65), "from 2 to 64"),
+        (changed_config(block_size="16"), "block_size is '16'"),
+        (config_without("mask_token_id"), "no mask_token_id"),
+        (
+            changed_config("dflash_config", mask_token_id=VOCAB),
+            f"mask_token_id is {VOCAB}; the target's tokens are 0 to",
+        ),
+        (changed_config("dflash_config", mask_token_id=True), "mask_token_id is True"),
+        (changed_config("dflash_config", target_layer_ids=[1]), r"target_layer_ids is \[1\]; layers 0 to 0"),
+        (changed_config("dflash_config", target_layer_ids=[]), r"target_layer_ids is \[\]"),
+        (changed_config("dflash_config", target_layer_ids=[-1]), r"target_layer_ids is \[-1\]"),
+        (changed_config("dflash_config", causal_head="yes"), "causal_head is 'yes'"),
+        (changed_config("dflash_config", causal=1), "causal is 1; it must be true or false"),
+        (changed_config(layer_types=["full_attention", "linear_attention"]), "layer_types has 'linear_attention'"),
+        (changed_config(layer_types=["full_attention"]), "list of 2"),
+        (changed_config(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
+        (changed_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (changed_config(num_target_layers=36), "num_target_layers is 36"),
+        (changed_config(hidden_size=64), "hidden_size is 64"),
+        (changed_config(vocab_size=98), "vocab_size is 98"),
+        (changed_config(num_attention_heads=0), "num_attention_heads"),
+        (changed_config(num_key_value_heads=3), "num_key_value_heads"),
+        (changed_config(head_dim=7), "head_dim is 7"),
+        (changed_config("dflash_config", target_hidden_size=64), "target_hidden_size is 64"),
+        (changed_config(dflash_config=[1]), "dflash_config that is no section"),
+        (changed_config(architectures=["DFlash2DraftModel"]), "selector_rank is None"),
+        (changed_config(architectures=["Qwen3DSparkModel"]), "markov_rank is None"),
+        (changed_config(architectures=["Gemma4DSparkModel"]), r"architectures are \['Gemma4DSparkModel'\]"),
+        (changed_config(architectures=["DFlash3DraftModel"]), "architectures are"),
+        (changed_config(architectures=["DFlash2DraftModel", "Qwen3DSparkModel"]), "architectures are"),
+        (
+            changed_config(speculators_model_type="dspark"),
+            "speculators_model_type is 'dspark', and its architectures are",
+        ),
+        (changed_config(architectures="DFlashDraftModel"), "architectures are 'DFlashDraftModel'; they must be a list"),
+        (changed_config(architectures=3), "architectures are 3"),
         (deepspec_config(architectures=["DSparkSpeculator"]), "speculators_model_type is None, and its architectures"),
-        (changed(speculators_model_type="peagle"), "speculators_model_type is 'peagle'"),
-        (changed("dflash_config", projector_type="mlp"), "projector_type is 'mlp'"),
-        (changed(markov_rank=8), "markov_rank is 8, which a dflash head has not"),
-        (changed("dflash_config", selector_rank=8), "selector_rank is 8, which a dflash head has not"),
-        (changed("dflash_config", shift_label=True), "shift_label is True, which a dflash head has not"),
+        (changed_config(speculators_model_type="peagle"), "speculators_model_type is 'peagle'"),
+        (changed_config("dflash_config", projector_type="mlp"), "projector_type is 'mlp'"),
+        (changed_config(markov_rank=8), "markov_rank is 8, which a dflash head has not"),
+        (changed_config("dflash_config", selector_rank=8), "selector_rank is 8, which a dflash head has not"),
+        (changed_config("dflash_config", shift_label=True), "shift_label is True, which a dflash head has not"),
         (deepspec_config(markov_rank="6"), "markov_rank is '6'; it must be a whole number"),
         (deepspec_config(markov_rank=-1), "markov_rank is -1"),
         (
@@ -162,7 +168,7 @@ def without(*names: str) -> dict:
         (dflash2_config() | {"is_causal": "no"}, "is_causal is 'no'"),
         (domino_config(emb_dim=None), "emb_dim is None"),
         (domino_config(pure_draft_prefix_len=-1), "pure_draft_prefix_len is -1"),
-        (changed(rope_parameters={"rope_type": "spiral"}), "spiral"),
+        (changed_config(rope_parameters={"rope_type": "spiral"}), "spiral"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):

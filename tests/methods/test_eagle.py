@@ -38,17 +38,17 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):
             tokens, values = path(tree, b, node)
-            wanted = chained(eagle, target, [*ids[1:], int(first[b])], parts[b], tokens)
+            wanted = chained_log_probs(eagle, target, [*ids[1:], int(first[b])], parts[b], tokens)
             torch.testing.assert_close(torch.tensor(values), wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("num_plain", [1, 5, 12, 35])
-def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(num_plain):
+def test_draft_after_plain_steps_equals_draft_without_them(num_plain):
     """The same sequences one token a step: drafting every time, or only at the end from the queue."""
     awake, asleep = llama_engine(3, 12, 4, 3), llama_engine(3, 12, 4, 3)
     trees = []
     for engine, shallow in ((awake, DraftPlan(1, 1)), (asleep, PLAIN)):
-        engine.planner = Scripted([shallow] * num_plain + [DraftPlan(4, 3)])
+        engine.planner = PlanListPlanner([shallow] * num_plain + [DraftPlan(4, 3)])
         for i, ids in enumerate([[5, 9, 23, 40, 11], [7, 31, 3]]):
             engine.add(Sequence(str(i), ids, SamplingParams(max_tokens=40, ignore_eos=True)))
         for _ in range(num_plain + 1):
@@ -59,9 +59,9 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
     torch.testing.assert_close(trees[0].draft_log_probs, trees[1].draft_log_probs, atol=1e-4, rtol=0)
 
 
-def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
+def test_pairs_beyond_the_queue_are_dropped_and_drafts_continue():
     target = llama_engine(2, 12, 4, 3).target
-    planner = Scripted([PLAIN] * 10 + [DraftPlan(4, 3)] * 3)
+    planner = PlanListPlanner([PLAIN] * 10 + [DraftPlan(4, 3)] * 3)
     engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, TreeBounds(12, 4, 3))
     plain = llama_engine(2)
     outputs = []
@@ -75,7 +75,7 @@ def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
     assert [d.num_catch_up for d in engine.planner.drafts][10] == 6
 
 
-class Scripted(UniformPlanner):
+class PlanListPlanner(UniformPlanner):
     """Drafts by a list of plans, verifies the root alone and so goes on by one token a step; keeps the drafts."""
 
     def __init__(self, plans):
@@ -90,7 +90,7 @@ class Scripted(UniformPlanner):
         return Allocation(draft.tree.depths == 0, 1, len(batch))
 
 
-def chained(eagle, target, tokens, features, path_tokens):
+def chained_log_probs(eagle, target, tokens, features, path_tokens):
     """The head run over all pairs at once, growing by its own last feature: slow and without any cache."""
     log_probs = []
     for token in path_tokens:

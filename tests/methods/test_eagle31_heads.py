@@ -51,15 +51,15 @@ def operations(request, monkeypatch):
         pytest.skip("no compiled library")
 
 
-def switched_on(switches):
+def switch_names(switches):
     return "+".join(key for key, is_on in switches.items() if is_on) or "none"
 
 
-each_combination = pytest.mark.parametrize("switches", COMBINATIONS, ids=switched_on)
+each_combination = pytest.mark.parametrize("switches", COMBINATIONS, ids=switch_names)
 each_switch = pytest.mark.parametrize("switch", SWITCHES)
 
 
-def projected(raw, tensors, features):
+def projected_features(raw, tensors, features):
     """What fc makes of the target's features."""
     if raw["norm_before_fc"]:
         features = rms_norm(raw, features, tensors["input_norm.weight"])
@@ -80,7 +80,7 @@ def outputs(raw, tensors, embeddings, x):
 
 def chained_logits(raw, tensors, embeddings, features):
     """The logits after the target's pairs and after each drafted one; each reads the output of the one before."""
-    x, logits = projected(raw, tensors, features), []
+    x, logits = projected_features(raw, tensors, features), []
     for _ in range(NUM_STEPS + 1):
         read, after = outputs(raw, tensors, embeddings[: len(x)], x)
         x = torch.cat([x, read[-1:]])
@@ -103,13 +103,13 @@ def checkpoint(switches, shape="plain"):
 def test_features_are_projected_by_the_equations(tmp_path, switches, shape):
     raw, tensors, features, _ = checkpoint(switches, shape)
     found = load_head(write(tmp_path, tensors, raw), TARGET).project_features(features)
-    torch.testing.assert_close(found, projected(raw, tensors, features), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found, projected_features(raw, tensors, features), atol=2e-5, rtol=1e-5)
 
 
 @each_combination
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_three_chained_draft_steps_of_the_module_are_the_equations(tmp_path, switches, shape):
+def test_chained_draft_steps_of_the_module_match_the_equations(tmp_path, switches, shape):
     raw, tensors, features, embeddings = checkpoint(switches, shape)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
     x, logits = head.project_features(features), []
@@ -124,7 +124,7 @@ def test_three_chained_draft_steps_of_the_module_are_the_equations(tmp_path, swi
 @each_combination
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_three_chained_draft_steps_over_the_cache_are_the_equations(tmp_path, switches, shape, operations):
+def test_chained_draft_steps_over_the_cache_match_the_equations(tmp_path, switches, shape, operations):
     """The forward that drafters use: head_forward's, on packed rows."""
     raw, tensors, features, embeddings = checkpoint(switches, shape)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
@@ -142,7 +142,7 @@ def test_three_chained_draft_steps_over_the_cache_are_the_equations(tmp_path, sw
 
 @each_combination
 @torch.inference_mode()
-def test_a_drafters_chain_has_the_log_probabilities_of_the_equations(tmp_path, switches, operations):
+def test_drafter_chain_has_the_log_probs_of_the_equations(tmp_path, switches, operations):
     raw, tensors, _, _ = checkpoint(switches)
     drafter, target = drafter_and_target(load_head(write(tmp_path, tensors, raw), TARGET))
     prompt = [5, 9, 23, 40, 11]
@@ -229,18 +229,18 @@ def test_sglangs_older_names_are_read(tmp_path):
         assert torch.equal(head.fc_norm[i].weight, tensor)
 
 
-def test_the_shape_of_a_speculators_head_is_read_from_its_section():
+def test_speculators_head_shape_is_read_from_its_config_section():
     assert head_config(speculators_config(E3)).hidden_size == E3["hidden_size"]
 
 
 @pytest.mark.parametrize("switch", ["fc_norm", "norm_before_fc"])
-def test_a_norm_without_its_switch_and_a_switch_without_its_norm_are_named(tmp_path, switch):
+def test_norm_without_switch_and_switch_without_norm_are_named(tmp_path, switch):
     name = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}[switch]
     with_norm = eagle3_tensors(E3 | {switch: True})
     for off in ({}, {switch: False}, {"eagle_config": {switch: False}}):
-        line = refused(write(tmp_path, with_norm, E3 | off))
+        line = refusal_of(write(tmp_path, with_norm, E3 | off))
         assert f"it has {name}" in line and f"its config.json does not switch on {switch}" in line
-    assert f"missing {name}" in refused(write(tmp_path, eagle3_tensors(), E3 | {switch: True}))
+    assert f"missing {name}" in refusal_of(write(tmp_path, eagle3_tensors(), E3 | {switch: True}))
 
 
 @pytest.mark.parametrize(
@@ -258,16 +258,16 @@ def test_a_norm_without_its_switch_and_a_switch_without_its_norm_are_named(tmp_p
 )
 def test_contradictions_are_refused_by_name(tmp_path, config, names, message):
     tensors = eagle3_tensors(E3 | config) | {name: torch.ones(size) for name, size in names.items()}
-    assert message in refused(write(tmp_path, tensors, E3 | config))
+    assert message in refusal_of(write(tmp_path, tensors, E3 | config))
 
 
 @each_switch
 def test_a_switch_of_an_eagle_1_or_2_head_is_refused(tmp_path, switch):
-    line = refused(write(tmp_path, eagle_tensors(), RAW | {switch: True}))
+    line = refusal_of(write(tmp_path, eagle_tensors(), RAW | {switch: True}))
     assert f"switches on {switch} (EAGLE-3.1), and its tensors are those of an EAGLE-1/2 head" in line
 
 
-def refused(path):
+def refusal_of(path):
     """The message of both readers: the check that reads no weights, and the loader."""
     messages = []
     for read in (meta_head, load_head):

@@ -27,7 +27,7 @@ TARGET = target_config()
 HEADS = {"EAGLE-2": (RAW, eagle_tensors), "EAGLE-3": (E3, eagle3_tensors)}
 
 
-def refused(path, target=TARGET):
+def refusal_of(path, target=TARGET):
     """What both say of it: the check that reads no weights, and the loader."""
     said = []
     for read in (meta_head, load_head):
@@ -81,7 +81,7 @@ def test_rope_theta_is_10000_unless_the_heads_own_config_says(tmp_path):
         ({"rope_parameters": LLAMA3_ROPE | {"rope_theta": 10000.0}}, 1 / 8),
     ],
 )
-def test_stretched_positions_are_read_as_old_and_new_files_write_them(tmp_path, said, scaled):
+def test_scaled_rope_is_read_from_old_and_new_config_keys(tmp_path, said, scaled):
     loaded = load_head(write(tmp_path, eagle_tensors(), RAW | said), TARGET)
     assert loaded.rotary.inv_freq[-1].item() == pytest.approx(scaled * 10000.0 ** (-6 / 8))
 
@@ -95,28 +95,28 @@ def test_stretched_positions_are_read_as_old_and_new_files_write_them(tmp_path, 
     ],
 )
 def test_positions_that_cannot_be_made_are_refused(tmp_path, rope, says):
-    assert says in refused(write(tmp_path, eagle_tensors(), RAW | {"rope_scaling": rope}))
+    assert says in refusal_of(write(tmp_path, eagle_tensors(), RAW | {"rope_scaling": rope}))
 
 
 def test_fc_has_a_bias_unless_the_config_says_not(tmp_path):
     tensors = eagle_tensors()
     assert load_head(write(tmp_path, tensors), TARGET).fc.bias is not None
-    assert "unexpected fc.bias" in refused(write(tmp_path, tensors, RAW | {"bias": False}))
+    assert "unexpected fc.bias" in refusal_of(write(tmp_path, tensors, RAW | {"bias": False}))
     del tensors["fc.bias"]
     assert load_head(write(tmp_path, tensors, RAW | {"bias": False}), TARGET).fc.bias is None
-    assert "missing fc.bias" in refused(write(tmp_path, tensors))
+    assert "missing fc.bias" in refusal_of(write(tmp_path, tensors))
 
 
 @pytest.mark.parametrize("generation", HEADS)
-def test_q_k_and_v_have_biases_where_the_config_says_and_the_output_has_none(tmp_path, generation):
+def test_qkv_biases_follow_the_config_and_o_proj_has_none(tmp_path, generation):
     raw, make = HEADS[generation]
     biased = raw | {"qkv_bias": True}
     loaded = load_head(write(tmp_path, make(biased), biased), TARGET)
     layer = loaded.midlayer if generation == "EAGLE-3" else loaded.layers[0]
     assert torch.equal(layer.self_attn.k_proj.bias, make(biased)[layer_name(generation) + "self_attn.k_proj.bias"])
     assert layer.self_attn.o_proj.bias is None
-    assert f"unexpected {layer_name(generation)}self_attn.k_proj.bias" in refused(write(tmp_path, make(biased), raw))
-    assert f"missing {layer_name(generation)}self_attn.k_proj.bias" in refused(write(tmp_path, make(raw), biased))
+    assert f"unexpected {layer_name(generation)}self_attn.k_proj.bias" in refusal_of(write(tmp_path, make(biased), raw))
+    assert f"missing {layer_name(generation)}self_attn.k_proj.bias" in refusal_of(write(tmp_path, make(raw), biased))
 
 
 def layer_name(generation):
@@ -132,22 +132,22 @@ def test_an_embedding_of_its_own_is_taken(tmp_path, generation):
     assert load_head(write(tmp_path, make(), raw), TARGET).embed_tokens is None
 
 
-def test_a_head_may_be_narrower_than_its_target_if_it_brings_an_embedding(tmp_path):
+def test_head_narrower_than_its_target_needs_an_own_embedding(tmp_path):
     raw, target = E3 | {"hidden_size": 16, "target_hidden_size": 32}, TARGET
     tensors = eagle3_tensors(raw)
     loaded = load_head(write(tmp_path, tensors, raw), target)
     assert loaded.fc.weight.shape == (16, 96) and loaded.embed_tokens.weight.shape == (97, 16)
     del tensors["embed_tokens.weight"]
-    assert "missing embed_tokens.weight" in refused(write(tmp_path, tensors, raw), target)
+    assert "missing embed_tokens.weight" in refusal_of(write(tmp_path, tensors, raw), target)
 
 
 @pytest.mark.parametrize("generation", HEADS)
 @pytest.mark.parametrize("layout", ["safetensors", "sharded bin"])
-def test_missing_unexpected_and_misshapen_tensors_are_named_together(tmp_path, generation, layout):
+def test_missing_unexpected_and_misshapen_tensors_are_listed(tmp_path, generation, layout):
     raw, make = HEADS[generation]
     tensors = make() | {"layers.1.mlp.gate_proj.weight": torch.zeros(2), "fc.weight": torch.zeros(32, 32)}
     del tensors[layer_name(generation) + "mlp.up_proj.weight"]
-    said = refused(write(tmp_path, tensors, raw, layout))
+    said = refusal_of(write(tmp_path, tensors, raw, layout))
     wanted = {"EAGLE-2": "not an EAGLE-1/2 head of this target: ", "EAGLE-3": "not an EAGLE-3 head of this target: "}[
         generation
     ] + (
@@ -167,17 +167,17 @@ def test_buffers_that_old_transformers_saved_are_no_surprise(tmp_path):
 def test_a_head_of_another_target_is_refused_with_both_numbers(tmp_path, generation, shape):
     raw, make = HEADS[generation]
     ((key, number),) = shape.items()
-    said = refused(write(tmp_path, make(), raw), target_config(**shape))
+    said = refusal_of(write(tmp_path, make(), raw), target_config(**shape))
     assert f"the head's {key} is {raw[key]} and the target's is {number}: they are not a pair" in said
 
 
-def test_numbers_that_only_eagle3_has_are_held_against_the_targets(tmp_path):
+def test_eagle3_config_numbers_are_checked_against_the_target(tmp_path):
     raw = E3 | {"target_hidden_size": 48}
-    said = refused(write(tmp_path, eagle3_tensors(raw), raw))
+    said = refusal_of(write(tmp_path, eagle3_tensors(raw), raw))
     assert "the head's target_hidden_size is 48 and the target's hidden_size is 32" in said
     path = write(tmp_path, eagle3_tensors(), E3)
-    assert "a target of 7 layers or more, and the target has 6" in refused(path, target_config(num_hidden_layers=6))
-    assert "lm_head.weight is (60, 32), wanted (50, 32)" in refused(
+    assert "a target of 7 layers or more, and the target has 6" in refusal_of(path, target_config(num_hidden_layers=6))
+    assert "lm_head.weight is (60, 32), wanted (50, 32)" in refusal_of(
         write(tmp_path, eagle3_tensors(), E3 | {"draft_vocab_size": 50})
     )
 
@@ -191,13 +191,13 @@ def test_numbers_that_only_eagle3_has_are_held_against_the_targets(tmp_path):
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
     ],
 )
-def test_the_layers_that_a_head_reads_are_its_configs_or_the_published_three(tmp_path, said, layers):
+def test_feature_layers_are_from_config_or_the_published_three(tmp_path, said, layers):
     assert load_head(write(tmp_path, eagle3_tensors(), E3 | said), TARGET).feature_layers(8) == layers
 
 
 def test_a_layer_that_the_target_does_not_have_is_refused(tmp_path):
     path = write(tmp_path, eagle3_tensors(), E3 | {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]})
-    assert "reads layers [2, 4, 8] of its target" in refused(path) and "the target has 8 layers" in refused(path)
+    assert "reads layers [2, 4, 8] of its target" in refusal_of(path) and "the target has 8 layers" in refusal_of(path)
 
 
 @pytest.mark.parametrize("left_out", [{"t2d"}, {"t2d", "d2t"}])
@@ -211,7 +211,7 @@ def test_maps_that_say_nothing_may_be_left_out(tmp_path, left_out):
 def test_a_smaller_vocabulary_needs_its_map(tmp_path):
     tensors = eagle3_tensors()
     del tensors["d2t"]
-    assert "missing d2t" in refused(write(tmp_path, tensors, E3))
+    assert "missing d2t" in refusal_of(write(tmp_path, tensors, E3))
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ def test_speculators_heads_are_eagle3_heads(tmp_path):
 
 def test_a_directory_without_weights_says_so(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
-    assert "neither model.safetensors nor pytorch_model.bin" in refused(tmp_path)
+    assert "neither model.safetensors nor pytorch_model.bin" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
 def test_a_number_that_the_config_lacks_is_named(tmp_path, key):
     raw = {name: value for name, value in RAW.items() if name != key}
-    assert refused(write(tmp_path, eagle_tensors(), raw)).endswith(
+    assert refusal_of(write(tmp_path, eagle_tensors(), raw)).endswith(
         f"its config.json gives no whole number, 1 or more, as {key}"
     )
 
@@ -281,7 +281,7 @@ def test_numbers_and_names_that_make_no_head_are_said(tmp_path):
         ({"vocab_size": "97"}, "gives no whole number, 1 or more, as vocab_size"),
         ({"hidden_act": "gulp"}, "'gulp'"),
     ):
-        assert says in refused(write(tmp_path, eagle_tensors(), RAW | wrong))
+        assert says in refusal_of(write(tmp_path, eagle_tensors(), RAW | wrong))
 
 
 @pytest.mark.parametrize(
@@ -298,16 +298,16 @@ def test_damaged_and_missing_files_are_refused_in_one_line(tmp_path, layout, fil
     path = write(tmp_path, eagle_tensors(), RAW, layout)
     whole = (path / file).read_bytes()
     (path / file).write_bytes(whole[: len(whole) // 3])
-    assert "the weights in" in refused(path) or "is no index of weights" in refused(path)
+    assert "the weights in" in refusal_of(path) or "is no index of weights" in refusal_of(path)
     if "part" in file:
         (path / file).unlink()
-        assert re.search(r"cannot be read: .*No such file", refused(path))
+        assert re.search(r"cannot be read: .*No such file", refusal_of(path))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_pickles_may_hold_weights_only(tmp_path, zipped, capsys):
     write(tmp_path, eagle_tensors(), RAW, "bin")
-    torch.save({"fc.weight": Surprise()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    torch.save({"fc.weight": PickledCode()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     for read in (meta_head, load_head):
         with pytest.raises(
             EngineError, match=r"cannot be read: it is damaged, or holds more than weights, which is never run"
@@ -320,16 +320,16 @@ def test_pickles_may_hold_weights_only(tmp_path, zipped, capsys):
 def test_pickles_hold_named_tensors_and_nothing_else(tmp_path, held):
     write(tmp_path, eagle_tensors(), RAW, "bin")
     torch.save(held, tmp_path / "pytorch_model.bin")
-    assert refused(tmp_path).endswith("pytorch_model.bin holds something else than named tensors")
+    assert refusal_of(tmp_path).endswith("pytorch_model.bin holds something else than named tensors")
 
 
-def test_a_language_model_in_a_heads_place_is_refused_in_a_few_names(tmp_path):
-    said = refused(write(tmp_path, dict(llama().state_dict()), RAW))
+def test_language_model_as_a_head_is_refused_with_few_names(tmp_path):
+    said = refusal_of(write(tmp_path, dict(llama().state_dict()), RAW))
     assert "missing fc.bias; missing fc.weight; missing layers.0.mlp" in said and "and 2 more such" in said
     assert "unexpected lm_head.weight; unexpected model.embed_tokens.weight" in said and len(said) < 1500
 
 
-class Surprise:
+class PickledCode:
     def __reduce__(self):
         return print, ("a pickle ran code",)
 
@@ -343,7 +343,7 @@ def test_what_is_saved_loads_again(tmp_path):
             assert torch.equal(loaded[key], value.bfloat16().float() if value.is_floating_point() else value)
 
 
-def test_a_saved_head_that_drafts_every_token_has_no_vocabulary_maps(tmp_path):
+def test_saved_head_that_drafts_all_tokens_has_no_vocab_maps(tmp_path):
     raw = E3 | {"draft_vocab_size": E3["vocab_size"]}
     saved = load_head(write(tmp_path / "in", eagle3_tensors(raw), raw), TARGET)
     save_head(saved, raw, tmp_path / "out")
@@ -367,7 +367,7 @@ def test_a_saved_head_that_drafts_every_token_has_no_vocabulary_maps(tmp_path):
     ],
 )
 def test_values_that_make_no_head_are_said_in_one_line(tmp_path, said, told):
-    line = refused(write(tmp_path, eagle_tensors(), RAW | said))
+    line = refusal_of(write(tmp_path, eagle_tensors(), RAW | said))
     assert told in line and "\n" not in line
 
 
@@ -383,4 +383,4 @@ def test_an_index_that_names_no_shards_is_named(tmp_path, index):
     path = write(tmp_path, eagle_tensors(), RAW)
     (path / "model.safetensors").rename(path / "model.safetensors.index.json")
     (path / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json" in refused(path)
+    assert "model.safetensors.index.json" in refusal_of(path)

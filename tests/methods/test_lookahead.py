@@ -12,17 +12,17 @@ from eagle_ray.methods.lookup.lookahead import FIRST_EARNED, FIRST_GUESSES, Look
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import accept_path
 from eagle_ray.tree.expand import DraftPlan
-from tests.support.trees import Known, check_laws, paths
+from tests.support.trees import TokenSequence, check_tree, paths
 
 PERIOD = 7
 
 
-def after(tokens: torch.Tensor) -> torch.Tensor:
+def logits_after(tokens: torch.Tensor) -> torch.Tensor:
     """A target that counts in circles: its logits by the last token alone."""
     return torch.nn.functional.one_hot((tokens + 1) % PERIOD, PERIOD).float()
 
 
-def step(drafter: LookaheadDrafter, texts: list[Known], plan: DraftPlan):
+def step(drafter: LookaheadDrafter, texts: list[TokenSequence], plan: DraftPlan):
     """Draft, verify everything, commit what the target accepts."""
     lengths = [len(t.token_ids) - 1 for t in texts]
     batch = DecodeSlots.of(list(range(len(texts))), lengths, "cpu")
@@ -30,17 +30,17 @@ def step(drafter: LookaheadDrafter, texts: list[Known], plan: DraftPlan):
     draft = drafter.draft(batch, roots, plan, SamplingBatch.of([SamplingParams()] * len(texts)), texts)
     tree = draft.tree.rerank(draft.tree.valid, draft.tree.num_nodes)
     rows = tree.pack(batch.lengths, tree.tokens.numel())
-    result = accept_path(tree, rows, after(rows.tokens).argmax(-1), draft.depth)
-    drafter.extend(batch, VerifyOutput(tree, rows, after(rows.tokens), rows.tokens[:, None].float(), result))
+    result = accept_path(tree, rows, logits_after(rows.tokens).argmax(-1), draft.depth)
+    drafter.extend(batch, VerifyOutput(tree, rows, logits_after(rows.tokens), rows.tokens[:, None].float(), result))
     for text, count, tokens in zip(texts, result.num_accepted.tolist(), result.tokens.tolist(), strict=True):
         text.token_ids = text.token_ids + tokens[: count + 1]
     return draft
 
 
 def test_the_first_window_is_a_tree_of_guesses_of_one_value():
-    drafter, text = LookaheadDrafter(TreeBounds(20, 4, 3)), Known([1, 2, 3, 4, 5, 6])
+    drafter, text = LookaheadDrafter(TreeBounds(20, 4, 3)), TokenSequence([1, 2, 3, 4, 5, 6])
     draft = step(drafter, [text], DraftPlan(4, 3))
-    check_laws(draft.tree)
+    check_tree(draft.tree)
     found = paths(draft, 0)
     assert drafter.cost_key == {"window": [3, 2]}
     assert max(map(len, found)) == draft.depth == 4
@@ -48,13 +48,13 @@ def test_the_first_window_is_a_tree_of_guesses_of_one_value():
     assert all(token in text.token_ids for path in found for token in path)
 
 
-def test_guesses_become_runs_and_the_runs_are_drafted_and_accepted():
+def test_guesses_become_ngrams_that_are_drafted_and_accepted():
     """After a few steps the pool knows the circle, and every draft of it is accepted whole."""
-    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [Known([1, 2, 3]), Known([5, 6, 0, 1])]
+    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0, 1])]
     for _ in range(12):
         before = [len(t.token_ids) for t in texts]
         draft = step(drafter, texts, DraftPlan(4, 3))
-        check_laws(draft.tree)
+        check_tree(draft.tree)
     assert [len(t.token_ids) - n for t, n in zip(texts, before, strict=True)] == [5, 5]
     for text in texts:
         ids = text.token_ids[3:]
@@ -62,7 +62,7 @@ def test_guesses_become_runs_and_the_runs_are_drafted_and_accepted():
 
 
 def test_shallow_plans_and_some_members_are_drafted_for_too():
-    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [Known([1, 2, 3]), Known([5, 6, 0])]
+    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0])]
     draft = step(drafter, texts, DraftPlan(4, 3, (1,)))
     assert paths(draft, 0) == {} and paths(draft, 1)
     shallow = step(drafter, texts, DraftPlan(3, 3))

@@ -20,7 +20,7 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import Merged
 from tests.support.operations import WatchCopies, WatchOperations, device_operations
-from tests.support.trees import Known, as_paths, check_laws, given_parents, grown, some_trees
+from tests.support.trees import TokenSequence, as_paths, check_tree, conditional_log_probs, grown_trees, some_trees
 
 Paths = dict[tuple[int, ...], list[float]]
 DEPTH = 3
@@ -29,7 +29,7 @@ SINCE = 4
 
 def candidates(seed: int, batch: int, has_model: bool) -> DraftTree:
     """A model's tree as its drafter hands it on, padding between the nodes; or its roots."""
-    tree = grown(seed, batch, DEPTH, 3, ties=False)
+    tree = grown_trees(seed, batch, DEPTH, 3, ties=False)
     tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
     tree.tokens[:, 1:4] = torch.arange(3)
     if not has_model:
@@ -46,16 +46,16 @@ def looked_up_trees(seed: int, batch: int) -> tuple[DraftTree, torch.Tensor]:
     return blended.tree, blended.log_probs
 
 
-def since_then(trees: DraftTree, b: int, rng: random.Random) -> list[int]:
+def tokens_since(trees: DraftTree, b: int, rng: random.Random) -> list[int]:
     """Tokens along a path of the tree, some of them past its end or aside of it."""
     path = list(rng.choice([(), *as_paths(trees, b, trees.log_values)]))
     return (path + [rng.randrange(4)] * rng.randint(0, 1))[:SINCE]
 
 
-def expected_of(tree: DraftTree, trees: DraftTree, log_probs: torch.Tensor, b: int, since: list[int]) -> Paths:
+def expected_paths(tree: DraftTree, trees: DraftTree, log_probs: torch.Tensor, b: int, since: list[int]) -> Paths:
     """Slow and obvious: what each of three drafters says of each path below the new root."""
     paths: Paths = {
-        path: [said, -torch.inf, -torch.inf] for path, said in as_paths(tree, b, given_parents(tree)).items()
+        path: [said, -torch.inf, -torch.inf] for path, said in as_paths(tree, b, conditional_log_probs(tree)).items()
     }
     for i in range(2):
         for path, said in as_paths(trees, b, log_probs[..., i]).items():
@@ -70,14 +70,14 @@ def expected_of(tree: DraftTree, trees: DraftTree, log_probs: torch.Tensor, b: i
 def test_a_root_moves_on_and_what_is_left_is_merged(seed, batch, has_model):
     rng = random.Random(seed)
     tree, (trees, log_probs) = candidates(seed, batch, has_model), looked_up_trees(seed, batch)
-    since = [since_then(trees, b, rng) for b in range(batch)]
+    since = [tokens_since(trees, b, rng) for b in range(batch)]
     looked_up = LookedUp.of(trees, log_probs, [9] * batch, trees.num_nodes + 3, 2 * DEPTH + 1, torch.device("cpu"))
     padded = torch.tensor([tokens + [rng.randrange(4)] * (SINCE - len(tokens)) for tokens in since])
     merged = looked_up.merge(tree, padded, torch.tensor([len(tokens) for tokens in since]), DEPTH, has_model=True)
     valued = EnsembleCalibration(DEPTH, 3).value(merged, DEPTH, torch.zeros(batch).long(), 0, merged.tree.num_nodes)
-    check_laws(valued.tree)
+    check_tree(valued.tree)
     for b in range(batch):
-        expected = expected_of(tree, trees, log_probs, b, since[b])
+        expected = expected_paths(tree, trees, log_probs, b, since[b])
         for found, said in ((merged.tree, merged.log_probs_by_drafter), (valued.tree, valued.log_probs)):
             each = [as_paths(found, b, said[..., i]) for i in range(3)]
             assert each[0].keys() == expected.keys()
@@ -85,13 +85,13 @@ def test_a_root_moves_on_and_what_is_left_is_merged(seed, batch, has_model):
                 assert [one[path] for one in each] == pytest.approx(values, abs=1e-5)
 
 
-def test_the_best_nodes_are_left_where_there_are_more_than_a_pass_takes():
+def test_best_nodes_remain_if_there_are_more_than_a_pass_takes():
     tree, (trees, log_probs) = candidates(3, 2, True), looked_up_trees(3, 2)
     looked_up = LookedUp.of(trees, log_probs, [9] * 2, trees.num_nodes, 2 * DEPTH + 1, torch.device("cpu"))
     merged = looked_up.merge(tree, torch.zeros(2, SINCE).long(), torch.zeros(2).long(), DEPTH, has_model=True)
     blend, sets = EnsembleCalibration(DEPTH, 3), torch.zeros(2).long()
     every, best = (blend.value(merged, DEPTH, sets, 0, number) for number in (merged.tree.num_nodes, 9))
-    check_laws(best.tree)
+    check_tree(best.tree)
     assert best.tree.tokens.shape == (2, 9) and best.extra.shape == (DEPTH, 2, 9)
     for b in range(2):
         values = as_paths(every.tree, b, every.tree.log_values)
@@ -99,18 +99,18 @@ def test_the_best_nodes_are_left_where_there_are_more_than_a_pass_takes():
         assert as_paths(best.tree, b, best.tree.log_values).keys() == set(ranked)
 
 
-def ahead(num_slots: int, texts: list[list[int]], end: int) -> tuple[AheadLookups, LookedUp]:
+def look_ahead(num_slots: int, texts: list[list[int]], end: int) -> tuple[AheadLookups, LookedUp]:
     parts = [LookupDrafter(index, TreeBounds(20, 4, 3)) for index in (SuffixIndex(), NgramIndex())]
     lookups = AheadLookups(parts, num_slots, 4, torch.device("cpu"))
     at = DecodeSlots.of(list(range(len(texts))), [len(text) - 1 for text in texts])
     sampling = replace(SamplingBatch.of([SamplingParams()] * len(texts)), end_ids=frozenset([end]))
-    return lookups, lookups.look_up(at, [Known(text) for text in texts], DraftPlan(4, 2), sampling)
+    return lookups, lookups.look_up(at, [TokenSequence(text) for text in texts], DraftPlan(4, 2), sampling)
 
 
 def test_what_a_step_in_flight_commits_moves_the_root():
     """1 2 3 4 ... repeats, of which the step in flight commits 5 6; another commits what was never seen."""
     texts = [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]]
-    lookups, looked_up = ahead(2, texts, end=99)
+    lookups, looked_up = look_ahead(2, texts, end=99)
     at = DecodeSlots.of([0, 1], [13, 13])
     result = VerifyResult(
         torch.zeros(2, 5).long(), torch.tensor([1, 1]), torch.tensor([[5, 6, 7, 0, 0], [5, 9, 0, 0, 0]])
@@ -127,12 +127,12 @@ def test_what_a_step_in_flight_commits_moves_the_root():
     ]
 
 
-def on(device: str, value: object) -> object:
+def to_device(device: str, value: object) -> object:
     return type(value)(*(getattr(value, field.name).to(device) for field in fields(value)))
 
 
-def test_moving_and_merging_are_a_fixed_number_of_launches_that_wait_for_nothing():
-    lookups, looked_up = ahead(2, [[1, 2, 3, 1, 2]] * 2, end=99)
+def test_moving_and_merging_need_few_launches_and_no_host_sync():
+    lookups, looked_up = look_ahead(2, [[1, 2, 3, 1, 2]] * 2, end=99)
     at, sets = DecodeSlots.of([0, 1], [5, 5]), torch.zeros(2).long()
     tree, blend = candidates(3, 2, True), EnsembleCalibration(4, 3)
 
@@ -149,10 +149,10 @@ def test_moving_and_merging_are_a_fixed_number_of_launches_that_wait_for_nothing
 
 def test_no_number_of_the_host_is_needed_on_the_device():
     """On device meta, which has shapes alone, a tensor of the host is refused."""
-    lookups, looked_up = ahead(2, [[1, 2, 3, 1, 2]] * 2, end=99)
+    lookups, looked_up = look_ahead(2, [[1, 2, 3, 1, 2]] * 2, end=99)
     lookups = AheadLookups([LookupDrafter(NgramIndex(), TreeBounds(20, 4, 3))], 2, 4, torch.device("meta"))
     blend = EnsembleCalibration(4, 3, "meta")
     slots = torch.zeros(2, dtype=torch.int64, device="meta")
-    at, tree = DecodeSlots(slots, slots, [0, 1], [5, 5]), on("meta", candidates(3, 2, True))
-    merged = lookups.merge(on("meta", looked_up), tree, at, 4, has_model=True)
+    at, tree = DecodeSlots(slots, slots, [0, 1], [5, 5]), to_device("meta", candidates(3, 2, True))
+    merged = lookups.merge(to_device("meta", looked_up), tree, at, 4, has_model=True)
     assert blend.value(merged, 4, slots, 0, 32).tree.tokens.shape == (2, 32)

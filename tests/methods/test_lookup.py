@@ -19,19 +19,21 @@ from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.lookup.suffix import SuffixIndex
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
-from tests.support.trees import Known, check_laws, paths
+from tests.support.trees import TokenSequence, check_tree, paths
 
 BOUNDS = TreeBounds(max_nodes=20, max_depth=6, top_k=2)
 
 
-def drafted(drafter: LookupDrafter, texts: list[Known], plan: DraftPlan, eos_ids: tuple[int, ...] = ()) -> Draft:
+def draft_of(
+    drafter: LookupDrafter, texts: list[TokenSequence], plan: DraftPlan, eos_ids: tuple[int, ...] = ()
+) -> Draft:
     batch = DecodeSlots.of(list(range(len(texts))), [len(t.token_ids) - 1 for t in texts], "cpu")
     roots = torch.tensor([t.token_ids[-1] for t in texts])
     sampling = SamplingBatch.of([SamplingParams()] * len(texts), eos_ids=eos_ids)
     return drafter.draft(batch, roots, plan, sampling, texts)
 
 
-def test_the_longest_context_comes_first_and_leaves_the_rest_to_shorter_ones():
+def test_interpolation_weights_the_longest_context_first():
     assert interpolate([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2) == [(7, 0.84375), (9, 0.03125)]
     assert interpolate([(3, {7: 1}), (1, {9: 1})], width=1) == [(7, 0.75)]
     assert interpolate([], width=2) == []
@@ -53,40 +55,42 @@ def test_ngrams_offer_what_followed_the_same_tokens():
 
 def test_trees_are_lawful_and_hold_what_followed():
     drafter = LookupDrafter(NgramIndex(), BOUNDS)
-    texts = [Known([1, 2, 3, 4, 1, 2, 5, 1, 2]), Known([7]), Known([8, 9, 8])]
-    draft = drafted(drafter, texts, DraftPlan(max_depth=4, width=2))
-    check_laws(draft.tree)
+    texts = [TokenSequence([1, 2, 3, 4, 1, 2, 5, 1, 2]), TokenSequence([7]), TokenSequence([8, 9, 8])]
+    draft = draft_of(drafter, texts, DraftPlan(max_depth=4, width=2))
+    check_tree(draft.tree)
     assert {(3, 4, 1, 2), (5, 1, 2, 5)} < paths(draft, 0).keys()
     assert paths(draft, 1) == {}
     assert paths(draft, 2).keys() == {(9,), (9, 8), (9, 8, 9), (9, 8, 9, 8)}
     assert draft.num_catch_up == sum(len(t.token_ids) for t in texts)
-    assert drafted(drafter, texts, DraftPlan(4, 2)).num_catch_up == 0
+    assert draft_of(drafter, texts, DraftPlan(4, 2)).num_catch_up == 0
 
 
 @pytest.mark.parametrize("members", [None, (1,)])
 def test_what_follows_an_end_is_not_offered(members):
-    texts = [Known([1, 2, 3, 1]), Known([8, 9, 8, 9, 8])]
-    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(4, 2, members), eos_ids=(9, 3))
+    texts = [TokenSequence([1, 2, 3, 1]), TokenSequence([8, 9, 8, 9, 8])]
+    draft = draft_of(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(4, 2, members), eos_ids=(9, 3))
     assert paths(draft, 1).keys() == {(9,)}
     assert paths(draft, 0).keys() == ({(2,), (2, 3)} if members is None else set())
 
 
 def test_where_nothing_follows_nothing_is_drafted():
-    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), [Known([1, 2, 3]), Known([4])], DraftPlan(4, 2))
+    draft = draft_of(
+        LookupDrafter(NgramIndex(), BOUNDS), [TokenSequence([1, 2, 3]), TokenSequence([4])], DraftPlan(4, 2)
+    )
     assert (draft.depth, draft.tree.num_nodes, draft.is_exhausted) == (0, 1, True)
-    ended = drafted(LookupDrafter(NgramIndex(), BOUNDS), [Known([4, 4])], DraftPlan(4, 2))
+    ended = draft_of(LookupDrafter(NgramIndex(), BOUNDS), [TokenSequence([4, 4])], DraftPlan(4, 2))
     assert (ended.depth, ended.is_exhausted) == (4, True)
 
 
 def test_a_plan_may_mean_some_sequences_only():
-    texts = [Known([1, 2, 1, 2]), Known([3, 4, 3]), Known([5, 6, 5])]
-    draft = drafted(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(2, 4, (0, 2)))
+    texts = [TokenSequence([1, 2, 1, 2]), TokenSequence([3, 4, 3]), TokenSequence([5, 6, 5])]
+    draft = draft_of(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(2, 4, (0, 2)))
     assert [len(paths(draft, b)) for b in range(3)] == [2, 0, 2]
     assert [level.shape for level in draft.levels] == [(2, 1, 1)] * 2
     torch.testing.assert_close(draft.levels[1][:, 0, 0], draft.tree.log_values[[0, 2], 2])
 
 
-class Tokens:
+class HashedCursor:
     """A cursor whose children depend on the path alone, by a hash of it."""
 
     def __init__(self, seed: int, path: tuple[int, ...] = ()):
@@ -97,18 +101,18 @@ class Tokens:
         shares = sorted((rng.choice([0.05, 0.2, 0.3]) for _ in range(rng.randint(0, 4))), reverse=True)
         return [(token, share) for token, share in enumerate(shares)][:width]
 
-    def after(self, token: int) -> "Tokens":
-        return Tokens(self.seed, (*self.path, token))
+    def after(self, token: int) -> "HashedCursor":
+        return HashedCursor(self.seed, (*self.path, token))
 
 
-def every_path(cursor: Tokens, bounds: TreeBounds) -> dict[tuple[int, ...], float]:
+def every_path(cursor: HashedCursor, bounds: TreeBounds) -> dict[tuple[int, ...], float]:
     """Every path of the index within the depth, with its log value."""
     found, last = {}, {(): 0.0}
     for _ in range(bounds.max_depth):
         last = {
             (*path, token): value + math.log(p)
             for path, value in last.items()
-            for token, p in Tokens(cursor.seed, path).children(bounds.top_k)
+            for token, p in HashedCursor(cursor.seed, path).children(bounds.top_k)
             if 4 not in path
         }
         found |= last
@@ -119,10 +123,10 @@ def every_path(cursor: Tokens, bounds: TreeBounds) -> dict[tuple[int, ...], floa
 def test_a_tree_holds_the_most_valuable_paths_within_its_bounds(seed):
     """Against listing every path of the index."""
     bounds = TreeBounds(max_nodes=1 + seed, max_depth=1 + seed % 5, top_k=1 + seed % 4)
-    cursors = [Tokens(seed), Tokens(seed + 100)]
+    cursors = [HashedCursor(seed), HashedCursor(seed + 100)]
     request = GrowthRequest(bounds, torch.tensor([[4], [4]]))
     grown = grow_trees(cursors, [7, 8], request)
-    check_laws(grown.tree)
+    check_tree(grown.tree)
     assert grown.tree.tokens[:, 0].tolist() == [7, 8]
     for b, cursor in enumerate(cursors):
         every = every_path(cursor, bounds)
@@ -135,14 +139,14 @@ def test_a_tree_holds_the_most_valuable_paths_within_its_bounds(seed):
         assert {path: pytest.approx(math.exp(every[path]), rel=1e-5) for path in found} == found
 
 
-def test_trees_that_are_looked_up_ahead_have_one_shape_and_follow_no_calibration():
+def test_trees_looked_up_ahead_have_one_shape_and_no_calibration():
     calibration = Calibration(4)
     drafter = LookupDrafter(NgramIndex(), BOUNDS, calibration)
-    texts = [Known([1, 2, 3, 1, 2, 4, 1]), Known([5, 6])]
+    texts = [TokenSequence([1, 2, 3, 1, 2, 4, 1]), TokenSequence([5, 6])]
     calibration.fit.parameters[...] = torch.tensor([2.0, 1.0, 0.5])
     ahead = drafter.look_up([0, 1], texts, max_depth=5, max_nodes=12)
     assert ahead.tokens.shape == (2, 13) and int(ahead.valid[0].sum()) > 8 and int(ahead.valid[1].sum()) == 1
-    check_laws(ahead)
+    check_tree(ahead)
     assert int(ahead.depths.max()) == 5
     uncalibrated = LookupDrafter(NgramIndex(), BOUNDS).look_up([0, 1], texts, 5, 12)
     assert all(torch.equal(a, b) for a, b in zip(ahead.tensors, uncalibrated.tensors, strict=True))
@@ -150,12 +154,14 @@ def test_trees_that_are_looked_up_ahead_have_one_shape_and_follow_no_calibration
     assert all(torch.equal(a, b) for a, b in zip(ahead.tensors, again.tensors, strict=True))
 
 
-def test_calibrated_values_are_those_of_the_calibration_by_level_and_kind():
+def test_calibrated_values_match_calibration_by_level_and_kind():
     calibration = Calibration(3)
     generator = torch.Generator().manual_seed(0)
     calibration.fit.parameters[...] = torch.rand(3, 2, 3, generator=generator) + torch.tensor([0.5, 0.0, 0.0])
     grown = grow_trees(
-        [Tokens(3), Tokens(3)], [1, 1], GrowthRequest(TreeBounds(30, 3, 3), None, calibration.fit.parameters, [0, 1])
+        [HashedCursor(3), HashedCursor(3)],
+        [1, 1],
+        GrowthRequest(TreeBounds(30, 3, 3), None, calibration.fit.parameters, [0, 1]),
     )
     tree = grown.tree
     assert not torch.equal(tree.log_values[0], tree.log_values[1])
@@ -172,12 +178,12 @@ def test_calibrated_values_are_those_of_the_calibration_by_level_and_kind():
 def test_calibration_follows_what_the_texts_went_on_with(went_on, least, most):
     """After every pair of tokens stands a 5, once; the second time it is a 5 again, or never."""
     pairs = [(100 + k, 200 + k) for k in range(60)]
-    text = Known([i for pair in pairs for i in (*pair, 5)])
+    text = TokenSequence([i for pair in pairs for i in (*pair, 5)])
     drafter = LookupDrafter(NgramIndex(), BOUNDS, Calibration(1))
     said = []
     for pair in pairs:
         text.token_ids = [*text.token_ids, *pair]
-        said.append(paths(drafted(drafter, [text], DraftPlan(1, 1)), 0)[(5,)])
+        said.append(paths(draft_of(drafter, [text], DraftPlan(1, 1)), 0)[(5,)])
         text.token_ids = [*text.token_ids, went_on]
     assert said[0] == pytest.approx(2 / 3 + 1 / 6)
     assert least < said[-1] < most
@@ -185,30 +191,30 @@ def test_calibration_follows_what_the_texts_went_on_with(went_on, least, most):
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_sequence_that_moves_to_another_slot_is_not_read_again(slot):
-    drafter, text, other = LookupDrafter(NgramIndex(), BOUNDS), Known([1, 2, 1]), Known([3, 3])
-    drafted(drafter, [text], DraftPlan(2, 2))
+    drafter, text, other = LookupDrafter(NgramIndex(), BOUNDS), TokenSequence([1, 2, 1]), TokenSequence([3, 3])
+    draft_of(drafter, [text], DraftPlan(2, 2))
     moved = [other, text] if slot else [text, other]
-    assert drafted(drafter, moved, DraftPlan(2, 2)).num_catch_up == len(other.token_ids)
+    assert draft_of(drafter, moved, DraftPlan(2, 2)).num_catch_up == len(other.token_ids)
 
 
 def test_what_was_read_and_learned_can_be_forgotten():
     calibration = Calibration(2)
-    drafter, text = LookupDrafter(NgramIndex(), BOUNDS, calibration), Known([1, 2, 1])
+    drafter, text = LookupDrafter(NgramIndex(), BOUNDS, calibration), TokenSequence([1, 2, 1])
     for _ in range(3):
-        drafted(drafter, [text], DraftPlan(2, 2))
+        draft_of(drafter, [text], DraftPlan(2, 2))
         text.token_ids = [*text.token_ids, 2, 1]
     assert calibration.fit.parameters[0, 0].tolist() != [1.0, 0.0, 0.0]
     drafter.reset_learning()
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
-    assert drafted(drafter, [text], DraftPlan(2, 2)).num_catch_up == len(text.token_ids)
+    assert draft_of(drafter, [text], DraftPlan(2, 2)).num_catch_up == len(text.token_ids)
 
 
 def test_what_was_learned_goes_on_in_another_drafter():
-    texts = [Known([1, 2, 3, 4, 5, 6]), Known([7, 8, 1, 2])]
+    texts = [TokenSequence([1, 2, 3, 4, 5, 6]), TokenSequence([7, 8, 1, 2])]
     first = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
-    drafted(first, texts, DraftPlan(2, 2))
+    draft_of(first, texts, DraftPlan(2, 2))
     texts[1].token_ids = [7, 8, 1, 2, 3]
-    drafted(first, texts, DraftPlan(2, 2))
+    draft_of(first, texts, DraftPlan(2, 2))
     state = first.state()
     assert state["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
     calibration = Calibration(2)
@@ -216,7 +222,7 @@ def test_what_was_learned_goes_on_in_another_drafter():
     second.load_state(state)
     assert torch.equal(calibration.fit.parameters, state["parameters"])
     assert not torch.equal(calibration.fit.parameters, Calibration(2).fit.parameters)
-    assert (4, 5) in paths(drafted(second, [Known([9, 2, 3])], DraftPlan(2, 2)), 0)
+    assert (4, 5) in paths(draft_of(second, [TokenSequence([9, 2, 3])], DraftPlan(2, 2)), 0)
     assert newest_texts(SuffixIndex().texts(), 5)["tokens"].tolist() == []
     lengths = torch.tensor([2, 3, 1])
     assert newest_texts((lengths, torch.arange(6, dtype=torch.int32)), 5)["tokens"].tolist() == [2, 3, 4, 5]
@@ -235,9 +241,9 @@ def test_what_was_learned_goes_on_in_another_drafter():
         dict(lengths=None),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
     first = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
-    drafted(first, [Known([1, 2, 3, 4, 5, 6])], DraftPlan(2, 2))
+    draft_of(first, [TokenSequence([1, 2, 3, 4, 5, 6])], DraftPlan(2, 2))
     state = {name: tensor for name, tensor in (first.state() | damage).items() if tensor is not None}
     second = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
     with pytest.raises(ValueError):

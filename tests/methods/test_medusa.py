@@ -11,7 +11,7 @@ from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.toy_models import LLAMA, llama, run
-from tests.support.trees import PROMPTS, Recording, path
+from tests.support.trees import PROMPTS, RecordingPlanner, path
 
 H, V, HEADS = LLAMA["hidden_size"], LLAMA["vocab_size"], 3
 
@@ -19,12 +19,12 @@ H, V, HEADS = LLAMA["hidden_size"], LLAMA["vocab_size"], 3
 def engine_of(heads: nn.Module, num_slots: int) -> Engine:
     target = TargetModel(llama(), num_slots, 128 + 32, kv_tokens=384)
     bounds = TreeBounds(20, 5, 4)
-    return Engine(target, MedusaDrafter(heads, target), Recording(bounds), 128, bounds)
+    return Engine(target, MedusaDrafter(heads, target), RecordingPlanner(bounds), 128, bounds)
 
 
 @pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])
 @torch.inference_mode()
-def test_drafted_values_are_the_heads_on_the_feature_before_the_root(kind):
+def test_draft_values_are_heads_on_the_feature_before_the_root(kind):
     """Recomputed from a plain forward over all tokens but the root, at many places of several sequences."""
     torch.manual_seed(0)
     own = dict(own_lm_head=False) if kind is MedusaHeads else {}

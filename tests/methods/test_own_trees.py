@@ -18,7 +18,7 @@ from tests.support.engines import some_prompts
 from tests.support.toy_models import head, llama, run
 
 
-def grown(*levels: list[list[float]]) -> TreeBuilder:
+def grown_trees(*levels: list[list[float]]) -> TreeBuilder:
     """Return trees of two paths, one list of probabilities per tree and level, each given its parent's path."""
     builder = TreeBuilder(torch.zeros(len(levels[0]), dtype=torch.int64), width=2)
     for depth, level in enumerate(levels):
@@ -30,20 +30,20 @@ def grown(*levels: list[list[float]]) -> TreeBuilder:
 
 
 def test_ddd_stops_where_the_beam_is_improbable():
-    builder = grown([[0.8, 0.1], [0.2, 0.05]])
+    builder = grown_trees([[0.8, 0.1], [0.2, 0.05]])
     assert ddd_stops(builder).tolist() == [False, True]
     # 0.9 of the beam's 0.8 goes on; of 0.2 nothing can
-    builder = grown([[0.8, 0.1], [0.8, 0.1]], [[0.9, 0.05, 0.5, 0.5], [0.2, 0.1, 0.5, 0.5]])
+    builder = grown_trees([[0.8, 0.1], [0.8, 0.1]], [[0.9, 0.05, 0.5, 0.5], [0.2, 0.1, 0.5, 0.5]])
     assert ddd_stops(builder).tolist() == [False, True]
 
 
 def test_opt_tree_stops_where_a_level_adds_little():
     first, second = [[0.9, 0.05]], [[0.5, 0.1, 0.5, 0.5]]
-    assert opt_tree_stops(10)(grown(first)).tolist() == [False]
-    assert opt_tree_stops(10)(grown(first, second)).tolist() == [False]  # adds 0.45 + 0.09 + 0.05
-    assert opt_tree_stops(10)(grown(first, [[0.1, 0.05, 0.5, 0.5]])).tolist() == [True]  # adds 0.185
-    assert opt_tree_stops(1)(grown(first, second)).tolist() == [True]  # a tree of one node stays as it is
-    assert opt_tree_stops(2)(grown(first, second)).tolist() == [False]  # 0.45 takes the place of 0.05
+    assert opt_tree_stops(10)(grown_trees(first)).tolist() == [False]
+    assert opt_tree_stops(10)(grown_trees(first, second)).tolist() == [False]  # adds 0.45 + 0.09 + 0.05
+    assert opt_tree_stops(10)(grown_trees(first, [[0.1, 0.05, 0.5, 0.5]])).tolist() == [True]  # adds 0.185
+    assert opt_tree_stops(1)(grown_trees(first, second)).tolist() == [True]  # a tree of one node stays as it is
+    assert opt_tree_stops(2)(grown_trees(first, second)).tolist() == [False]  # 0.45 takes the place of 0.05
 
 
 @pytest.mark.parametrize(("method", "threshold"), [("ddd", "MIN_BEAM_PROBABILITY"), ("opt_tree", "MIN_GAIN")])

@@ -32,7 +32,7 @@ class TorchBuilder(TreeBuilder):
     """Grows trees as TreeBuilder does; a drafter with another builder than that drafts by torch."""
 
 
-class Recorded(UniformPlanner):
+class RecordedPlanner(UniformPlanner):
     """Plans by a list, and keeps the drafts, of which it verifies eight nodes each."""
 
     def __init__(self, plans: list[DraftPlan]):
@@ -58,7 +58,7 @@ def engine_of(switches: dict[str, bool]) -> Engine:
 
 
 def run(engine: Engine, params: list[SamplingParams]) -> list:
-    engine.planner = Recorded(PLANS)
+    engine.planner = RecordedPlanner(PLANS)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3], [1, 8, 15, 22, 29, 36, 43]]
     for i, (ids, each) in enumerate(zip(prompts, params, strict=True)):
         engine.add(Sequence(str(i), ids, each))

@@ -16,7 +16,7 @@ from eagle_ray.methods.lookup.rest import LONGEST, MAX_POSITIONS, TRIED, RestInd
 from eagle_ray.storage.checked_parquet import check_datastore, read_datastore
 
 
-def followed(texts: list[list[int]], run: list[int]) -> dict[int, int]:
+def follower_counts(texts: list[list[int]], run: list[int]) -> dict[int, int]:
     """Slow and obvious."""
     counts: dict[int, int] = {}
     for text in texts:
@@ -37,12 +37,12 @@ def test_children_are_what_followed_the_longest_endings_anywhere(seed, num_token
         reader.read(news)
         read += news
         for cursor, ids in ((reader.cursor(), read), (reader.cursor().after(0), [*read, 0])):
-            lengths = [m for m in range(1, min(LONGEST, len(ids)) + 1) if any_of(texts, ids[-m:])][::-1][:TRIED]
-            contexts = [(m, followed(texts, ids[-m:])) for m in lengths]
+            lengths = [m for m in range(1, min(LONGEST, len(ids)) + 1) if contains_run(texts, ids[-m:])][::-1][:TRIED]
+            contexts = [(m, follower_counts(texts, ids[-m:])) for m in lengths]
             assert dict(cursor.children(9)) == pytest.approx(dict(interpolate([c for c in contexts if c[1]], 9)))
 
 
-def any_of(texts: list[list[int]], run: list[int]) -> bool:
+def contains_run(texts: list[list[int]], run: list[int]) -> bool:
     return any(text[i : i + len(run)] == run for text in texts for i in range(len(text)))
 
 

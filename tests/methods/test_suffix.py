@@ -17,7 +17,7 @@ from eagle_ray.methods.lookup.suffix import ROOT, SuffixAutomaton, SuffixIndex
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), num_texts=st.integers(1, 3), num_tokens=st.integers(1, 3))
-def test_it_knows_every_run_and_what_followed_it_however_the_texts_grow(seed, num_texts, num_tokens):
+def test_automaton_has_every_run_and_its_followers_as_texts_grow(seed, num_texts, num_tokens):
     rng, automaton = random.Random(seed), SuffixAutomaton()
     texts, states = [[] for _ in range(num_texts)], [ROOT] * num_texts
     for _ in range(24):
@@ -68,7 +68,7 @@ def test_longer_runs_are_surer():
     assert said == sorted(said) and said[0] < said[-1]
 
 
-def test_a_full_source_discards_the_older_half_and_its_readers_go_on():
+def test_full_source_drops_its_older_half_and_readers_continue():
     source = SuffixIndex(capacity=12)
     old, young = source.reader(), source.reader()
     old.read([1, 2, 3, 1, 2, 3, 1, 2])
@@ -89,7 +89,7 @@ def test_a_full_source_discards_the_older_half_and_its_readers_go_on():
     assert reader.cursor().children(1) == []
 
 
-def equal(a: GrownTrees, b: GrownTrees) -> bool:
+def trees_are_equal(a: GrownTrees, b: GrownTrees) -> bool:
     pairs = [*zip(a.tree.tensors, b.tree.tensors, strict=True), *zip(a.levels, b.levels, strict=True)]
     return all(torch.equal(x, y) for x, y in pairs)
 
@@ -125,7 +125,7 @@ def test_the_compiled_index_grows_equal_trees(seed, num_tokens, num_texts, capac
         plain = GrowthRequest(bounds, is_padded=True)
         for request in (plain, GrowthRequest(bounds, ends, parameters, kinds)):
             roots = [tail[-1] for tail in last]
-            assert equal(portable.grow(slow, roots, request), compiled.grow(fast, roots, request))
+            assert trees_are_equal(portable.grow(slow, roots, request), compiled.grow(fast, roots, request))
     assert portable.foreseen() == compiled.foreseen()
     if is_suffix:
         assert all(torch.equal(a, b) for a, b in zip(portable.texts(), compiled.texts(), strict=True))

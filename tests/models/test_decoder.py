@@ -107,14 +107,14 @@ def test_a_nodes_logits_are_those_of_plain_decoding_bit_for_bit(name, dtype):
     rows = tree.pack(torch.tensor(lengths), 20)
     together = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8).logits
     for b, slot in enumerate(SLOTS):
-        for depth, parent in enumerate(path(tree, b, deepest(tree, b))):
+        for depth, parent in enumerate(path(tree, b, deepest_node(tree, b))):
             alone = DraftTree.of_roots(tree.tokens[b, parent][None])
             batch = DecodeSlots.of([slot], [lengths[b] + depth])
             logits = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0).logits
             assert torch.equal(logits[0], together[rows.row_of[b, parent]])
 
 
-def deepest(tree: DraftTree, b: int) -> int:
+def deepest_node(tree: DraftTree, b: int) -> int:
     return int(tree.depths[b].masked_fill(~tree.valid[b], -1).argmax())
 
 
@@ -150,7 +150,7 @@ def test_merged_projections_keep_the_module_tree_as_it_was():
     assert not isinstance(slices[0], OutputSlice) or len({id(part.whole) for part in slices}) == 1
 
 
-def test_what_differs_in_more_than_weights_is_left_to_transformers():
+def test_models_differing_in_more_than_weights_use_transformers():
     other, placed, quantised = random_model(FAMILIES["phi3"]), llama(), llama()
     dispatch(placed, ["cpu", "cpu"], [0, 1])
     quantised.model.layers[1].mlp.down_proj = torch.nn.Identity()

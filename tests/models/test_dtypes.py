@@ -9,7 +9,7 @@ from eagle_ray.models.loader import auto_dtype
 
 
 @pytest.fixture
-def big(tmp_path):
+def large_checkpoint(tmp_path):
     """A directory with a large weight file, which takes no disk."""
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(loader.MIN_BF16_BYTES)
@@ -31,11 +31,11 @@ def big(tmp_path):
         ),
     ],
 )
-def test_on_a_cpu_it_is_bf16_where_that_is_the_checkpoints_own_and_faster(
-    big, monkeypatch, unit, config, dtype, reason
+def test_cpu_dtype_is_bf16_if_the_checkpoint_is_and_it_is_faster(
+    large_checkpoint, monkeypatch, unit, config, dtype, reason
 ):
     monkeypatch.setattr(loader, "bf16_unit", lambda: unit)
-    found, why = auto_dtype(LlamaConfig(**config), big, "cpu")
+    found, why = auto_dtype(LlamaConfig(**config), large_checkpoint, "cpu")
     assert found is dtype and reason in why
 
 

@@ -18,21 +18,21 @@ def mixture(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Mod
     return plain_copy(model).model.layers[-1].mlp, Decoder.of(model).layers[-1].mlp
 
 
-def never_grouped(*_: object, **__: object) -> torch.Tensor:
+def failing_grouped_mm(*_: object, **__: object) -> torch.Tensor:
     raise AssertionError("grouped_mm is not for these sizes")
 
 
 @pytest.mark.parametrize("together", [1, 1 << 26], ids=["one expert at a time", "all at once"])
 @pytest.mark.parametrize("name", MIXED)
 @torch.inference_mode()
-def test_where_groups_cannot_be_multiplied_every_expert_multiplies_every_row(name, together, monkeypatch):
+def test_every_expert_multiplies_every_row_without_grouped_mm(name, together, monkeypatch):
     """As on an A100 without Triton, where torch's grouped_mm copies to the host; here for widths it does not read."""
     block, ours = mixture(name)
     rows = torch.randn(11, 32)
     grouped = ours(rows)
     monkeypatch.setattr(experts_module, "ALIGNED", 1 << 20)
     monkeypatch.setattr(experts_module, "MAX_NUMBERS", together)
-    monkeypatch.setattr(experts_module, "grouped_mm", never_grouped)
+    monkeypatch.setattr(experts_module, "grouped_mm", failing_grouped_mm)
     with WatchOperations() as operations:
         found = ours(rows)
     assert operations.seen == []
@@ -81,7 +81,7 @@ def test_no_weight_is_held_twice(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
-def test_a_checkpoints_bytes_are_those_of_its_model_with_all_experts(name, tmp_path):
+def test_checkpoint_bytes_equal_model_bytes_with_all_experts(name, tmp_path):
     """Its files have a tensor for each expert, which the loader joins; doctor counts those."""
     random_model(MIXED[name]).save_pretrained(tmp_path)
     loaded = load_causal_lm(tmp_path, torch.float32, "cpu")

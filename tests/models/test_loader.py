@@ -71,7 +71,7 @@ def test_a_file_that_is_cut_off_is_refused(directory):
         load(directory)
 
 
-def test_a_quantiser_that_nobody_knows_is_refused_before_the_start(directory):
+def test_unknown_quantizer_is_refused_before_the_start(directory):
     declare(directory, quantization_config={"quant_method": "guesswork", "bits": 3})
     with pytest.raises(EngineError, match=r"quantised \(guesswork\)"):
         load_config(directory)
@@ -80,7 +80,7 @@ def test_a_quantiser_that_nobody_knows_is_refused_before_the_start(directory):
 
 
 @pytest.mark.skipif(find_spec("aqlm") is not None, reason="aqlm is installed")
-def test_a_quantiser_whose_library_is_missing_is_refused_with_what_to_install(directory):
+def test_missing_quantizer_library_is_refused_with_pip_install(directory):
     declare(directory, quantization_config={"quant_method": "aqlm"})
     with pytest.raises(EngineError, match=r"quantised \(aqlm\).*pip install aqlm"):
         load_config(directory)
@@ -88,7 +88,7 @@ def test_a_quantiser_whose_library_is_missing_is_refused_with_what_to_install(di
         load(directory)
 
 
-def test_a_quantiser_that_downloads_kernels_is_refused_with_what_replaces_it(directory):
+def test_quantizer_that_downloads_kernels_is_refused_with_advice(directory):
     declare(directory, quantization_config={"quant_method": "fbgemm_fp8"})
     with pytest.raises(EngineError, match=r"\(fbgemm_fp8\), whose kernels transformers fetches .* AWQ, GPTQ"):
         load_config(directory)

@@ -15,7 +15,7 @@ from tests.support.families import MOE, WINDOW, config_of, random_model
 from tests.support.toy_models import LLAMA, llama
 
 
-class Louder(LlamaForCausalLM):
+class ScaledLogitsModel(LlamaForCausalLM):
     """Multiplies its logits, and no key of its config says so."""
 
     def forward(self, *args, **kwargs):
@@ -24,7 +24,7 @@ class Louder(LlamaForCausalLM):
         return out
 
 
-class Averaging(nn.Module):
+class RowMixingLayer(nn.Module):
     """Mixes the rows by itself, as a layer with a state of its own does."""
 
     def forward(self, hidden_states, **_):
@@ -43,7 +43,7 @@ def test_a_llama_is_what_its_config_says():
 
 
 def test_logits_that_are_changed_after_the_lm_head():
-    assert "Louder changes its logits after the lm_head" in refusal(Louder(LlamaConfig(**LLAMA)))
+    assert "Louder changes its logits after the lm_head" in refusal(ScaledLogitsModel(LlamaConfig(**LLAMA)))
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
@@ -55,7 +55,7 @@ def test_a_key_that_the_model_does_not_read_is_no_multiplier(scale):
 
 def test_a_layer_that_mixes_rows_by_itself():
     model = llama()
-    model.model.layers[1].self_attn = Averaging()
+    model.model.layers[1].self_attn = RowMixingLayer()
     assert "layer 1 does not attend through transformers' attention interface" in refusal(model)
 
 

@@ -9,7 +9,7 @@ import torch
 from eagle_ray.models import runtime as threads
 
 
-class Timed:
+class TimedWork:
     """Work that takes as long as the number of threads says, by a clock of its own."""
 
     def __init__(self, seconds: dict[int, float]):
@@ -36,7 +36,7 @@ def eight_threads():
     ],
 )
 def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, seconds, wanted):
-    work = Timed(seconds)
+    work = TimedWork(seconds)
     monkeypatch.setattr(threads.time, "perf_counter", lambda: work.now)
     assert threads.tune_num_threads(work.run) == wanted == torch.get_num_threads()
 

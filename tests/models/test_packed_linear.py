@@ -106,7 +106,7 @@ def test_without_the_operators_everything_stays(monkeypatch):
 
 
 @needs_packing
-def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
+def test_kernels_are_warmed_up_for_all_row_counts_once_per_shape(monkeypatch):
     """A layer that is alike is not run again, and one so large that its kernels are nothing beside it is not run."""
     made = []
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: made.append((self.out_features, len(rows))))

@@ -83,7 +83,7 @@ OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeypatch):
+def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatch):
     """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
     config = FAMILIES[name]
     model = random_model(config)

@@ -212,43 +212,55 @@ def test_a_group_has_a_format_of_its_own(tmp_path):
     assert torch.equal(opened(tmp_path, layer, quantization).projection(LAYER).dequantize(), layer.weight)
 
 
-def changed(layer: PackedLayer, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def changed_tensors(layer: PackedLayer, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in (layer.tensors | tensors).items() if tensor is not None}
 
 
 AWQ_LAYER, GPTQ_LAYER, CT_LAYER = awq_layer(16, 96, 32), gptq_layer(4, 16, MIXED, 1), packed_layer(4, 8, MIXED, False)
 BROKEN = [
-    (changed(AWQ_LAYER, qzeros=None), AWQ, r"q_proj\.qzeros: is missing in .*Download the model again"),
+    (changed_tensors(AWQ_LAYER, qzeros=None), AWQ, r"q_proj\.qzeros: is missing in .*Download the model again"),
     (
-        changed(AWQ_LAYER, scales=torch.ones(3, 15)),
+        changed_tensors(AWQ_LAYER, scales=torch.ones(3, 15)),
         AWQ,
         r"q_proj\.scales: has shape \(3, 15\), wanted \(3, 16\)",
     ),
     (
-        changed(AWQ_LAYER, scales=torch.full((3, 16), torch.inf)),
+        changed_tensors(AWQ_LAYER, scales=torch.full((3, 16), torch.inf)),
         AWQ,
         r"q_proj\.scales: holds a number that is not",
     ),
-    (changed(AWQ_LAYER, qweight=torch.ones(96, 2)), AWQ, r"q_proj\.qweight: is float32, wanted int32"),
-    (changed(AWQ_LAYER), AWQ | {"group_size": 64}, r"q_proj\.qweight: has 96 inputs, which groups of 64 do not divide"),
-    (changed(GPTQ_LAYER, g_idx=None), GPTQ, r"q_proj\.g_idx: is missing"),
+    (changed_tensors(AWQ_LAYER, qweight=torch.ones(96, 2)), AWQ, r"q_proj\.qweight: is float32, wanted int32"),
     (
-        changed(GPTQ_LAYER, g_idx=torch.zeros(96).int()),
+        changed_tensors(AWQ_LAYER),
+        AWQ | {"group_size": 64},
+        r"q_proj\.qweight: has 96 inputs, which groups of 64 do not divide",
+    ),
+    (changed_tensors(GPTQ_LAYER, g_idx=None), GPTQ, r"q_proj\.g_idx: is missing"),
+    (
+        changed_tensors(GPTQ_LAYER, g_idx=torch.zeros(96).int()),
         GPTQ,
         r"q_proj\.g_idx: must put 32 inputs into each of 3",
     ),
-    (changed(GPTQ_LAYER, qzeros=torch.zeros(3, 3).int()), GPTQ, r"q_proj\.qzeros: has shape \(3, 3\)"),
-    (changed(GPTQ_LAYER), GPTQ | {"bits": 8}, r"q_proj\.qweight: has 48 inputs, which groups of 32 do not divide"),
-    (changed(CT_LAYER, weight_shape=None), packed(symmetric=False), r"q_proj\.weight_shape: is missing"),
-    (changed(CT_LAYER, weight_zero_point=None), packed(symmetric=False), r"q_proj\.weight_zero_point: is missing"),
-    (changed(CT_LAYER, weight_shape=torch.tensor([8, 0])), packed(), r"q_proj\.weight_shape: is \[8, 0\]"),
+    (changed_tensors(GPTQ_LAYER, qzeros=torch.zeros(3, 3).int()), GPTQ, r"q_proj\.qzeros: has shape \(3, 3\)"),
     (
-        changed(integer_layer(6, 40, True), weight_scale=torch.ones(5, 1)),
+        changed_tensors(GPTQ_LAYER),
+        GPTQ | {"bits": 8},
+        r"q_proj\.qweight: has 48 inputs, which groups of 32 do not divide",
+    ),
+    (changed_tensors(CT_LAYER, weight_shape=None), packed(symmetric=False), r"q_proj\.weight_shape: is missing"),
+    (
+        changed_tensors(CT_LAYER, weight_zero_point=None),
+        packed(symmetric=False),
+        r"q_proj\.weight_zero_point: is missing",
+    ),
+    (changed_tensors(CT_LAYER, weight_shape=torch.tensor([8, 0])), packed(), r"q_proj\.weight_shape: is \[8, 0\]"),
+    (
+        changed_tensors(integer_layer(6, 40, True), weight_scale=torch.ones(5, 1)),
         compressed("int-quantized", **channels()),
         r"q_proj\.weight_scale: has shape \(5, 1\), wanted \(6, 1\)",
     ),
     (
-        changed(integer_layer(6, 40, True)),
+        changed_tensors(integer_layer(6, 40, True)),
         compressed("int-quantized", **channels(4)),
         r"q_proj\.weight: holds integers that do not fit into 4 bits",
     ),
@@ -394,7 +406,7 @@ def test_trees_over_a_quantised_target_equal_plain_decoding(tmp_path, dtype):
     assert outputs[0] == outputs[1]
 
 
-def test_a_target_runs_in_fp16_where_no_operation_of_the_library_takes_it(tmp_path):
+def test_target_runs_in_fp16_without_fp16_library_operations(tmp_path):
     write_model(tmp_path, "awq")
     target = load_causal_lm(tmp_path, torch.float16, "cpu")
     engine = build_engine(target, None, SpeculativeConfig(method="none"), EngineArgs(2, 64))
@@ -430,7 +442,7 @@ def test_gguf_tensors_are_those_of_the_converted_model(toy):
     assert found["lm_head.weight"].bits == 8
 
 
-def test_every_type_of_blocks_is_read_of_a_file_of_ggufs_own_writer(tmp_path):
+def test_every_block_type_is_read_from_a_file_of_the_gguf_writer(tmp_path):
     metadata = toy_metadata() | {"llama.embedding_length": 256, "llama.feed_forward_length": 512}
     writer = GGUFWriter(tmp_path / "x.gguf", "llama")
     stored, kinds = {}, itertools.cycle(READERS)

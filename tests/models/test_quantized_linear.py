@@ -84,7 +84,7 @@ def test_every_processor_makes_the_same_bits(bits, group_size):
 
 
 @needs_library
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads():
+def test_row_has_equal_bits_in_any_batch_and_thread_count():
     packed, rows = pack_weight(weight_of(96, 256, 32, 4)), torch.randn(300, 256)
     together = cpu_ops.quantized_matmul(rows, packed, None)
     alone = torch.cat([cpu_ops.quantized_matmul(rows[i : i + 1], packed, None) for i in range(300)])
@@ -107,7 +107,7 @@ def test_largest_codes_and_inputs_do_not_overflow():
 
 
 @needs_library
-def test_numbers_that_are_not_finite_make_their_row_nan_and_zeros_make_zeros():
+def test_non_finite_inputs_make_nan_rows_and_zeros_make_zeros():
     packed, rows = pack_weight(weight_of(16, 64, 32, 4)), torch.randn(4, 64)
     rows[0, 3], rows[1, 40], rows[2] = torch.nan, torch.inf, 0.0
     out = cpu_ops.quantized_matmul(rows, packed, None)
@@ -143,7 +143,7 @@ def test_inputs_in_another_order_are_read_in_it():
     assert QuantizedLinear.can_merge([layer, layer]) and not QuantizedLinear.can_merge([layer, QuantizedLinear(weight)])
 
 
-def test_projections_of_a_layer_are_merged_and_stay_in_the_module_tree():
+def test_merged_projections_stay_in_the_module_tree():
     class LlamaMLP(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -45,7 +45,7 @@ def test_trees_after_prompts_in_chunks_equal_plain_forwards(name):
 
 @pytest.mark.parametrize("name", MIXED)
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_which_experts_its_company_needs(name):
+def test_row_is_independent_of_experts_chosen_by_other_rows(name):
     target = target_of(random_model(FAMILIES[name]))
     prefill(target, None)
     lengths = [len(ids) for ids in PROMPTS]
@@ -109,7 +109,7 @@ ROTATING = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0
     ids=["longrope", "dynamic"],
 )
 @torch.inference_mode()
-def test_drafts_past_the_original_positions_change_nothing_before_them(config):
+def test_drafts_past_original_positions_change_no_earlier_logits(config):
     """A tree may reach further than any output: transformers would then turn every row of the pass otherwise."""
     assert max_exact_position(config) == 21
     model = random_model(config)

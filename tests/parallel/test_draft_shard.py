@@ -44,7 +44,7 @@ from tests.support.checkpoints import (
     toy_config,
     write,
 )
-from tests.support.engines import Whimsical, some_params, some_prompts
+from tests.support.engines import RandomPlanner, some_params, some_prompts
 from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import llama, run
 
@@ -55,12 +55,12 @@ TARGET = target_config()
 
 
 @pytest.fixture
-def shared(monkeypatch):
+def shared_heads(monkeypatch):
     """Let ranks share every head that can be divided."""
     monkeypatch.setitem(draft_shards.COLLECTIVE_S, "cpu", 0.0)
 
 
-def levels(head: nn.Module, ranks: RankGroup | None = None):
+def draft_levels(head: nn.Module, ranks: RankGroup | None = None):
     """Return the logits of a draft of three levels after a prompt, and the collectives of each level."""
     random = torch.Generator().manual_seed(7)
     lm_head = torch.randn(97, 32, generator=random) / 32**0.5
@@ -92,11 +92,11 @@ CASES += [("eagle3", 2, layout) for layout in LAYOUTS if layout != "safetensors"
 
 
 @pytest.mark.parametrize("name, size, layout", CASES)
-def test_logits_are_those_of_the_whole_head(tmp_path, shared, name, size, layout):
+def test_logits_are_those_of_the_whole_head(tmp_path, shared_heads, name, size, layout):
     tensors, raw, num_gathers = PUBLISHED[name]
     path = write(tmp_path / "head", tensors(raw), raw, layout)
-    whole, _ = levels(load_head(path, TARGET))
-    results = on_ranks(size, tmp_path, lambda ranks: levels(load_head(path, TARGET, ranks), ranks))
+    whole, _ = draft_levels(load_head(path, TARGET))
+    results = on_ranks(size, tmp_path, lambda ranks: draft_levels(load_head(path, TARGET, ranks), ranks))
     for logits, counts in results:
         assert torch.equal(logits, results[0][0]), "all ranks have the same bits"
         assert counts == [[2, num_gathers]] * 3, "two sums a layer, and a gathering for logits of its own"
@@ -111,7 +111,7 @@ DFLASH = {
 
 
 @pytest.mark.parametrize("name", DFLASH)
-def test_blocks_are_those_of_the_whole_head(tmp_path, shared, name):
+def test_blocks_are_those_of_the_whole_head(tmp_path, shared_heads, name):
     config, num_layers, num_gathers = DFLASH[name]
     path, random = publish(tmp_path / "head", config()), torch.Generator().manual_seed(5)
     block, lm_head = torch.randn(1, 5, 32, generator=random), torch.randn(97, 32, generator=random) / 32**0.5
@@ -132,7 +132,7 @@ def test_blocks_are_those_of_the_whole_head(tmp_path, shared, name):
     assert results[0][1] == (2 * num_layers, num_gathers)
 
 
-def test_a_rank_reads_and_holds_its_part(tmp_path, shared, monkeypatch):
+def test_a_rank_reads_and_holds_its_part(tmp_path, shared_heads, monkeypatch):
     path, counts = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3), {}
     whole, read_slice = load_head(path, TARGET), head_files.read_slice
 
@@ -158,7 +158,7 @@ def test_a_rank_reads_and_holds_its_part(tmp_path, shared, monkeypatch):
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in head.parameters())
 
 
-def test_a_rank_of_a_head_is_planned(tmp_path, shared):
+def test_a_rank_of_a_head_is_planned(tmp_path, shared_heads):
     path = write(tmp_path / "head", eagle3_tensors(WIDE3), WIDE3)
     planned = meta_head(path, TARGET)
     left_out = leave_out([planned], 2, "cpu")
@@ -168,7 +168,7 @@ def test_a_rank_of_a_head_is_planned(tmp_path, shared):
     assert planned.kv_spec == head.kv_spec
 
 
-def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared):
+def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared_heads):
     config = load_job(None, sets=["speculative.method=eagle2", "input.path=embedded:prompts", "output.path=x"])
     target, draft = (download("embedded:tiny", part) for part in ("target", "draft"))
     shape, lengths = load_config(target), SequenceLengths.of(config.speculative, 1536, 256)
@@ -182,7 +182,7 @@ def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared):
     assert 2 * plan_of(2).kv_per_token == plan_of(1).kv_per_token, "of target and head"
 
 
-def test_rounded_heads_of_a_quantised_target(tmp_path, shared):
+def test_rounded_heads_of_a_quantised_target(tmp_path, shared_heads):
     path = write(tmp_path / "head", eagle3_tensors(TINY_HEAD), TINY_HEAD)
     target = load_config(download("embedded:tiny", "target"))
 
@@ -226,14 +226,14 @@ def ranks_of(size: int, device: str = "cpu") -> RankGroup:
     return RankGroup(0, size, "", device)
 
 
-def test_what_does_not_divide_stays_whole_and_the_log_says_what_would(tmp_path, shared, caplog):
+def test_indivisible_head_stays_whole_and_divisors_are_logged(tmp_path, shared_heads, caplog):
     path = write(tmp_path / "head", eagle3_tensors(), E3)
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         assert split_head(meta_head(path, TARGET), ranks_of(3)) is None
     assert "whole on each of the 3 ranks: its heads and the width of its MLP can be divided by 1, 2, 4" in caplog.text
 
 
-def test_draft_models_stay_whole(tmp_path, shared, caplog):
+def test_draft_models_stay_whole(tmp_path, shared_heads, caplog):
     llama().save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         draft = load_draft_model(tmp_path, llama().config, ranks_of(2))
@@ -241,7 +241,7 @@ def test_draft_models_stay_whole(tmp_path, shared, caplog):
     assert "whole on each of the 2 ranks: layers of EAGLE's and DFlash's heads are split" in caplog.text
 
 
-def test_a_head_is_shared_if_reading_it_takes_longer_than_the_collectives(tmp_path, caplog):
+def test_head_is_split_if_reading_it_is_slower_than_collectives(tmp_path, caplog):
     def whole(hidden_size: int, inner: int) -> bool:
         shape = {"hidden_size": hidden_size, "intermediate_size": inner, "num_attention_heads": 32}
         raw = E3 | shape | {"num_key_value_heads": 8, "draft_vocab_size": 60, "head_dim": 128}
@@ -302,7 +302,7 @@ def plain():
 @pytest.mark.parametrize(
     "name, graphs", [("eagle2", "off"), pytest.param("eagle2", "on", marks=pytest.mark.slow), ("eagle3", "on")]
 )
-def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared, monkeypatch, name, graphs):
+def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared_heads, monkeypatch, name, graphs):
     """Each step's trees are compared by checksum, so ranks whose drafts differ would end."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
     model, speculative = drafts(tmp_path)[name]
@@ -337,7 +337,7 @@ def test_a_rank_whose_drafts_differ_ends(tmp_path, monkeypatch, graphs):
 
 
 @pytest.mark.parametrize("config", [deepspec_config, dflash2_config])
-def test_blocks_of_an_engine(tmp_path, shared, config):
+def test_blocks_of_an_engine(tmp_path, shared_heads, config):
     """A random target, whose features the head reads through keys and values of its own heads on each rank."""
     llama().save_pretrained(tmp_path / "target")
     path = publish(tmp_path / "head", config())
@@ -355,11 +355,11 @@ def test_blocks_of_an_engine(tmp_path, shared, config):
     assert [engine.counters.num_steps for engine in engines] == [one.counters.num_steps] * 2
 
 
-def test_whatever_a_planner_does(tmp_path, plain, shared):
+def test_whatever_a_planner_does(tmp_path, plain, shared_heads):
     """Drafts of any depth and width, which stop between levels where rank 0 says so."""
 
     def work(engine):
-        engine.planner = Whimsical(seed=3)
+        engine.planner = RandomPlanner(seed=3)
         outputs = [sequence.output_ids for sequence in run(engine, *CASES_OF_TINY)]
         assert engine.counters.planner_error is None
         return outputs

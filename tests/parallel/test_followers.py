@@ -44,7 +44,7 @@ def ids(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def held() -> Counter[str]:
+def open_resources() -> Counter[str]:
     """Return how many files, sockets and pipes this process has open, by kind, and children under "children"."""
     names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
     kinds = Counter(name.partition(":")[0] if name.startswith(("socket:", "pipe:")) else name for name in names)
@@ -65,19 +65,19 @@ def test_two_processes_answer_as_one_and_leave_nothing(warm_followers):
     ports = listening()
     with LLM(**SETTINGS) as llm:
         one = ids(llm.generate(PROMPTS, PARAMS))
-    before = held()
+    before = open_resources()
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         assert len(followers_of(os.getpid())) == 1
         assert ids(llm.generate(PROMPTS, PARAMS)) == one
     assert not followers_of(os.getpid())
     assert wait_until(lambda: listening() <= ports, 5)
-    assert wait_until(lambda: [*(held() - before).elements()] == ["/memfd:eagle-ray-ranks (deleted)"], 5), (
-        held() - before
+    assert wait_until(lambda: [*(open_resources() - before).elements()] == ["/memfd:eagle-ray-ranks (deleted)"], 5), (
+        open_resources() - before
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(warm_followers, monkeypatch, number):
+def test_dead_or_hung_follower_ends_the_engine_within_seconds(warm_followers, monkeypatch, number):
     monkeypatch.setattr(followers_module, "SILENCE_S", 3.0)
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         [follower] = followers_of(os.getpid())
@@ -89,7 +89,7 @@ def test_a_follower_that_dies_or_hangs_ends_the_engine_within_seconds(warm_follo
         assert not followers_of(os.getpid())
 
 
-def test_a_follower_that_dies_while_nothing_runs_is_named_in_every_call(warm_followers):
+def test_follower_that_dies_idle_is_named_in_every_call(warm_followers):
     with LLM(tensor_parallel=2, **SETTINGS) as llm:
         [follower] = followers_of(os.getpid())
         follower.kill()

@@ -34,7 +34,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import grammar
 from eagle_ray.sampling.grammar import GrammarSpec
 from tests.support.checkpoints import published_draft
-from tests.support.engines import Whimsical, some_params, some_prompts
+from tests.support.engines import RandomPlanner, some_params, some_prompts
 from tests.support.ranks import wait_until, with_ranks
 from tests.support.toy_models import llama, run
 
@@ -86,7 +86,7 @@ def cases(num: int = NUM) -> tuple[list[list[int]], list[SamplingParams]]:
     return [shared + prompt if i % 3 == 0 else prompt for i, prompt in enumerate(prompts)], some_params(num, 20)
 
 
-class RandomSeconds:
+class RandomTimesPlanner:
     """Plans by seconds that say nothing: plans change from step to step, and on rank 0 alone."""
 
     def __init__(self, planner, seed: int):
@@ -107,7 +107,7 @@ class RandomSeconds:
         self._planner.observe(replace(outcome, seconds=seconds))
 
 
-class ByTurns:
+class AlternatingPlanner:
     """A step as one planner says, and one as another says, which may draft nothing."""
 
     will_draft = True
@@ -126,7 +126,7 @@ class ByTurns:
         self._planners[0].observe(outcome)
 
 
-class ReadsOn(UniformPlanner):
+class ReadAheadPlanner(UniformPlanner):
     """Lets the drafter read on in the texts of every batch."""
 
     def __init__(self, engine):
@@ -158,7 +158,7 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, name):
 
     def work(engine):
         if settings.get("method") not in ("none", "sequoia"):
-            engine.planner = RandomSeconds(budget_planner(engine), seed=3)
+            engine.planner = RandomTimesPlanner(budget_planner(engine), seed=3)
         sequences = run(engine, *cases())
         assert engine.counters.planner_error is None
         return [sequence.output_ids for sequence in sequences]
@@ -170,7 +170,7 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, name):
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallModels:
     """A random target, drafts for it of each kind, and the tokens of one process."""
 
     path: Path
@@ -192,12 +192,12 @@ def small_cases() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Small:
+def small(tmp_path_factory) -> SmallModels:
     path = tmp_path_factory.mktemp("small")
     llama(**SMALL).save_pretrained(path)
     for kind in {kind for kinds in DRAFTS.values() for kind in kinds.split()}:
         published_draft(path / kind, kind, SMALL["num_hidden_layers"])
-    own = Small(path, [])
+    own = SmallModels(path, [])
     engine = build_engine_from_config(own.model(), own.speculative("none"), SMALL_ARGS).engine
     plain = [sequence.output_ids for sequence in run(engine, *small_cases())]
     pq.write_table(pa.table({"token_ids": plain}), path / "outputs.parquet")
@@ -211,9 +211,11 @@ def test_whatever_drafts_the_tokens_are_those_of_one_process(tmp_path, small, me
 
     def work(engine):
         if plans_alone(method):
-            engine.planner = RandomSeconds(engine.planner, seed=5)
+            engine.planner = RandomTimesPlanner(engine.planner, seed=5)
         else:
-            engine.planner = ByTurns(RandomSeconds(budget_planner(engine), seed=5), UniformPlanner(engine.bounds))
+            engine.planner = AlternatingPlanner(
+                RandomTimesPlanner(budget_planner(engine), seed=5), UniformPlanner(engine.bounds)
+            )
         sequences = run(engine, *small_cases())
         assert engine.counters.planner_error is None
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences) >= MIN_ACCEPTED
@@ -287,14 +289,14 @@ def test_targets_of_odd_shapes(tmp_path, name):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_whatever_a_planner_does_with_preemption_aborts_and_stops(tmp_path, seed):
+def test_ranks_agree_under_random_plans_preemption_and_aborts(tmp_path, seed):
     """Stop checks run on rank 0 alone; blocks are short, so that sequences are preempted."""
     prompts, params = some_prompts(16, vocab=1536), [replace(p, ignore_eos=True) for p in some_params(16, 90)]
     one = build_engine_from_config(TINY, SpeculativeConfig(method="none"), ARGS).engine
     plain = [sequence.output_ids for sequence in run(one, prompts, params)]
 
     def work(engine):
-        engine.planner, rng = Whimsical(seed), random.Random(seed)
+        engine.planner, rng = RandomPlanner(seed), random.Random(seed)
         sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
         for i, sequence in enumerate(sequences):
             if i % 5 == 0:
@@ -340,7 +342,7 @@ def test_what_the_leader_shrugs_off_ends_no_rank(tmp_path, plain, monkeypatch):
     def work(engine):
         with pytest.raises((ValueError, KeyError)):
             engine.load_learned({"parameters": torch.zeros(1)})
-        engine.planner = ReadsOn(engine)
+        engine.planner = ReadAheadPlanner(engine)
         outputs = [sequence.output_ids for sequence in run(engine, *cases())]
         assert "ZeroDivisionError" in engine.counters.planner_error
         return outputs
@@ -387,7 +389,7 @@ def test_the_log_of_a_start_says_that_it_waits_for_ranks(tmp_path, monkeypatch, 
     assert len(lines) == 2 and all("waiting for the other 1 of 2 ranks" in text for text in lines)
 
 
-def test_a_grammar_that_the_leader_has_compiled_has_time_on_the_others(tmp_path):
+def test_grammar_time_limit_applies_to_the_leader_alone(tmp_path):
     _, engines = with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
     assert [engine.grammars.has_time_limit for engine in engines] == [True, False]
 
@@ -430,7 +432,7 @@ def test_schemas_and_logprobs(tmp_path):
     assert with_ranks(2, tmp_path, TINY, speculative, ARGS, outputs_of)[0] == one
 
 
-def test_a_rank_that_computes_something_else_or_is_elsewhere_ends():
+def test_rank_with_another_checksum_or_operation_is_an_error():
     here, there = Pipe()
     leader, follower = Leader([here], lambda seconds: None, lambda: None), Follower(1, there)
     leader.check(lambda: 7)

@@ -16,7 +16,7 @@ from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_layouts import SafetensorFiles
 from eagle_ray.parallel.rank_group import RankGroup
 from tests.support.checkpoints import RAW, eagle_tensors, write
-from tests.support.engines import Whimsical, some_params, some_prompts
+from tests.support.engines import RandomPlanner, some_params, some_prompts
 from tests.support.families import MOE, config_of, random_model
 from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import run
@@ -72,7 +72,7 @@ def test_the_tokens_are_those_of_one_process(target, tmp_path, size, method):
 
     def work(engine):
         if method != "none":
-            engine.planner = Whimsical(seed=size)
+            engine.planner = RandomPlanner(seed=size)
         outputs = [sequence.output_ids for sequence in run(engine, *_cases())]
         assert engine.counters.planner_error is None
         return outputs

@@ -76,7 +76,7 @@ def test_the_host_reads_no_mask_to_send_it():
     assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (3, 6, 1.5, None)
 
 
-class OfThread:
+class ThreadRanks:
     """What availability has of the process of a rank that is a thread here."""
 
     def __init__(self):
@@ -94,7 +94,7 @@ class OfThread:
 
 def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path, monkeypatch):
     monkeypatch.setattr(availability, "failures", [])
-    monkeypatch.setattr(availability, "together", OfThread())
+    monkeypatch.setattr(availability, "together", ThreadRanks())
 
     def work(ranks: RankGroup) -> tuple[bool, list[str]]:
         availability.together.add(ranks)
@@ -107,7 +107,7 @@ def test_kernels_that_fail_on_all_ranks_are_turned_off(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["closed", "lost"])
-def test_kernels_of_a_later_engine_wait_for_no_ranks_that_have_ended(how, tmp_path, monkeypatch):
+def test_kernels_of_a_later_engine_do_not_wait_for_ended_ranks(how, tmp_path, monkeypatch):
     monkeypatch.setattr(availability, "failures", [])
     ranks = RankGroup(0, 2, str(tmp_path / "meeting"))
     availability.together.add(ranks)
@@ -158,7 +158,7 @@ def test_a_rank_without_memory_has_lost_no_other(error, kind, tmp_path, monkeypa
     assert on_ranks(2, tmp_path, work) == [True, True]
 
 
-class Memory:
+class PartialSymmetricMemory:
     """Symmetric memory that one rank lacks. Ranks are threads here."""
 
     own = threading.local()
@@ -180,7 +180,7 @@ class Memory:
 
 @pytest.mark.parametrize("rank_without", [0, 1])
 def test_no_rank_waits_for_one_that_lacks_symmetric_memory(rank_without, tmp_path, monkeypatch):
-    memory = Memory(rank_without)
+    memory = PartialSymmetricMemory(rank_without)
     monkeypatch.setattr(rank_group, "memory_library", lambda: memory)
     assert on_ranks(2, tmp_path, SymmetricMemory.of) == [None, None]
     assert not memory.meetings

@@ -94,7 +94,7 @@ def checkpoint(tmp_path):
     return write
 
 
-def passed(path, ranks: RankGroup | None = None, packs: bool = False, dequantize: bool = False):
+def prefill_logits(path, ranks: RankGroup | None = None, packs: bool = False, dequantize: bool = False):
     """Return the logits of a pass over the prompts, those of some tokens alone, and the collectives that it took."""
     model = load_causal_lm(path, torch.float32, "cpu", dequantize, ranks=ranks)
     if packs:
@@ -119,8 +119,8 @@ def error(own: torch.Tensor, whole: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ranks_compute_what_one_process_computes(checkpoint, tmp_path, name, size):
     path = checkpoint(name)
-    whole, some, _ = passed(path)
-    parts = on_ranks(size, tmp_path, lambda ranks: passed(path, ranks, packs=size == 4))
+    whole, some, _ = prefill_logits(path)
+    parts = on_ranks(size, tmp_path, lambda ranks: prefill_logits(path, ranks, packs=size == 4))
     for logits, some_logits, counts in parts:
         assert counts == [2 * SHAPE["num_hidden_layers"], 1], "two collectives a layer and one for the logits"
         assert logits.shape == whole.shape and error(logits, whole) < 1e-5
@@ -134,8 +134,10 @@ def test_quantised_projections_are_shared(tmp_path, dequantize, most):
     metadata = toy_metadata(**{"llama.embedding_length": 128, "llama.feed_forward_length": 192})
     write_gguf(tmp_path / "model.gguf", metadata, toy_tensors(metadata))
     path = gguf_directory(tmp_path / "model.gguf")
-    whole, some, _ = passed(path, dequantize=dequantize)
-    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=dequantize)):
+    whole, some, _ = prefill_logits(path, dequantize=dequantize)
+    for logits, some_logits, counts in on_ranks(
+        2, tmp_path, lambda ranks: prefill_logits(path, ranks, dequantize=dequantize)
+    ):
         assert counts == [4, 1]
         assert error(logits, whole) < most and error(some_logits, some) < most
 
@@ -161,9 +163,11 @@ ONE_GROUP = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": Tr
 def test_a_scale_for_all_inputs_is_that_of_each_part(checkpoint, tmp_path, make, quantization):
     path = checkpoint("llama, for groups")
     quantise(path, make, quantization)
-    whole, some, _ = passed(path, dequantize=True)
+    whole, some, _ = prefill_logits(path, dequantize=True)
     assert num_ranks(ModelConfig(target=str(path), device="cpu"), PLAIN, EngineArgs(tensor_parallel=2)) == 2
-    for logits, some_logits, counts in on_ranks(2, tmp_path, lambda ranks: passed(path, ranks, dequantize=True)):
+    for logits, some_logits, counts in on_ranks(
+        2, tmp_path, lambda ranks: prefill_logits(path, ranks, dequantize=True)
+    ):
         assert counts == [6, 1]
         assert error(logits, whole) < 1e-5 and error(some_logits, some) < 1e-5
 
@@ -276,7 +280,7 @@ def test_a_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path,
         load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
 
 
-def test_a_quantised_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint, tmp_path):
+def test_quantized_tensor_wider_than_its_config_is_refused(checkpoint, tmp_path):
     path = checkpoint("llama, for groups")
     quantise(path, lambda out, num_in: integer_layer(out + (out == 128), num_in, symmetric=False), INTEGERS)
     with pytest.raises(EngineError, match=r"mlp.gate_proj.weight is \(129, 64\), and its config wants \(128, 64\)"):
@@ -305,7 +309,7 @@ def test_a_quantised_tensor_that_is_wider_than_its_config_is_not_cut(checkpoint,
         (2, {"model_type": "mixtral", "quantization_config": GPTQ}, "the experts of 'mixtral' are quantised"),
     ],
 )
-def test_what_does_not_divide_is_refused_before_anything_is_loaded(tmp_path, size, changes, words):
+def test_indivisible_target_is_refused_before_loading(tmp_path, size, changes, words):
     config = dict(SHAPE, num_key_value_heads=2, num_attention_heads=4, model_type="llama", architectures=["X"])
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     (tmp_path / "model.safetensors").write_bytes(b"never read")

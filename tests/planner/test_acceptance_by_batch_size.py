@@ -6,7 +6,7 @@ import torch
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel, CalibratedAcceptance
 
 
-def made() -> AcceptanceByBatchSize:
+def new_acceptance() -> AcceptanceByBatchSize:
     return AcceptanceByBatchSize(AcceptanceModel((1,), 1))
 
 
@@ -14,43 +14,43 @@ def observe(acceptance: CalibratedAcceptance, num_sequences: int, probability: f
     acceptance.model.observe([torch.full((num_sequences, 1, 1), probability).log()], width=1)
 
 
-def worth(acceptance: CalibratedAcceptance) -> float:
+def expected_tokens(acceptance: CalibratedAcceptance) -> float:
     """Draft tokens of a sequence with one node."""
     return acceptance.model.expected([1])[0, 0, 0]
 
 
 def test_sizes_of_one_octave_share_what_is_known():
-    by_size = made()
+    by_size = new_acceptance()
     assert by_size.of(9) is by_size.of(16)
     assert by_size.of(3) is by_size.of(4)
     assert len({id(by_size.of(size)) for size in (1, 2, 3, 5, 9, 17)}) == 6
 
 
-def test_the_last_sequences_of_a_job_teach_nothing_about_a_full_batch():
-    by_size = made()
+def test_small_last_batches_do_not_change_full_batch_acceptance():
+    by_size = new_acceptance()
     observe(by_size.of(16), 16, 0.8)
     by_size.of(16).update(8, 10)
     trust = by_size.of(16).accuracy
     for _ in range(100):
         observe(by_size.of(2), 2, 0.1)
         by_size.of(2).update(0, 1)
-    assert worth(by_size.of(2)) == pytest.approx(0.1, abs=0.01)
-    assert worth(by_size.of(16)) == pytest.approx(0.8)
+    assert expected_tokens(by_size.of(2)) == pytest.approx(0.1, abs=0.01)
+    assert expected_tokens(by_size.of(16)) == pytest.approx(0.8)
     assert by_size.of(2).accuracy < 0.2 < trust == by_size.of(16).accuracy
 
 
 def test_a_new_size_begins_with_what_was_used_last():
-    by_size = made()
+    by_size = new_acceptance()
     observe(by_size.of(16), 16, 0.8)
     observe(by_size.of(2), 2, 0.1)  # sent, and not heard of yet
     by_size.of(2).update(1, 9)
-    assert worth(by_size.of(4)) == worth(by_size.of(2)) < 0.8
+    assert expected_tokens(by_size.of(4)) == expected_tokens(by_size.of(2)) < 0.8
     assert by_size.of(4).accuracy == by_size.of(2).accuracy < 1
 
 
-def test_a_size_that_was_not_asked_for_has_learnt_nothing_of_its_own():
+def test_batch_size_without_drafts_has_no_acceptance_of_its_own():
     """What the first drafts taught, before anything was calibrated, is not what one sequence begins with later."""
-    by_size = made()
+    by_size = new_acceptance()
     observe(by_size.last, 16, 0.1)
     observe(by_size.of(16), 16, 0.8)
-    assert worth(by_size.of(1)) == worth(by_size.of(16)) > 0.1
+    assert expected_tokens(by_size.of(1)) == expected_tokens(by_size.of(16)) > 0.1

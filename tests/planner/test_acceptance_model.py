@@ -20,7 +20,7 @@ def expected(curves: AcceptanceModel, width: int, depth: int, size: float) -> fl
     return curves.expected([size])[curves.widths.index(width), depth - 1, 0]
 
 
-def test_curves_are_the_sums_of_the_best_values_of_each_width_and_depth():
+def test_curves_are_sums_of_best_values_by_width_and_depth():
     curves = AcceptanceModel((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
     assert expected(curves, 1, 1, 1) == pytest.approx(0.8)
@@ -39,7 +39,7 @@ def test_children_are_told_of_their_parents_values():
     assert curves.children(2) == pytest.approx([0.5, 0.2], abs=0.08)
 
 
-def test_a_level_of_which_little_is_known_is_like_the_one_above_it():
+def test_rarely_seen_level_is_like_the_level_above_it():
     curves = AcceptanceModel((1, 2), 4)
     curves.observe(levels([0.8, 0.1], [0.8, 0.1], [0.1, 0.0]), width=2)
     assert curves.children(3) == pytest.approx([0.8 * 4 / 5 + 0.1 / 5, 0.1 * 4 / 5])
@@ -52,14 +52,14 @@ def test_a_level_of_which_little_is_known_is_like_the_one_above_it():
     assert curves.children(3)[0] == pytest.approx(0.9, abs=0.02)
 
 
-def test_of_wider_and_deeper_drafts_than_any_yet_the_least_is_known():
+def test_unseen_wider_and_deeper_drafts_are_worth_what_is_known():
     curves = AcceptanceModel((1, 2), 3)
     assert expected(curves, 2, 3, 4) == 0
     curves.observe([level[:, :1] for level in levels([0.8, 0.1])], width=1)
     assert expected(curves, 2, 3, 1) == pytest.approx(0.8)
 
 
-def test_recent_drafts_count_and_what_was_not_seen_changes_with_them():
+def test_recent_drafts_count_and_scale_estimates_of_unseen_ones():
     """A wide draft of an easy text, then narrow ones of a hard text: wider is as many times better as it was."""
     curves = AcceptanceModel((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.4]), width=2)

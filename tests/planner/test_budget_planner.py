@@ -26,7 +26,7 @@ from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat, h200
-from tests.support.toy_models import Roomy, run
+from tests.support.toy_models import RoomRecordingPlanner, run
 
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 
@@ -134,7 +134,7 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     assert len(after) > 40 and sum(not o.depth for o in after) < 0.5 * len(after)  # given up once, and retried
 
 
-def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
+def test_drafting_stopped_by_mistake_is_soon_probed_again(pair):
     """Whatever was spent on looking around before: a dear look once kept a batch of 32 plain to the end of its job."""
     made, prompts = pair
     believed = cpu()
@@ -152,7 +152,7 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     assert MEMORY // 2 < again - given_up < MEMORY * 2
 
 
-class Crowd(list):
+class BatchStub(list):
     """As much of a batch as a review looks at."""
 
     num_cached = 1000
@@ -164,7 +164,7 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     promised to lose 2 %, and did not find out for half of the job.
     """
     made, prompts = pair
-    believed, crowd = cpu(), Crowd(range(8))
+    believed, crowd = cpu(), BatchStub(range(8))
     planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
@@ -186,7 +186,7 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, costs)
     run(made.engine, prompts, [LONG] * 8)
     best, plain = (
-        planner.search.best(Crowd(range(8)), planner.acceptance_by_size.of(8), 0.0),
+        planner.search.best(BatchStub(range(8)), planner.acceptance_by_size.of(8), 0.0),
         planner.search.plain_rate(8, 1000),
     )
     costs.draft_overhead = CostCurve(
@@ -204,7 +204,7 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     assert modes.count(Mode.PROBING) < 0.2 * len(modes) < 0.5 * len(modes) < modes.count(Mode.OFF)
 
 
-class Teaching(SimulatedPlanner):
+class LearningTimePlanner(SimulatedPlanner):
     """Drafts teach, all of the first 30 and then one of four, and a lesson takes its time."""
 
     def __init__(self, planner: Planner, costs: StepCosts, lesson_s: float, phase: int):
@@ -228,7 +228,9 @@ def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
     """
     made, prompts = pair
     believed = cpu()
-    teaching = made.engine.planner = Teaching(BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu(), 0.02, phase)
+    teaching = made.engine.planner = LearningTimePlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu(), 0.02, phase
+    )
     run(made.engine, prompts * 3, [LONG] * 24)
     alone = cpu().draft_overhead(8)
     typical = alone**0.75 * (alone + 0.02) ** 0.25
@@ -255,7 +257,7 @@ def test_a_trial_goes_on_when_more_sequences_come(pair):
     assert tried and all(o.num_rows > o.batch_size for o in tried)
 
 
-class Disappointed(Roomy):
+class FailedProbesPlanner(RoomRecordingPlanner):
     """Whose first probes bring in nothing of all that was expected of them."""
 
     def observe(self, outcome):
@@ -264,10 +266,10 @@ class Disappointed(Roomy):
         super().observe(outcome)
 
 
-def test_what_was_expected_before_anything_was_known_is_not_held_against_drafts(pair):
+def test_overestimates_before_any_data_do_not_stop_drafting(pair):
     made, prompts = pair
     made.engine.drafter.reset_learning()
-    priced = made.engine.planner = Disappointed(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
+    priced = made.engine.planner = FailedProbesPlanner(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
     run(made.engine, prompts[:8], [SamplingParams(max_tokens=30)] * 8)
     assert all(o.plan.probe for o in priced.outcomes[:NUM_PROBES])
     assert all(o.depth for o in priced.with_room[NUM_PROBES:] if not o.plan.probe)
@@ -317,7 +319,7 @@ def graph_sizes(num_slots: int) -> PassSizes:
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_steps_are_replayed(pair, replays):
+def test_warm_up_drafts_for_part_of_the_batch_unless_replayed(pair, replays):
     made, prompts = pair
     planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), not replays, graph_sizes(8) if replays else None)
     priced = made.engine.planner = SimulatedPlanner(planner, h200())
@@ -330,12 +332,12 @@ def first_plain(drafts: list[bool]) -> int:
     return drafts.index(False) if False in drafts else len(drafts)
 
 
-def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a_row(pair):
+def test_overpriced_replayed_drafts_are_probed_twice_in_a_row(pair):
     """The first one after plain steps reads waiting pairs in a pass of its own, which says nothing of the others."""
     made, prompts = pair
     planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(8))
     planner.costs.catch_up = CostCurve([1], [0.5])
-    catching_up = CatchingUpBefore(planner, CostCurve([1], [0.5]))
+    catching_up = SeparateCatchUpPlanner(planner, CostCurve([1], [0.5]))
     priced = made.engine.planner = SimulatedPlanner(catching_up, h200(), sizes=graph_sizes(8))
     sequences = [Sequence(str(i), ids, LONG) for i, ids in enumerate(prompts * 10)]
     for sequence in sequences:
@@ -353,7 +355,7 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
     assert planner.modes.mode is Mode.ON
 
 
-class CatchingUpBefore:
+class SeparateCatchUpPlanner:
     """A planner that observes drafts after plain steps as a replaying engine would.
 
     believed: what it believes that catching up takes once it is off, whatever it has learned.
@@ -374,7 +376,7 @@ class CatchingUpBefore:
             self._planner.costs.catch_up, self._believed = self._believed, None
 
 
-def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer():
+def test_separate_catch_up_pass_does_not_raise_replayed_costs():
     planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(64))
     parts = dict(num_cached=1000, depth=4, num_catch_up=64, num_rows=64, num_accepted=30, num_prompt_tokens=0)
     seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)

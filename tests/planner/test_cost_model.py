@@ -35,7 +35,7 @@ from tests.support.toy_models import llama_engine
 
 
 @pytest.fixture(autouse=True)
-def log_is_heard(monkeypatch, caplog):
+def propagated_log(monkeypatch, caplog):
     """A job that ran before may have taken the log to stderr alone, or wanted to hear of errors only."""
     log = logging.getLogger("eagle_ray")
     monkeypatch.setattr(log, "propagate", True)
@@ -54,7 +54,7 @@ def some_costs() -> StepCosts:
     return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
 
 
-def hear(costs: StepCosts, outcome: StepOutcome) -> None:
+def update_costs(costs: StepCosts, outcome: StepOutcome) -> None:
     costs.update(outcome, costs.predict(outcome))
 
 
@@ -65,7 +65,7 @@ def test_more_rows_never_cost_less(values):
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(read))
 
 
-def test_what_already_rises_is_left_alone_and_what_falls_is_shared():
+def test_isotonic_leaves_rising_values_and_averages_falling_ones():
     assert isotonic([1.0, 2.0, 3.0]) == pytest.approx([1, 2, 3])
     assert isotonic([1.0, 8.0, 2.0]) == pytest.approx([1, 4, 4])
 
@@ -88,7 +88,7 @@ def test_one_odd_time_at_the_end_does_not_make_large_passes_dear():
     assert curve(1000) == pytest.approx(15 + 900 * (15.0 - 5.9) / 50)
 
 
-def test_the_first_time_of_a_pass_larger_than_any_before_is_half_believed():
+def test_first_time_of_a_larger_pass_is_weighted_by_half():
     """It pays for what is made once: 2,400 pairs took 0.6 s, then 0.2, and prompts came to look twice as dear."""
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
     curve.update(48, ratio=4.0)
@@ -100,7 +100,7 @@ def test_the_first_time_of_a_pass_larger_than_any_before_is_half_believed():
     assert curve.rows[-1] == 48
 
 
-def test_the_first_time_of_a_pass_larger_than_any_before_is_no_shorter_than_others():
+def test_shorter_first_time_of_a_larger_pass_counts_in_full():
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
     curve.update(48, ratio=0.8)
     assert curve(48) == pytest.approx(0.8 * (2.5 + 0.1 * 32))
@@ -117,19 +117,19 @@ def test_sizes_that_are_each_run_once_are_priced_all_the_same(measured: list[int
     assert curve(rows) == pytest.approx(took, rel=0.2)
 
 
-def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
+def test_steps_correct_costs_of_their_rows_and_less_of_others():
     costs = some_costs()
     for _ in range(200):  # everything takes twice as long, and 16 rows four times
         for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
-            hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1)))
+            update_costs(costs, StepOutcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1)))
     assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.15)
     assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.15)
 
 
-def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
+def test_wrong_cost_is_corrected_by_running_one_size_alone():
     costs = some_costs()
     for _ in range(100):
-        hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05)))
+        update_costs(costs, StepOutcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05)))
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
     assert costs.verify(1) < costs.verify(16) * 0.6
 
@@ -143,7 +143,7 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
 
 
 @pytest.mark.parametrize(("most", "taken", "rises"), [(math.inf, 0.3, True), (0.0, 0.3, False), (0.0, 0.02, False)])
-def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(most, taken, rises):
+def test_unusual_step_may_only_lower_the_draft_overhead(most, taken, rises):
     costs = some_costs()
     outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
     costs.update(outcome, costs.predict(outcome), most)
@@ -151,7 +151,7 @@ def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(most, taken,
     assert (costs.draft_overhead(4) < 0.1) == (taken < 0.1)
 
 
-def test_what_is_learned_of_overhead_has_a_limit_where_one_is_set():
+def test_learned_overhead_is_bounded_where_a_limit_is_set():
     costs = some_costs()
     outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, 0.9))
     for _ in range(100):
@@ -171,7 +171,7 @@ def test_what_each_sampled_row_takes_is_learned_from_plain_steps():
     assert greedy.predict(drafted).overhead == greedy.draft_overhead(4)
 
 
-def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
+def test_widths_and_depths_at_once_cost_what_each_costs_alone():
     costs = replace(some_costs(), expand=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
     each = [[costs.draft_seconds(5, 4 * width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
     assert costs.catch_up(5) + costs.level_seconds([4, 12], 3) == pytest.approx(np.array(each))
@@ -192,7 +192,7 @@ def test_what_a_sequence_adds_is_told_from_what_rows_do():
     assert seconds_per_sequence({(4, 4): [1.0]}) == 0 and seconds_per_sequence({(8, 1): [2.0], (8, 8): [1.0]}) == 0
 
 
-def test_on_a_cpu_what_is_caught_up_fits_the_kernels_that_are_made():
+def test_cpu_catch_up_steps_fit_the_kernels_that_are_made():
     assert [catch_up_steps(n, "cpu", 6) for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
     assert {catch_up_steps(n, "cuda", 6) for n in (1, 16, 256)} == {4}  # with those of a tree of 2 levels, 7 at most
 
@@ -201,7 +201,7 @@ def test_a_draft_of_one_level_says_nothing_of_further_ones():
     costs = some_costs()
     for _ in range(50):  # reading takes half as long, levels as long as was thought
         for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
-            hear(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
+            update_costs(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
     assert costs.catch_up(8) == pytest.approx(0.05, rel=0.1) and costs.expand(8) == pytest.approx(0.1, rel=0.15)
 
 
@@ -217,7 +217,7 @@ def test_real_steps_are_measured_and_forgotten():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
+def test_contexts_are_read_from_shared_or_from_own_blocks(apart, monkeypatch):
     engine = llama_engine(4, 8, 3, 3)
     planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
     engine.planner = planner
@@ -233,7 +233,7 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     engine.scheduler.check_integrity()
 
 
-class Untaught(UniformPlanner):
+class UncallablePlanner(UniformPlanner):
     """Fails as soon as it is asked or told anything."""
 
     def plan(self, batch):
@@ -244,9 +244,9 @@ class Untaught(UniformPlanner):
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
-def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
+def test_warm_up_steps_are_neither_counted_nor_learned_from(tree):
     engine = llama_engine(2, *tree)
-    engine.planner = planner = Untaught(TreeBounds(*tree))
+    engine.planner = planner = UncallablePlanner(TreeBounds(*tree))
     warm_up(engine)
     assert engine.planner is planner and not engine.has_work and engine.counters.num_steps == 0
     engine.scheduler.check_integrity()
@@ -256,7 +256,7 @@ def test_a_drafter_of_one_level_can_be_measured():
     assert calibrate_costs(llama_engine(2, 1, 1, 1)).expand(1) > 0
 
 
-def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):
+def test_costs_are_measured_once_and_cached_by_their_parts(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     calls = []
 
@@ -303,7 +303,7 @@ DAMAGED_COSTS: list[dict[str, object]] = [
 ]
 
 
-def test_costs_of_another_machine_are_kept_if_they_are_whole_and_what_the_name_says(tmp_path, monkeypatch):
+def test_costs_of_another_machine_are_adopted_only_if_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "there"))
     parts = {"target": {"labels": {number: "x" for number in range(12)}}}
     cached_costs(parts, some_costs)

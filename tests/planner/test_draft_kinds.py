@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass
-class World:
+class SimulatedTexts:
     """Texts of which a model's drafts are accepted with one probability, and what is looked up with another.
 
     Attributes:
@@ -105,7 +105,7 @@ def share(plans: list[DraftPlan], kind: DraftKind) -> float:
 
 @pytest.mark.parametrize("can_sync", [True, False])
 def test_lookups_are_on_and_the_model_off_where_only_lookups_pay(can_sync):
-    world, planner = World(model=0.05, lookups=0.8), planner_of(*BOTH, can_sync=can_sync)
+    world, planner = SimulatedTexts(model=0.05, lookups=0.8), planner_of(*BOTH, can_sync=can_sync)
     world.run(planner, 100)
     plans = world.run(planner, 400)
     assert planner.planner.modes.mode is Mode.ON and planner.planner.modes.kind is DraftKind.LOOKUPS
@@ -116,14 +116,14 @@ def test_lookups_are_on_and_the_model_off_where_only_lookups_pay(can_sync):
 def test_lookups_that_seldom_find_anything_stay_on_if_that_pays():
     """In one step of ten they propose four tokens; on an average over steps no number of rows would pay."""
     dear_rows = flat(free_rows=1)
-    world = World(model=0.05, lookups=0.97, share_found=0.1)
+    world = SimulatedTexts(model=0.05, lookups=0.97, share_found=0.1)
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(free_rows=1), kinds=BOTH), dear_rows)
     world.run(planner, 400, size=1)
     assert share(world.run(planner, 400, size=1), DraftKind.LOOKUPS) > 0.9
 
 
 def test_the_better_kind_is_on_where_both_pay():
-    world, planner = World(model=0.9, lookups=0.3), planner_of(*BOTH, head_share=0.05)
+    world, planner = SimulatedTexts(model=0.9, lookups=0.3), planner_of(*BOTH, head_share=0.05)
     world.run(planner, 100)
     assert share(world.run(planner, 400), DraftKind.MODEL) > 0.9
     assert planner.will_draft
@@ -135,8 +135,8 @@ def test_the_better_kind_is_on_where_both_pay():
 
 @pytest.mark.parametrize("num_steps", [2000, pytest.param(7000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kinds", [BOTH, (DraftKind.MODEL,), (DraftKind.LOOKUPS,)])
-def test_where_nothing_pays_probes_become_rare_and_begin_again_with_other_texts(kinds, num_steps):
-    world, planner = World(model=0.05, lookups=0.0), planner_of(*kinds)
+def test_useless_probes_become_rare_and_resume_with_new_texts(kinds, num_steps):
+    world, planner = SimulatedTexts(model=0.05, lookups=0.0), planner_of(*kinds)
     early = world.run(planner, 1000)
     planner.reset()
     late = world.run(planner, num_steps)
@@ -154,7 +154,7 @@ def test_where_nothing_pays_probes_become_rare_and_begin_again_with_other_texts(
 
 def test_texts_that_go_on_as_before_do_not_restart_probes():
     """Though its tokens change at every step, as those of one kind of text do."""
-    world, planner = World(model=0.05, lookups=0.0), planner_of(DraftKind.MODEL)
+    world, planner = SimulatedTexts(model=0.05, lookups=0.0), planner_of(DraftKind.MODEL)
     world.run(planner, 2000)
     world.model = 0.9
     plans = world.run(planner, 500)
@@ -162,14 +162,14 @@ def test_texts_that_go_on_as_before_do_not_restart_probes():
 
 
 def test_a_drafter_without_a_model_is_never_asked_for_its_drafts():
-    world, planner = World(model=0.9, lookups=0.9), planner_of(DraftKind.LOOKUPS)
+    world, planner = SimulatedTexts(model=0.9, lookups=0.9), planner_of(DraftKind.LOOKUPS)
     plans = world.run(planner, 300)
     assert share(plans, DraftKind.MODEL) == 0 and share(plans, DraftKind.LOOKUPS) > 0.9
 
 
 def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     """A small loss is no reason to turn drafts off at once, since what they take is only observed while they are on."""
-    world, planner = World(model=0.9, lookups=0.0), planner_of(DraftKind.MODEL, head_share=0.05)
+    world, planner = SimulatedTexts(model=0.9, lookups=0.0), planner_of(DraftKind.MODEL, head_share=0.05)
     world.run(planner, 100)
     ours = planner.planner
     assert ours.modes.mode is Mode.ON
@@ -183,7 +183,7 @@ def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     assert ours.modes.mode is not Mode.ON
 
 
-class Reads:
+class IndexedTokens:
     """The tokens that an index has read, of which a share had followed the same run before."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Reads:
 
 @pytest.mark.parametrize("num_steps", [1500, pytest.param(6000, marks=pytest.mark.slow)])
 def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
-    reads, world = Reads(), World(model=0.02, lookups=0.0)
+    reads, world = IndexedTokens(), SimulatedTexts(model=0.02, lookups=0.0)
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
     world.run(planner, num_steps)
     assert planner.planner.modes.mode is Mode.OFF
@@ -208,8 +208,8 @@ def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
 
 
 @pytest.mark.parametrize("num_steps", [1500, pytest.param(4000, marks=pytest.mark.slow)])
-def test_texts_that_repeat_to_no_profit_are_not_tried_again_and_again(num_steps):
-    reads, world = Reads(), World(model=0.02, lookups=0.0)
+def test_repeating_texts_without_gain_are_not_tried_repeatedly(num_steps):
+    reads, world = IndexedTokens(), SimulatedTexts(model=0.02, lookups=0.0)
     reads.share = 0.5
     planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
     world.run(planner, 1000)

@@ -136,13 +136,13 @@ class Cells(HTMLParser):
             self.labels.append(dict(attrs).get("data-label"))
 
 
-def test_every_number_of_a_table_carries_its_heading_for_narrow_screens():
+def test_every_table_number_has_its_heading_for_narrow_screens():
     labels = Cells(page(summary(), record())).labels
     headings = ["category", "rows", "errors", "tokens", "nodes/step", "tokens/s of a row", "tau", None]
     assert labels[: 3 * len(headings)] == 3 * headings
 
 
-def test_plots_over_time_are_drawn_for_wide_and_for_narrow_screens():
+def test_plots_over_time_have_wide_and_narrow_versions():
     html = page(summary(**SECTIONS["Over time"]), record())
     assert html.count('<svg class="wide"') == html.count('<svg class="narrow"') == 2
 
@@ -150,7 +150,7 @@ def test_plots_over_time_are_drawn_for_wide_and_for_narrow_screens():
 @pytest.mark.parametrize(
     ("interval", "says"), [([2.31, 2.7], "95 % interval [2.31, 2.70]"), (None, "too few rows for an interval")]
 )
-def test_a_speed_up_has_its_interval_or_says_that_rows_were_too_few(interval, says):
+def test_speed_up_has_an_interval_or_a_note_of_too_few_rows(interval, says):
     (speeds,) = SECTIONS["Against plain decoding"].values()
     shown = Outline(page(summary(baseline_rows=speeds | {"speed_up_interval": interval}), record()))
     assert says in " ".join(shown.words)

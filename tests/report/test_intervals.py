@@ -36,7 +36,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert 920 <= sum(i.bound <= 2 for i in intervals) <= 977
 
 
-def test_a_pooled_ratio_is_of_sums_and_does_not_mind_uneven_rounds():
+def test_pooled_ratio_is_of_sums_and_unaffected_by_uneven_rounds():
     steady, uneven = [(10, 1.0)] * 40, [(10, 0.5), (10, 1.5)] * 20
     pooled = pooled_ratio(list(zip(uneven, steady, strict=True)))
     assert pooled.mean == pytest.approx(1.0) and 0.8 < pooled.low < pooled.bound < 1 < pooled.high < 1.25

@@ -38,7 +38,7 @@ BASELINE = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> str:
+def page_url(tmp_path_factory) -> str:
     """A page with every section there is."""
     sections = {name: value for section in SECTIONS.values() for name, value in section.items()}
     file = tmp_path_factory.mktemp("page") / "report.html"
@@ -48,9 +48,9 @@ def place(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 800, 1400])
-def test_the_page_fits_its_width_and_its_plots_can_be_read(place, tmp_path, width, dark):
+def test_the_page_fits_its_width_and_its_plots_can_be_read(page_url, tmp_path, width, dark):
     with browser(tmp_path, width, 900, dark) as driver:
-        driver.get(place)
+        driver.get(page_url)
         assert driver.execute_script("return document.documentElement.scrollWidth") == width
         texts, cells = driver.execute_script(OF_VISIBLE_TEXTS), driver.execute_script(OF_CELLS)
     assert len(texts) > 40

@@ -45,7 +45,7 @@ def test_what_counts_as_a_score(value, score):
     assert as_score(value) == score
 
 
-def test_the_majority_is_the_most_frequent_answer_and_ties_count_equally():
+def test_majority_is_the_commonest_answer_and_ties_count_equally():
     assert majority_score([("4", 1), ("4", 1), ("5", 0)]) == 1
     assert majority_score([("4", 1), ("5", 0)]) == 0.5
     assert majority_score([(None, 1), (None, 0), ("5", 0), ("5", 0)]) == 0  # answers that are absent are not equal
@@ -88,7 +88,7 @@ def test_nothing_scored_is_no_number():
     assert report["total"]["mean"] == {"mean": None, "interval": None} and "-" in scores_text(report)
 
 
-def test_intervals_are_wilsons_for_zeros_and_ones_and_students_otherwise():
+def test_intervals_are_wilson_for_binary_scores_and_else_student():
     assert interval_of(np.array([1.0] * 8 + [0.0] * 2)) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # by hand
     assert interval_of(np.ones(10))[0] == pytest.approx(0.7225, abs=1e-4)
     assert interval_of(np.array([0.5, 0.25])) is None

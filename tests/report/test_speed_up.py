@@ -25,12 +25,12 @@ def test_the_ratio_is_of_the_pooled_speeds():
     assert SpeedUp.of([(10, 1.0, 10, 2.0), (30, 3.0, 30, 10.0)]).ratio == pytest.approx(3.0)
 
 
-def test_the_interval_holds_the_true_ratio_and_narrows_with_the_rows():
+def test_interval_contains_the_true_ratio_and_narrows_with_rows():
     few, many = (SpeedUp.of(pairs_of(num, seed=1)).interval for num in (MIN_PAIRS, 400))
     assert many[0] < TRUE_RATIO < many[1] and 2 * (many[1] - many[0]) < few[1] - few[0]
 
 
-def test_nine_of_ten_intervals_over_the_fewest_pairs_hold_the_true_ratio():
+def test_nine_of_ten_smallest_intervals_contain_the_true_ratio():
     intervals = [SpeedUp.of(pairs_of(MIN_PAIRS, seed)).interval for seed in range(100)]
     assert sum(low <= TRUE_RATIO <= high for low, high in intervals) >= 88
 
@@ -73,7 +73,7 @@ def test_two_runs_are_compared_on_the_rows_that_both_have(runs):
     assert max(map(len, table.splitlines())) <= 100
 
 
-def test_rows_that_decoded_nothing_after_their_first_token_are_no_pairs(tmp_path):
+def test_rows_without_tokens_after_their_first_are_no_pairs(tmp_path):
     names = [f"a{i}" for i in range(MIN_PAIRS)]
     one_token = write(tmp_path / "one", [row(name, "code", 0, 0, decode_s=3e-6) for name in names])
     more = write(tmp_path / "more", [row(name, "code", 10, 5) for name in names])

@@ -25,14 +25,14 @@ def error() -> dict:
     return KEYS | {"status": "error", "error_code": "no", "error_message": "no", "worker_id": "w", "attempt": 1}
 
 
-def of(*files: list[dict]) -> ReadColumns:
+def columns_of(*files: list[dict]) -> ReadColumns:
     """Files of these rows, as a run's are read."""
     made = [table_of(rows, output_schema([])) for rows in files]
     return lambda columns: (table.select(columns) for table in made)
 
 
 def test_a_rows_tokens_and_slot_are_spread_over_its_time():
-    found = timeline(of([row(0, 4, 40), row(1, 3, 10, queue_s=1), error()]))
+    found = timeline(columns_of([row(0, 4, 40), row(1, 3, 10, queue_s=1), error()]))
     assert (found["bin_s"], found["num_bins"]) == (0.1, 40)
     worker = found["workers"]["w"]
     assert worker["tokens_per_s"][:20] == [10] * 20 and worker["tokens_per_s"][20:30] == [20] * 10
@@ -43,7 +43,7 @@ def test_a_rows_tokens_and_slot_are_spread_over_its_time():
 
 def test_nothing_is_lost_in_the_bins_of_many_files():
     files = [[row(i + j / 7, i + j + 3, 1 + i * j, worker=f"w{j % 3}") for j in range(9)] for i in range(40)]
-    found = timeline(of(*files))
+    found = timeline(columns_of(*files))
     assert found["num_bins"] <= MAX_BINS and sorted(found["workers"]) == ["w0", "w1", "w2"]
     rows = [entry for file in files for entry in file]
     for name, worker in found["workers"].items():
@@ -53,7 +53,7 @@ def test_nothing_is_lost_in_the_bins_of_many_files():
 
 
 def test_the_time_between_attempts_is_left_out():
-    found = timeline(of([row(0, 10, 5)], [row(80_000, 80_005, 5, "x", attempt=3)]))
+    found = timeline(columns_of([row(0, 10, 5)], [row(80_000, 80_005, 5, "x", attempt=3)]))
     assert [(a["attempt"], a["offset_s"]) for a in found["attempts"]] == [(1, 0), (3, 10)]
     assert found["bin_s"] * found["num_bins"] == pytest.approx(15)
     assert found["workers"]["x"]["busy_slots"][: round(10 / found["bin_s"])] == [0] * round(10 / found["bin_s"])
@@ -61,14 +61,14 @@ def test_the_time_between_attempts_is_left_out():
 
 def test_workers_beyond_a_page_are_added_up():
     rows = [row(0, 1, 100 - i, worker=f"w{i:02d}") for i in range(MAX_WORKERS + 3)]
-    workers = timeline(of(rows))["workers"]
+    workers = timeline(columns_of(rows))["workers"]
     assert len(workers) == MAX_WORKERS + 1
     assert workers[OTHERS]["rows"] == 3 and workers[OTHERS]["output_tokens"] == 68 + 67 + 66
 
 
 def test_without_answers_there_is_no_time():
-    assert timeline(of()) is None
-    assert timeline(of([error()])) is None
+    assert timeline(columns_of()) is None
+    assert timeline(columns_of([error()])) is None
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.5, 12, 13, 700, 86_400, 1e7])
@@ -80,9 +80,9 @@ def test_bins_cover_the_time_and_are_not_too_many(seconds):
 def test_steps_are_counted_by_their_budget():
     first = row(0, 1, 5) | {"per_step_budget": [1, 4, 4], "per_step_accepted": [0, 2, 1]}
     second = row(0, 1, 5) | {"per_step_budget": [4], "per_step_accepted": [3]}
-    found = budgets(of([first, error()], [second]))
+    found = budgets(columns_of([first, error()], [second]))
     assert found == {"budget": [1, 4], "steps": [1, 3], "accepted": [0, 6]}
 
 
 def test_a_job_that_stored_no_budgets_has_none():
-    assert budgets(of([row(0, 1, 5)])) is None
+    assert budgets(columns_of([row(0, 1, 5)])) is None

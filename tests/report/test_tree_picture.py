@@ -13,7 +13,7 @@ def test_the_example_of_the_docstring():
     assert doctest.testmod(module).failed == 0
 
 
-def test_candidates_without_a_row_are_counted_and_long_tokens_cut():
+def test_unverified_candidates_are_counted_and_long_tokens_cut():
     nodes = [
         PictureNode("\n", -1, 1.0, True, True),
         PictureNode("x" * 40, 0, 0.5, True, False),
@@ -31,20 +31,20 @@ def test_a_root_alone():
     assert tree_picture([PictureNode("a", -1, 1.0, True, True)]) == '"a"'
 
 
-def drawn(*nodes: PictureNode) -> tuple[str, str]:
+def drawings_of(*nodes: PictureNode) -> tuple[str, str]:
     """Return the drawing for wide screens and the one for narrow ones."""
     wide, narrow = draft_tree([node.as_json() for node in nodes]).split("</svg>")[:2]
     return wide, narrow
 
 
-def tops(svg: str) -> dict[str, float]:
+def word_tops(svg: str) -> dict[str, float]:
     """Return where the box of each word begins, from above."""
     boxes = re.findall(r'<rect [^>]* y="([\d.-]+)"[^>]*/><text [^>]*>([^<]*)', svg)
     return {word.strip(): float(y) for y, word in boxes}
 
 
-def test_the_drawn_tree_has_the_path_the_tried_and_the_likeliest_others():
-    wide, narrow = drawn(
+def test_drawn_tree_has_accepted_verified_and_likeliest_nodes():
+    wide, narrow = drawings_of(
         PictureNode("<a>", -1, 1.0, True, True),
         PictureNode(" b", 0, 0.9, True, True),
         PictureNode(" c", 0, 0.1, True, False),
@@ -57,19 +57,19 @@ def test_the_drawn_tree_has_the_path_the_tried_and_the_likeliest_others():
         assert 'stroke-width="4.9"' in svg and 'stroke-width="1.0"' in svg
         assert "90 %" in svg and ">0 %" in svg
         ElementTree.fromstring(f"{svg}</svg>")
-    beside, below = tops(wide), tops(narrow)
+    beside, below = word_tops(wide), word_tops(narrow)
     assert beside["&lt;a&gt;"] == beside["b"] == beside["d"] < beside["\N{OPEN BOX}"] < beside["c"]
     assert list(below) == sorted(below, key=below.get) == ["&lt;a&gt;", "b", "d", "\N{OPEN BOX}", "c"]
 
 
-def test_every_verified_node_is_drawn_and_no_candidate_without_its_parent():
+def test_every_verified_node_is_drawn_and_no_orphan_candidate():
     chain = [PictureNode(f"w{i}", i - 1, 0.9**i, True, False) for i in range(MAX_NODES + 5)]
     ghosts = [PictureNode("x", 0, 0.5, False, False)]
-    assert drawn(*chain, *ghosts)[0].count("<rect") == len(chain)
+    assert drawings_of(*chain, *ghosts)[0].count("<rect") == len(chain)
     few = [PictureNode("a", -1, 1.0, True, True), PictureNode("b", 0, 0.5, True, True)]
     many = [PictureNode(f"c{i}", 0 if i % 2 else 1, 0.01, False, False) for i in range(50)]
     below = [PictureNode(f"d{i}", 2 + i, 0.01, False, False) for i in range(50)]
-    svg = drawn(*few, *many, *below)[0]
+    svg = drawings_of(*few, *many, *below)[0]
     assert svg.count("<rect") == MAX_NODES == svg.count("<path") + 1
 
 

@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(params=ANSWERS.values(), ids=ANSWERS)
-def finished(request, tokenizer):
+def finished_request(request, tokenizer):
     """The request, the job's configuration and the finished sequence."""
     prompt, text = request.param
     settings = {"input.path": "in", "output.path": "out", "model.target": "embedded:tiny"}
@@ -73,9 +73,9 @@ def answers_of(finished, tokenizer):
     )
 
 
-def test_a_line_of_a_batch_has_the_choice_of_the_body(finished, tokenizer):
-    asked, config, sequence = finished
-    answers = answers_of(finished, tokenizer)
+def test_a_line_of_a_batch_has_the_choice_of_the_body(finished_request, tokenizer):
+    asked, config, sequence = finished_request
+    answers = answers_of(finished_request, tokenizer)
     constants = {"run_id": "r", "config_hash": "h", "target_model": "m"}
     rows = OutputRows(config, tokenizer, constants, 0.0).of(asked, [sequence])
     url = "/v1/chat/completions" if answers.is_chat else "/v1/completions"
@@ -86,8 +86,8 @@ def test_a_line_of_a_batch_has_the_choice_of_the_body(finished, tokenizer):
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_the_chunks_add_up_to_the_body(finished, tokenizer, step):
-    answers = answers_of(finished, tokenizer)
+def test_the_chunks_add_up_to_the_body(finished_request, tokenizer, step):
+    answers = answers_of(finished_request, tokenizer)
     [choice], [whole] = answers.choices, answers.body()["choices"]
     sequence, num_ids = choice.sequence, len(choice.sequence.output_ids)
     chunks, texts, logprobs = ChoiceChunks(answers, choice), {}, []
@@ -105,8 +105,8 @@ def test_the_chunks_add_up_to_the_body(finished, tokenizer, step):
         assert [one for part in logprobs if part for one in part[name]] == whole["logprobs"][name]
 
 
-def test_python_has_the_parts_of_the_body(finished, tokenizer):
-    answers, (asked, config, sequence) = answers_of(finished, tokenizer), finished
+def test_python_has_the_parts_of_the_body(finished_request, tokenizer):
+    answers, (asked, config, sequence) = answers_of(finished_request, tokenizer), finished_request
     reader = answer_reader(asked, config, tokenizer)
     output = completion_of(sequence, reader.finished(sequence, 0, "key"), 2, reader.spell)
     [whole] = answers.body()["choices"]

@@ -22,12 +22,12 @@ TEMPLATE = (
 )
 
 
-def written(messages) -> list[dict]:
+def template_form(messages) -> list[dict]:
     return template_messages(parse_messages(messages, "messages"))
 
 
 def test_what_the_template_reads():
-    user, call, tool = written(CHAT)
+    user, call, tool = template_form(CHAT)
     assert user == {"role": "user", "name": "ann", "content": "Weather?"} and tool == TOOL
     assert call["content"] is None and call["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     [text], _ = render_jinja_template([[user, call, tool]], chat_template=TEMPLATE)
@@ -41,21 +41,21 @@ def test_messages_are_kept_as_the_row_has_them():
 
 def test_parquet_has_every_key_of_every_message():
     padded = [{"role": m["role"], "name": None, "content": None, "tool_calls": None} | m for m in CHAT]
-    assert written(padded) == written(CHAT)
+    assert template_form(padded) == template_form(CHAT)
     call = {"index": None, **CALL, "function": CALL["function"] | {"strict": None}}
-    assert written([{"role": "assistant", "content": None, "tool_calls": [call]}]) == written(CHAT[1:2])
+    assert template_form([{"role": "assistant", "content": None, "tool_calls": [call]}]) == template_form(CHAT[1:2])
     part = {"type": "text", "text": "Hi", "image_url": None, "cache_control": {"type": "ephemeral"}}
-    assert written([{"role": "user", "content": [part]}]) == [{"role": "user", "content": "Hi"}]
+    assert template_form([{"role": "user", "content": [part]}]) == [{"role": "user", "content": "Hi"}]
 
 
-def test_a_message_without_content_key_and_arguments_that_are_no_object_stay():
+def test_missing_content_and_non_object_arguments_are_unchanged():
     bare = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
-    assert written([bare]) == [bare]
+    assert template_form([bare]) == [bare]
 
 
 @pytest.mark.parametrize("function", [{}, *({"arguments": x} for x in ("null", "", " \n", None, {}))])
 def test_a_call_without_arguments_has_an_empty_object(function):
-    [message] = written([{"role": "assistant", "tool_calls": [{"function": {"name": "now"} | function}]}])
+    [message] = template_form([{"role": "assistant", "tool_calls": [{"function": {"name": "now"} | function}]}])
     assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 

@@ -48,14 +48,14 @@ def test_no_other_module_lists_parameters():
 
 
 @pytest.mark.parametrize("row", [*SAMPLING.values(), *CHAT.values(), *BODY.values()], ids=lambda row: row.name)
-def test_a_row_says_what_it_does_and_what_a_value_must_be_at_each_door(row):
+def test_parameter_has_a_description_and_a_form_in_every_api(row):
     assert row.about.endswith(".") and row.apis
     assert row.defaults.keys() | row.required <= {*row.apis}
-    assert all(row.kind_at(door).form for door in row.apis)
+    assert all(row.kind_at(api).form for api in row.apis)
 
 
 def test_a_refused_parameter_is_not_one_of_its_doors():
-    """A row of REFUSED that is also a parameter here is refused at the doors that do not have it."""
+    """A row of REFUSED that is also a parameter here is refused at the APIs that do not have it."""
     rows = {**SAMPLING, **CHAT, **BODY}
     assert not [name for name, row in REFUSED.items() if name in rows and row.apis <= rows[name].apis]
     assert not [name for name, row in REFUSED.items() if row.use is not None and row.use not in rows]
@@ -70,26 +70,26 @@ def test_what_to_do_about_a_parameter_is_what_its_door_has():
     assert fix_of("x", Api.CHAT) == "leave it out"
 
 
-def found_at_every_door(name, value):
-    """Return what each door makes of a parameter: None if it is not given, or the error."""
+def found_in_every_api(name, value):
+    """Return what each API makes of a parameter: None if it is not given, or the error."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", name: value}}
-    doors = {
+    readers = {
         "row": lambda: prompt_requests([{"prompt": "Hi", name: value}])[0],
         "Python": lambda: SamplingParams(**{name: value}).given(),
         "line": lambda: parse_batch_line(line),
         "HTTP": lambda: CompletionRequest.read({"prompt": "Hi", name: value}).values,
     }
-    for door, read in doors.items():
+    for api, read in readers.items():
         try:
             found = read()
         except (RequestError, ConfigError) as error:
-            yield door, error
+            yield api, error
             continue
-        if door == "row":
-            yield door, found.error or found.sampling.get(name)
+        if api == "row":
+            yield api, found.error or found.sampling.get(name)
         else:
             wrong = found.get("prompt") if isinstance(found.get("prompt"), RequestError) else None
-            yield door, wrong or found.get(name)
+            yield api, wrong or found.get(name)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,17 @@ def found_at_every_door(name, value):
     [*((name, "") for name in ("regex", "grammar", "stop", "bad_words", "json_schema")), ("response_format", {})],
 )
 def test_an_empty_value_asks_for_nothing_at_every_door(name, value):
-    assert [found for _, found in found_at_every_door(name, value)] == [None] * 4
+    assert [found for _, found in found_in_every_api(name, value)] == [None] * 4
     config = load_config(None, env={}, overrides={"input.path": "a", "output.path": "b", f"sampling.{name}": value})
     assert getattr(config.sampling, name) == SAMPLING[name].default
 
 
 @pytest.mark.parametrize("name", ["choice", "allowed_token_ids"])
-def test_an_empty_list_that_allows_nothing_is_refused_at_every_door(name):
-    assert all(isinstance(found, Exception) and name in str(found) for _, found in found_at_every_door(name, []))
+def test_empty_list_that_allows_nothing_is_refused_in_every_api(name):
+    assert all(isinstance(found, Exception) and name in str(found) for _, found in found_in_every_api(name, []))
 
 
-def test_an_empty_tool_choice_and_logprobs_that_are_false_ask_for_nothing():
+def test_empty_tool_choice_and_false_logprobs_set_nothing():
     hi = [{"role": "user", "content": "Hi"}]
     for empty in ("", [], {}):
         assert "tool_choice" not in ChatRequest.read({"messages": hi, "tool_choice": empty}).values
@@ -127,7 +127,7 @@ def test_an_empty_tool_choice_and_logprobs_that_are_false_ask_for_nothing():
         ("add_special_tokens", "Leave it out."),
     ],
 )
-def test_python_is_told_what_rows_are_told_about_a_parameter_that_is_not_one(name, hint):
+def test_unknown_parameter_has_the_same_hint_in_python_and_rows(name, hint):
     wrong = {name: {"a": 1}}
     for ask in (lambda: SamplingParams(**wrong), lambda: prompt_requests([{"prompt": "Hi", **wrong}])):
         with pytest.raises(ConfigError) as error:
@@ -135,13 +135,13 @@ def test_python_is_told_what_rows_are_told_about_a_parameter_that_is_not_one(nam
         assert name in str(error.value) and str(error.value).endswith(hint)
 
 
-def test_a_text_that_is_no_json_has_the_form_and_the_reason_at_every_door():
-    for _, found in found_at_every_door("json_schema", "{'a'"):
+def test_invalid_json_text_names_form_and_reason_in_every_api():
+    for _, found in found_in_every_api("json_schema", "{'a'"):
         assert "must be a JSON schema, as an object or as JSON text" in str(found)
         assert "(Expecting property name enclosed in double quotes" in str(found)
 
 
-def test_a_default_of_a_parameter_that_a_body_lacks_does_not_apply_to_it():
+def test_default_applies_only_to_apis_that_have_the_parameter():
     defaults = {"thinking_budget": 5, "temperature": 0.5}
     chat = ChatRequest.read({"messages": [{"role": "user", "content": "Hi"}]})
     completion = CompletionRequest.read({"prompt": "Hi"})

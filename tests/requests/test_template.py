@@ -84,7 +84,7 @@ def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
         PromptTemplate.of("{u}").prompt_of({"u": {date(2026, 1, 31): 1}})
 
 
-def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
+def test_template_fills_prompts_from_columns_and_carries_them(make_job):
     rows = [{"id": "a", "q": "1 + 1", "text": "2"}, {"id": "b", "q": "2 + 2"}]
     config = make_job(rows, **{"input.template": "{q} = {text}?"})
     plan = plan_input(config)

@@ -31,7 +31,7 @@ def test_python_and_rows_have_it_as_it_is():
     assert row_logprobs(columns | {"output_token_ids": None}) is None
 
 
-def test_the_requested_alternatives_alone_are_shown_with_their_ranks():
+def test_only_requested_alternatives_are_shown_with_their_ranks():
     [token] = python_form(token_logprobs([7], [-3.0], [[(5, -0.1), (7, -3.0)]]), str, 1)
     assert token == {5: Logprob(-0.1, 1, "5"), 7: Logprob(-3.0, 2, "7")}
     assert python_form(token_logprobs([7], [None], [[]]), str, 1) == [None]

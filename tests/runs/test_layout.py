@@ -42,7 +42,7 @@ def rows_by_id(expected: ExpectedRows) -> dict[bytes, int]:
     return dict(zip(table["id"].tolist(), table["rows"].tolist(), strict=True))
 
 
-def test_the_input_of_a_shard_grows_without_a_change_of_assignment(make_job):
+def test_shard_input_grows_without_reassigning_ids(make_job):
     before = make_job(token_rows(40), **{"execution.shard": "2/3"})
     first = rows_by_id(plan_input(before).rows).keys()
     after = make_job(token_rows(90), **{"execution.shard": "2/3"})
@@ -101,7 +101,7 @@ def test_records_and_rows_of_a_shard_have_their_own_places():
     assert data_of(root) == root / "data" and root_of(root) == root
 
 
-def test_an_output_has_one_number_of_shards_and_one_configuration(make_job):
+def test_output_has_one_number_of_shards_and_one_configuration(make_job):
     claim_output(make_job(token_rows(2), **{"execution.shard": "1/3"}))
     claim_output(make_job(**{"execution.shard": "3/3", "execution.slots": 2}))
     with pytest.raises(OutputMismatch, match=r"is written in 3 shards, and --shard 1/2 has 2. Use --shard i/3"):
@@ -122,7 +122,7 @@ def test_shards_are_not_mixed_with_a_run_without_them(make_job, tmp_path, left):
     assert not (tmp_path / "out" / "_shards.json").exists()
 
 
-def test_a_lost_plan_is_written_again_for_its_own_number_of_shards_only(make_job, tmp_path):
+def test_lost_plan_is_rewritten_only_for_its_number_of_shards(make_job, tmp_path):
     (tmp_path / "out" / "_shards" / "0001-of-0003").mkdir(parents=True)
     with pytest.raises(OutputMismatch, match="holds shard 0001-of-0003, and --shard 1/2 is given"):
         claim_output(make_job(token_rows(2), **{"execution.shard": "1/2"}))

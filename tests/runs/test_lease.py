@@ -31,7 +31,7 @@ def output(request, tmp_path) -> StoragePath:
 
 
 @pytest.fixture
-def quick(monkeypatch) -> None:
+def short_lease_times(monkeypatch) -> None:
     for name, seconds in {"LEASE_S": 1.0, "HEARTBEAT_S": 0.2, "POLL_S": 0.1}.items():
         monkeypatch.setattr(module, name, seconds)
 
@@ -59,7 +59,7 @@ def test_the_lease_of_a_killed_process_is_free_at_once(output):
     mine.release()
 
 
-def test_a_file_that_was_deleted_before_it_was_locked_is_no_lease(tmp_path, monkeypatch):
+def test_lock_file_deleted_before_it_is_locked_is_no_lease(tmp_path, monkeypatch):
     """Two processes would hold a lease: one of a file without a name, and one of its successor."""
     output, flock = StoragePath.of(tmp_path), module.fcntl.flock
 
@@ -73,26 +73,26 @@ def test_a_file_that_was_deleted_before_it_was_locked_is_no_lease(tmp_path, monk
         assert not Lease.of(output).try_take()
 
 
-def held_by(bucket, process: Process, boot: str) -> StoragePath:
+def write_lock(bucket, process: Process, boot: str) -> StoragePath:
     facts = {"holder": "process 1 on gone", "token": "x", "beat": 7, "process": asdict(process), "boot": boot}
     (bucket / LOCK).write_atomic(json_bytes(facts))
     return bucket
 
 
-def test_a_process_of_another_machine_of_this_name_is_watched_like_any_other(bucket, quick):
+def test_process_of_a_machine_of_the_same_name_is_watched(bucket, short_lease_times):
     ended = replace(Process.current(), pid=2**22 + 1)
-    lease = Lease.of(held_by(bucket, ended, "another start, or another machine"))
+    lease = Lease.of(write_lock(bucket, ended, "another start, or another machine"))
     assert not lease.try_take() and not lease.is_holder_alive()
     time.sleep(module.LEASE_S)
     assert lease.try_take()
     lease.release()
 
 
-def test_a_holder_whose_lease_was_taken_over_is_told_and_leaves_it_alone(bucket, quick):
+def test_holder_is_notified_of_a_lost_lease_and_leaves_it_alone(bucket, short_lease_times):
     told = []
     lease = Lease.of(bucket, lambda: told.append(lease.lost))
     assert lease.try_take()
-    held_by(bucket, Process.current(), "")
+    write_lock(bucket, Process.current(), "")
     while not told:
         time.sleep(0.05)
     with pytest.raises(FencedError, match=r"process 1 on gone has taken .* over"):
@@ -101,7 +101,7 @@ def test_a_holder_whose_lease_was_taken_over_is_told_and_leaves_it_alone(bucket,
     assert isinstance(told[0], FencedError) and json.loads((bucket / LOCK).read_bytes())["token"] == "x"
 
 
-def test_a_process_is_known_by_what_earlier_versions_recorded_of_it():
+def test_process_is_identified_by_records_of_earlier_versions():
     this = Process.current()
     stat = Path("/proc/self/stat")
     if stat.exists():  # as they read it there

@@ -37,7 +37,7 @@ with hold_output(StoragePath.of(sys.argv[1])):
 """
 
 
-def here(location: StoragePath) -> Path:
+def local_path(location: StoragePath) -> Path:
     return Path(location.text)
 
 
@@ -46,7 +46,7 @@ def start(config: JobConfig) -> Run:
         return open_run(config, plan_input(config).fingerprints)
 
 
-def recorded(run: Run) -> dict:
+def recorded_inputs(run: Run) -> dict:
     return read_inputs(run.output, read_json(run.output / RUN))
 
 
@@ -68,16 +68,16 @@ def test_an_overtaken_writer_is_refused(make_job):
         first.check_current()
 
 
-def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_job):
+def test_overwrite_fences_the_old_run_and_deletes_only_its_files(make_job):
     first = start(make_job(token_rows(2)))
-    (here(first.data) / "part-001-000000.parquet").write_bytes(b"rows")
-    (here(first.output) / "notes.txt").write_text("mine")
-    (here(first.data) / "mine.csv").write_text("mine")
+    (local_path(first.data) / "part-001-000000.parquet").write_bytes(b"rows")
+    (local_path(first.output) / "notes.txt").write_text("mine")
+    (local_path(first.data) / "mine.csv").write_text("mine")
     second = start(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
     assert second.run_id != first.run_id and second.attempt == 2
     with pytest.raises(FencedError):
         first.check_current()
-    kept = {path.name for path in here(second.output).rglob("*") if path.is_file()}
+    kept = {path.name for path in local_path(second.output).rglob("*") if path.is_file()}
     inputs = read_json(second.output / RUN)["inputs"]["list"]
     assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock", inputs}
 
@@ -91,41 +91,41 @@ def test_a_resume_names_every_changed_key(make_job):
     assert "slots" not in str(error.value)
 
 
-def test_a_resume_with_weights_that_are_quantised_otherwise_is_refused(make_job):
+def test_resume_with_otherwise_quantized_weights_is_refused(make_job):
     run = start(make_job(token_rows(2)))
     record = read_json(run.output / RUN)
-    (here(run.output) / RUN).write_text(json.dumps(record | {"target_quantization": "gguf, model.Q4_1.gguf"}))
+    (local_path(run.output) / RUN).write_text(json.dumps(record | {"target_quantization": "gguf, model.Q4_1.gguf"}))
     with pytest.raises(OutputMismatch, match=r"quantization: was gguf, model.Q4_1.gguf, now None"):
         start(make_job())
     del record["target_quantization"]
-    (here(run.output) / RUN).write_text(json.dumps(record))
+    (local_path(run.output) / RUN).write_text(json.dumps(record))
     assert start(make_job()).attempt == 2
 
 
-def test_a_record_that_lacks_a_newer_key_is_the_same_job_to_run_and_validate(make_job):
+def test_record_without_a_newer_key_is_the_same_job(make_job):
     first = start(make_job(token_rows(2)))
     record = read_json(first.output / RUN)
     del record["config"]["input"]["on_unknown"], record["config"]["speculative"]["ranking"]
-    (here(first.output) / RUN).write_text(json.dumps(record))
+    (local_path(first.output) / RUN).write_text(json.dumps(record))
     assert f"would resume run {first.run_id}" in validate(make_job())
     assert start(make_job()).attempt == 2
 
 
-def test_the_record_of_an_earlier_release_is_read_and_becomes_one_of_this(make_job):
+def test_record_of_an_earlier_release_is_read_and_upgraded(make_job):
     run = start(make_job(token_rows(2)))
     record = read_json(run.output / RUN)
-    (here(run.output) / record["inputs"]["list"]).unlink()
+    (local_path(run.output) / record["inputs"]["list"]).unlink()
     inputs = {"/gone.jsonl": {"size": 1, "mtime_ns": 1}}
-    (here(run.output) / RUN).write_text(json.dumps(record | {"format_version": 1, "inputs": inputs}))
-    assert recorded(run) == inputs
+    (local_path(run.output) / RUN).write_text(json.dumps(record | {"format_version": 1, "inputs": inputs}))
+    assert recorded_inputs(run) == inputs
     assert start(make_job()).attempt == 2 and read_json(run.output / RUN)["format_version"] == 2
-    assert recorded(run).keys() == {"/gone.jsonl", make_job().input.path}
+    assert recorded_inputs(run).keys() == {"/gone.jsonl", make_job().input.path}
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"a": 1}', DEEP])
-def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_job, content):
+def test_missing_or_damaged_input_list_is_named_with_a_remedy(make_job, content):
     run = start(make_job(token_rows(2)))
-    file = here(run.output) / read_json(run.output / RUN)["inputs"]["list"]
+    file = local_path(run.output) / read_json(run.output / RUN)["inputs"]["list"]
     file.unlink() if content is None else file.write_text(content)
     named = rf"{file.name} is damaged .* record them as they are now with eagle-ray repair"
     with pytest.raises(OutputDamaged, match=named):
@@ -133,18 +133,18 @@ def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_
     with pytest.raises(OutputDamaged, match=named):
         validate(make_job())
     assert start(make_job(**{"output.if_exists": "overwrite"})).attempt == 2
-    assert recorded(run).keys() == {make_job().input.path}
+    assert recorded_inputs(run).keys() == {make_job().input.path}
 
 
 @pytest.mark.parametrize("inputs", [{"files": 1}, ["x"], {}, None, {"/in.jsonl": {"size": 1, "mtime_ns": 1}}])
 def test_a_record_without_a_list_of_inputs_is_damaged(make_job, inputs):
     run = start(make_job(token_rows(2)))
-    (here(run.output) / RUN).write_text(json.dumps(read_json(run.output / RUN) | {"inputs": inputs}))
+    (local_path(run.output) / RUN).write_text(json.dumps(read_json(run.output / RUN) | {"inputs": inputs}))
     with pytest.raises(OutputDamaged, match="names no list of its input files"):
         start(make_job())
 
 
-def test_an_unchanged_list_of_inputs_is_kept_and_another_one_gets_a_new_name(make_job):
+def test_unchanged_input_list_stays_and_another_gets_a_new_name(make_job):
     first = start(make_job(token_rows(2)))
     names = [file.name for file in input_lists(first.output)]
     start(make_job())
@@ -152,10 +152,10 @@ def test_an_unchanged_list_of_inputs_is_kept_and_another_one_gets_a_new_name(mak
     start(make_job(token_rows(3), **{"output.if_exists": "overwrite"}))
     again = start(make_job(token_rows(2), **{"output.if_exists": "overwrite"}))
     assert [file.name for file in input_lists(again.output)] != names and len(names) == 1
-    assert recorded(again).keys() == {make_job().input.path}
+    assert recorded_inputs(again).keys() == {make_job().input.path}
 
 
-def test_a_late_driver_does_not_delete_the_list_of_inputs_of_a_later_one(make_job, monkeypatch):
+def test_late_driver_does_not_delete_input_list_of_a_later_one(make_job, monkeypatch):
     start(make_job(token_rows(2)))
     remove = manifest.remove_unused_lists
 
@@ -167,12 +167,12 @@ def test_a_late_driver_does_not_delete_the_list_of_inputs_of_a_later_one(make_jo
     again, later = make_job(token_rows(3), **{"output.if_exists": "overwrite"}), []
     monkeypatch.setattr(manifest, "remove_unused_lists", later_driver_first)
     start(again)
-    assert recorded(later[0]).keys() == {again.input.path}
+    assert recorded_inputs(later[0]).keys() == {again.input.path}
 
 
 def test_writers_do_not_read_the_list_of_inputs(make_job):
     run = start(make_job(token_rows(2)))
-    (here(run.output) / read_json(run.output / RUN)["inputs"]["list"]).unlink()
+    (local_path(run.output) / read_json(run.output / RUN)["inputs"]["list"]).unlink()
     run.check_current()
     run.publish("_note", b"mine")
 
@@ -181,18 +181,18 @@ def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_pa
     run = start(make_job(token_rows(2)))
     (tmp_path / "more.jsonl").write_text('{"id": "z", "prompt_token_ids": [5]}\n')
     start(make_job(**{"input.path": str(tmp_path / "*.jsonl")}))
-    assert len(recorded(run)) == read_json(run.output / RUN)["inputs"]["files"] == 2
+    assert len(recorded_inputs(run)) == read_json(run.output / RUN)["inputs"]["files"] == 2
     assert len(run.output.glob("_inputs-*.json")) == 1
     with pytest.raises(OutputMismatch, match=r"in\.jsonl \(\d+ bytes then, \d+ now\)"):
         start(make_job(token_rows(3)))
 
 
-def test_a_touched_input_file_is_the_same_and_one_of_other_content_is_not(make_job, tmp_path):
+def test_touched_input_is_the_same_and_other_content_is_refused(make_job, tmp_path):
     run, file = start(make_job(token_rows(2))), tmp_path / "in.jsonl"
     text = file.read_text()
     os.utime(file, ns=(1, 1))
     assert start(make_job()).attempt == 2
-    assert recorded(run)[str(file)]["mtime_ns"] == 1
+    assert recorded_inputs(run)[str(file)]["mtime_ns"] == 1
     file.write_text(text.replace("5", "6"))
     with pytest.raises(OutputMismatch, match=r"in\.jsonl \(its content\): put it back, "):
         start(make_job())
@@ -206,7 +206,7 @@ def test_if_exists_fail_refuses_a_second_start(make_job):
         start(make_job(**{"output.if_exists": "fail"}))
 
 
-def test_parquet_files_of_somebody_else_are_neither_read_nor_joined(make_job, tmp_path):
+def test_foreign_parquet_files_are_neither_read_nor_joined(make_job, tmp_path):
     (tmp_path / "out" / "data").mkdir(parents=True)
     (tmp_path / "out" / "data" / "theirs.parquet").write_bytes(b"")
     with pytest.raises(OutputMismatch, match=r"theirs\.parquet"):
@@ -263,10 +263,10 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values])
-def test_a_value_of_another_type_damages_a_record_for_every_command(make_job, key, value, capsys):
+def test_wrongly_typed_value_damages_a_record_for_every_command(make_job, key, value, capsys):
     """And nothing is deleted."""
     run = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), here(run.data) / "part-001-000000.parquet")
+    pq.write_table(output_schema([]).empty_table(), local_path(run.data) / "part-001-000000.parquet")
     write_json(run.output / RUN, read_json(run.output / RUN) | {key: value})
     job = ["-i", make_job().input.path, "-o", str(run.output)]
     commands = [["status", "RUN"], ["report", "RUN"], ["compare", "RUN", "RUN"], ["export", "RUN", "--to", "csv"]]
@@ -302,7 +302,7 @@ def test_keys_of_a_newer_release_are_no_damage(make_job):
 @pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", "", "null", DEEP])
 def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     first = start(make_job(token_rows(2)))
-    (here(first.output) / RUN).write_text(text)
+    (local_path(first.output) / RUN).write_text(text)
     with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*--overwrite"):
         start(make_job())
     second = start(make_job(**{"output.if_exists": "overwrite"}))
@@ -310,16 +310,18 @@ def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     second.check_current()
 
 
-def test_overwriting_deletes_files_of_any_name_that_carry_our_version(make_job):
+def test_overwrite_deletes_files_of_any_name_with_our_version(make_job):
     first = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), here(first.data) / "moved.parquet")
+    pq.write_table(output_schema([]).empty_table(), local_path(first.data) / "moved.parquet")
     assert start(make_job(**{"output.if_exists": "overwrite"})).data.list_names() == []
 
 
-def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job):
+def test_overwrite_refuses_foreign_files_before_it_deletes_any(make_job):
     first = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), here(first.data) / "part-001-000000.parquet")
-    pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), here(first.data) / "theirs.parquet")
+    pq.write_table(output_schema([]).empty_table(), local_path(first.data) / "part-001-000000.parquet")
+    pq.write_table(
+        output_schema([]).empty_table().replace_schema_metadata({}), local_path(first.data) / "theirs.parquet"
+    )
     with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
         start(make_job(**{"output.if_exists": "overwrite"}))
     assert len(first.data.list_names()) == 2
@@ -329,11 +331,11 @@ def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job
 def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     run = start(make_job(token_rows(2)))
     with pytest.raises(ZeroDivisionError), run.recorded_outcome():
-        (here(run.output) / RUN).write_text("{")
+        (local_path(run.output) / RUN).write_text("{")
         raise ZeroDivisionError
 
 
-def test_a_run_of_an_older_release_is_resumed_although_its_record_lacks_keys(make_job):
+def test_run_of_an_older_release_resumes_despite_missing_keys(make_job):
     first = start(make_job(token_rows(2)))
     record = read_json(first.output / RUN)
     speculative = record["config"]["speculative"]
@@ -344,7 +346,7 @@ def test_a_run_of_an_older_release_is_resumed_although_its_record_lacks_keys(mak
     assert start(make_job()).attempt == 2
 
 
-def test_an_older_spelling_of_another_setting_is_still_another_configuration(make_job):
+def test_old_spelling_of_another_setting_is_another_config(make_job):
     first = start(make_job(token_rows(2)))
     record = read_json(first.output / RUN)
     del record["config"]["speculative"]["ranking"]

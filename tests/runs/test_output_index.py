@@ -27,7 +27,7 @@ def write(path: Path, ids: list[str]) -> Path:
     return path
 
 
-def done(index: OutputIndex) -> list[bytes]:
+def done_ids(index: OutputIndex) -> list[bytes]:
     """Ids with two samples in one file."""
     [entries] = index.by_range(1)
     return entries["id"][entries["rows"] == 2].tolist()
@@ -40,14 +40,14 @@ def excess(index: OutputIndex) -> dict[StoragePath, Digests]:
     return {index.files[rank]: extra["id"][extra["file"] == rank] for rank in np.unique(extra["file"])}
 
 
-def of(*names: str) -> list[bytes]:
+def digests_of(*names: str) -> list[bytes]:
     return np.sort(digests(names)).tolist()
 
 
 def test_done_is_an_id_whose_samples_all_stand_in_one_file(tmp_path):
     write(tmp_path / "part-001-000000.parquet", ["a", "a", "b", "c"])
     write(tmp_path / "part-001-000001.parquet", ["b", "d", "d", "d"])
-    assert done(OutputIndex.read(StoragePath.of(tmp_path))) == of("a")
+    assert done_ids(OutputIndex.read(StoragePath.of(tmp_path))) == digests_of("a")
 
 
 def test_an_id_found_twice_stays_where_it_is_complete_and_newest(tmp_path):
@@ -55,11 +55,11 @@ def test_an_id_found_twice_stays_where_it_is_complete_and_newest(tmp_path):
     new = write(tmp_path / "part-002-000000.parquet", ["a", "a", "b", "b", "c"])
     extra = excess(OutputIndex.read(StoragePath.of(tmp_path)))
     found = {file: ids.tolist() for file, ids in extra.items()}
-    assert found == {StoragePath.of(old): of("a", "b"), StoragePath.of(new): of("c")}
+    assert found == {StoragePath.of(old): digests_of("a", "b"), StoragePath.of(new): digests_of("c")}
     for file, ids in extra.items():
         pq.write_table(without_ids(file, ids), file.text)
     ledger = OutputIndex.read(StoragePath.of(tmp_path))
-    assert done(ledger) == of("a", "b", "c") and excess(ledger) == {}
+    assert done_ids(ledger) == digests_of("a", "b", "c") and excess(ledger) == {}
 
 
 def test_rewriting_keeps_the_schema_and_its_version(tmp_path):

@@ -33,7 +33,7 @@ LANGS = ["de", "a/b=c %", "ü", None, "", HIVE_NULL, "007"]
 ROWS = [COMMON | {"request_id": f"q{i}", "lang": lang, "shard": i % 2, "day": DAY} for i, lang in enumerate(LANGS)]
 
 
-def one(ids: Digests) -> np.ndarray:
+def one_sample_each(ids: Digests) -> np.ndarray:
     return np.ones(len(ids), np.int64)
 
 
@@ -169,7 +169,7 @@ def test_a_file_that_left_its_directory_is_named(data):
         list(read_tables(data, ["request_id", "lang"]))
 
 
-def test_a_date_that_has_no_way_back_is_found_before_the_start_with_its_row():
+def test_unreadable_partition_date_is_refused_with_its_row():
     row = {"request_id": "a", "source_file": "/d/a.parquet", "source_line": None, "row_index": 1}
     partitions = Partitions.of(["day", "lang"], CARRIED)
     partitions.check_values([row | {"day": DAY, "lang": "10183-08-31"}, row | {"day": "2026-11-21", "lang": None}])
@@ -187,7 +187,7 @@ def test_a_value_too_long_for_a_name_is_refused_with_its_column():
         list(Partitions(("lang",)).split(table))
 
 
-def test_a_value_too_long_for_a_name_is_found_before_the_start_with_its_row():
+def test_too_long_partition_value_is_refused_with_its_row():
     good = {"request_id": "a", "source_file": "/d/a.jsonl", "source_line": 1, "row_index": 0, "lang": "x" * 250}
     Partitions(("lang", "status")).check_values([good, good | {"lang": None}])
     for lang in ("x" * 251, "ü" * 42):  # ü is six characters of a name
@@ -197,7 +197,7 @@ def test_a_value_too_long_for_a_name_is_found_before_the_start_with_its_row():
         Partitions(("source_file",)).check_values([good | {"source_file": "/" * 90}])
 
 
-def test_a_plain_reader_of_our_files_gets_their_partitions_in_their_types(data):
+def test_plain_reader_reads_our_partition_values_in_their_types(data):
     settings = {"input.columns.id": "request_id", "input.on_unknown": "carry"}
     found = plan_input(small_job(Path(data.text), **{"input.path": data.text, "input.template": "{day}"} | settings))
     rows = {row["request_id"]: row for row in request_rows(found)}

@@ -31,7 +31,7 @@ IDS_PER_PART = 2
 WRITES = ("create", "replace", "write_atomic", "remove")
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """The process is gone: no handler of an error writes anything more."""
 
 
@@ -80,7 +80,7 @@ class Storage:
         self.kill, self._killed_at = kill, None if kill is None else self.num_writes + kill.after
         try:
             work()
-        except (Killed, OutputLocked):
+        except (ProcessKilled, OutputLocked):
             return False
         finally:
             self.kill = self._killed_at = None
@@ -106,7 +106,7 @@ class Storage:
                 return real(path, *arguments, **options)
             if self.num_writes == self._killed_at + 1:
                 self._end(self.kill, path, name, real, arguments)
-            raise Killed
+            raise ProcessKilled
 
         return write
 
@@ -129,7 +129,7 @@ def ids_in(run: Run) -> dict[StoragePath, list[str]]:
     return {file: read_part(file, ["request_id"])["request_id"].to_pylist() for file in part_files(run.data)}
 
 
-def work(output: StoragePath, storage: Storage, ids: list[str]) -> None:
+def run_driver(output: StoragePath, storage: Storage, ids: list[str]) -> None:
     """Do what a driver does: claim, append what is missing, count, commit."""
     with hold(output) as lease, Run.claim(lease, Run.inspect(output, RunRecord), {"name": "toy"}) as run:
         run.remove_stale_files()
@@ -158,9 +158,9 @@ def check_each_once(run: Run, ids: list[str]) -> None:
 
 def check_schedule(output: StoragePath, storage: Storage, kills: list[Kill]) -> bool:
     """Run a job whose first process ends, and whose input then grows; return whether every kill has come."""
-    assert storage.survives(lambda: work(output, storage, IDS[:3]), None)
-    have_come = [not storage.survives(lambda: work(output, storage, IDS), kill) for kill in kills]
-    while not storage.survives(lambda: work(output, storage, IDS), None):
+    assert storage.survives(lambda: run_driver(output, storage, IDS[:3]), None)
+    have_come = [not storage.survives(lambda: run_driver(output, storage, IDS), kill) for kill in kills]
+    while not storage.survives(lambda: run_driver(output, storage, IDS), None):
         pass
     state = Run.inspect(output, RunRecord)
     before = {file: file.read_bytes() for file in output.list_versions() if file.name != LOCK}
@@ -199,7 +199,7 @@ def test_each_id_is_there_once_wherever_a_process_is_killed(tmp_path, storage):
     ("place", "num_schedules"),
     [("local", 15), ("s3", 1), *(pytest.param(*more, marks=pytest.mark.slow) for more in (("local", 40), ("s3", 3)))],
 )
-def test_each_id_is_there_once_however_often_its_processes_are_killed(place, num_schedules, request, tmp_path, storage):
+def test_each_id_is_there_once_however_often_runs_are_killed(place, num_schedules, request, tmp_path, storage):
     root = StoragePath.of(tmp_path) if place == "local" else request.getfixturevalue("bucket")
     choice = random.Random(0)
     for _ in range(num_schedules):
@@ -207,7 +207,7 @@ def test_each_id_is_there_once_however_often_its_processes_are_killed(place, num
         check_schedule(root / uuid4().hex, storage, kills)
 
 
-def test_a_directory_that_cannot_be_written_is_named_by_the_key_of_its_configuration(tmp_path):
+def test_unwritable_directory_is_named_by_its_configuration_key(tmp_path):
     (tmp_path / "file").write_text("")
     state = RunState(StoragePath.of(tmp_path / "file" / "batch"), None, None)
     with hold(StoragePath.of(tmp_path / "other")) as lease:

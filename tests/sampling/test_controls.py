@@ -21,7 +21,7 @@ Controls = tuple[SamplingParams, WordIds]
 ENDS = frozenset([2, 7])
 
 
-def adjusted(
+def adjusted_logits(
     logits: torch.Tensor, controls: Controls, prompt: list[int], output: list[int], path: list[int]
 ) -> torch.Tensor:
     """Return one row's logits after the engine's adjustments: `output` is committed, `path` is drafted."""
@@ -61,7 +61,7 @@ def test_paths_are_adjusted_as_committed_tokens_are():
         controls, prompt, tokens = random_controls(rng), random_ids(rng, 1, 12), random_ids(rng, 0, 10)
         cut = rng.randint(0, len(tokens))
         logits = torch.randn(VOCAB) * 4
-        result = adjusted(logits, controls, prompt, tokens[:cut], tokens[cut:])
+        result = adjusted_logits(logits, controls, prompt, tokens[:cut], tokens[cut:])
         torch.testing.assert_close(result, controlled_logits(logits, *controls, prompt, tokens, ENDS))
 
 
@@ -129,22 +129,22 @@ def test_the_adjustments_are_those_of_transformers(seed):
     logits = torch.randn(VOCAB) * 4
     expected = processors(torch.tensor([prompt + output]), logits.clone()[None])[0]
     cut = rng.randint(0, len(output))
-    torch.testing.assert_close(adjusted(logits, controls, prompt, output[:cut], output[cut:]), expected)
+    torch.testing.assert_close(adjusted_logits(logits, controls, prompt, output[:cut], output[cut:]), expected)
 
 
 def test_counting_penalties_are_openais():
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens alone."""
     controls = some_controls(presence_penalty=0.5, frequency_penalty=0.25)
     logits = torch.ones(VOCAB)
-    result = adjusted(logits, controls, [3, 3, 3], [4, 5, 4], [4, 6])
+    result = adjusted_logits(logits, controls, [3, 3, 3], [4, 5, 4], [4, 6])
     assert (result - 1).nonzero().flatten().tolist() == [4, 5, 6]
     assert result[[4, 5, 6]].tolist() == [1 - 1.25, 1 - 0.75, 1 - 0.75]
 
 
 def test_words_yield_before_no_token_is_left():
     controls = some_controls(allowed_token_ids=[5, 6], bad_words=[[5, 5], [5, 6]])
-    assert adjusted(torch.zeros(VOCAB), controls, [5], [], []).isfinite().nonzero().flatten().tolist() == [5, 6]
-    assert adjusted(torch.zeros(VOCAB), controls, [9], [], [6]).isfinite().sum() == 2
+    assert adjusted_logits(torch.zeros(VOCAB), controls, [5], [], []).isfinite().nonzero().flatten().tolist() == [5, 6]
+    assert adjusted_logits(torch.zeros(VOCAB), controls, [9], [], [6]).isfinite().sum() == 2
 
 
 def test_a_mask_has_a_bit_for_each_token():

@@ -42,7 +42,7 @@ def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
-def written(state, seed: int, most: int = 400) -> str:
+def written_text(state, seed: int, most: int = 400) -> str:
     """Tokens that a grammar allows, at random, to the end."""
     choose, ids = random.Random(seed), []
     while len(ids) < most:
@@ -58,7 +58,7 @@ def written(state, seed: int, most: int = 400) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_schema_allows_is_valid_by_the_schema(compiler, seed):
     state = compiler.start(GrammarSpec("json_schema", json.dumps(PERSON)))
-    text = written(state, seed, 2000)
+    text = written_text(state, seed, 2000)
     if state.is_complete:
         jsonschema.validate(json.loads(text), PERSON)
     assert text.startswith("{")
@@ -66,12 +66,12 @@ def test_what_a_schema_allows_is_valid_by_the_schema(compiler, seed):
 
 def test_choices_and_patterns(compiler):
     choice = GrammarSpec("choice", json.dumps(["yes", 'a "no"']))
-    assert {written(compiler.start(choice), seed) for seed in range(12)} == {"yes", 'a "no"'}
-    assert all(len(written(compiler.start(GrammarSpec("regex", "[a-c]{3}")), seed)) == 3 for seed in range(5))
+    assert {written_text(compiler.start(choice), seed) for seed in range(12)} == {"yes", 'a "no"'}
+    assert all(len(written_text(compiler.start(GrammarSpec("regex", "[a-c]{3}")), seed)) == 3 for seed in range(5))
     lark = GrammarSpec("grammar", 'start: "x" ("," "x")*')
-    assert set(written(compiler.start(lark), 1)) <= {"x", ","}
+    assert set(written_text(compiler.start(lark), 1)) <= {"x", ","}
     anything = [compiler.start(GrammarSpec("json_object")) for _ in range(8)]
-    texts = [written(state, seed, 400) for seed, state in enumerate(anything)]
+    texts = [written_text(state, seed, 400) for seed, state in enumerate(anything)]
     complete = [json.loads(text) for text, state in zip(texts, anything, strict=True) if state.is_complete]
     assert complete and all(isinstance(value, dict) for value in complete)
 
@@ -108,7 +108,7 @@ def test_grammars_are_written_in_larks_syntax_or_gbnf(compiler):
     lark = 'start: item ("," item)?\nitem: /[a-c]/'
     gbnf = '# two rules\nroot ::= item ("," item)?\nitem ::= [a-c]'
     for seed in range(4):
-        texts = {written(compiler.start(GrammarSpec("grammar", source)), seed) for source in (lark, gbnf)}
+        texts = {written_text(compiler.start(GrammarSpec("grammar", source)), seed) for source in (lark, gbnf)}
         assert len(texts) == 1
     with pytest.raises(RequestError, match=r"^grammar: not GBNF: .*missing"):
         compiler.start(GrammarSpec("grammar", "root ::= missing"))
@@ -128,13 +128,13 @@ def test_no_mask_is_computed_below_a_dead_end(compiler):
     """A mask at which the parser meets a limit takes a tenth of a second, and all sequences wait for it."""
     masks = []
 
-    class Limited(LimitedMatcher):
+    class FailingMatcher(LimitedMatcher):
         def unsafe_compute_mask_ptr(self, pointer, num_bytes):
             masks.append(pointer)
             self.failed = True
 
     [token] = encode("a")
-    state = GrammarState(Limited(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
+    state = GrammarState(FailingMatcher(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
     state.tree_masks([0, token, token, token], [-1, 0, 1, 2])
     assert len(masks) == 2  # of the root, with the tree and alone
     assert state.dead_end_in([token]).num_tokens == 0
@@ -157,7 +157,7 @@ def predicted(state, most: int) -> tuple[str, list[bool]]:
     return text, [is_forced for _, is_forced in tokens]
 
 
-def test_predicted_tokens_are_forced_ones_and_those_that_came_here_before(compiler):
+def test_predicted_tokens_are_forced_ones_or_ones_seen_before(compiler):
     schema = {"properties": {"color": {"enum": ["red"]}, "size": {"enum": [7]}}, "required": ["color", "size"]}
     spec = GrammarSpec("json_schema", json.dumps(schema | {"type": "object", "additionalProperties": False}))
     ids = [*encode('{ "color": "red",\n"size": 7}'), END]
@@ -228,14 +228,14 @@ FREE = {"type": "object", "additionalProperties": {"type": "string", "maxLength"
         ({"properties": {"minProperties": {"const": 5}}, "required": ["minProperties"]}, False),
     ],
 )
-def test_keys_that_could_be_written_twice_to_be_enough_are_refused(compiler, schema, is_refused):
+def test_min_properties_met_by_duplicate_keys_is_refused(compiler, schema, is_refused):
     spec = GrammarSpec("json_schema", json.dumps(schema))
     if is_refused:
         with pytest.raises(RequestError, match=r"json_schema: minProperties: \d is not supported") as error:
             compiler.start(spec)
         assert error.value.code == "bad_grammar"
         return
-    text = written(state := compiler.start(spec), 1, 2000)
+    text = written_text(state := compiler.start(spec), 1, 2000)
     if state.is_complete:
         jsonschema.validate(json.loads(text), schema)
 
@@ -262,7 +262,7 @@ def test_a_rank_waits_for_what_its_leader_has_compiled(monkeypatch):
     with pytest.raises(RequestError, match="not compiled within"):
         compiler.start(GrammarSpec("regex", "ab"))
     compiler.has_time_limit = False
-    assert written(compiler.start(GrammarSpec("regex", "ac")), 0) == "ac"
+    assert written_text(compiler.start(GrammarSpec("regex", "ac")), 0) == "ac"
 
 
 def test_a_grammar_of_blank_lines_is_refused_at_once(compiler):
@@ -299,7 +299,7 @@ def test_rules_that_lead_to_one_another_do_not_end_the_process(compiler):
     """llguidance recurses over them; a thread with the usual stack would overflow."""
     rules = [f"r{i}:r{i + 1}" for i in range(4000)]
     state = compiler.start(GrammarSpec("grammar", "\n".join(["start:r0", *rules, 'r4000:"z"'])))
-    assert written(state, 0) == "z"
+    assert written_text(state, 0) == "z"
 
 
 def test_compilations_past_their_time_limit_count(monkeypatch):
@@ -321,7 +321,7 @@ def test_compilations_past_their_time_limit_count(monkeypatch):
         assert caught.value.code == "grammar_queue_full"
     released.set()
     assert all(ended.acquire(timeout=10) for _ in range(module.MAX_COMPILING))
-    assert written(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
+    assert written_text(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
 
 
 def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
@@ -335,7 +335,7 @@ def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
         for i in range(module.MAX_COMPILING + 1):
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 compiler.start(GrammarSpec("regex", f"b{i}"))
-    assert written(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
+    assert written_text(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
 
 
 def test_a_compiled_grammar_is_kept(compiler, monkeypatch):

@@ -19,7 +19,7 @@ FILTERS = [
 ]
 
 
-def sampled(logits: torch.Tensor, params: SamplingParams, position: int) -> list[int]:
+def sampled_tokens(logits: torch.Tensor, params: SamplingParams, position: int) -> list[int]:
     """Return the token of each row of logits [R, V]."""
     rows = torch.zeros(len(logits), dtype=torch.long)
     return sample(logits, SamplingBatch.of([params]), rows, rows + position).tolist()
@@ -42,7 +42,7 @@ def test_whatever_rounding_makes_of_a_sample_is_reachable(filters, temperature):
         logits, tolerance = 2 * torch.randn(VOCAB), 0.2
         moved = logits + (torch.rand(200, VOCAB) - 0.5) * tolerance
         reachable = reachable_tokens(logits, params, position, tolerance)
-        tokens = set(sampled(moved, params, position))
+        tokens = set(sampled_tokens(moved, params, position))
         assert reachable[list(tokens)].all()
         changed += len(tokens) > 1
     assert changed >= 5  # the noise was large enough to matter
@@ -56,7 +56,7 @@ def test_what_fp32_rounding_cannot_reach_is_not_excused(filters):
         params = SamplingParams(temperature=1.0, seed=position, **filters)
         logits = 2 * torch.randn(VOCAB)
         reachable = reachable_tokens(logits, params, position, 1e-4)
-        assert reachable[sampled(logits[None], params, position)[0]]
+        assert reachable[sampled_tokens(logits[None], params, position)[0]]
         excused += int(reachable.sum()) - 1
     assert excused <= 2
 
@@ -67,8 +67,10 @@ def test_causes_are_told_apart():
     assert rounding_cause(logits, SamplingParams(), 0, 0, 2, 1e-4) is None
 
     params = SamplingParams(temperature=1.0, top_k=1)
-    position = next(i for i in range(100) if sampled(logits[None], SamplingParams(temperature=1.0, top_k=2), i) == [1])
-    assert sampled(logits[None], params, position) == [0]
+    position = next(
+        i for i in range(100) if sampled_tokens(logits[None], SamplingParams(temperature=1.0, top_k=2), i) == [1]
+    )
+    assert sampled_tokens(logits[None], params, position) == [0]
     assert rounding_cause(logits, params, position, 0, 1, 1e-4) == "cut"  # the top two change places
     assert rounding_cause(logits, params, position, 0, 1, 1e-6) is None
 

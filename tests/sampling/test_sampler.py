@@ -95,7 +95,7 @@ def test_a_tiny_temperature_is_greedy(temperature):
 
 
 @pytest.mark.parametrize("temperature", [GREEDY_BELOW, MAX_TEMPERATURE])
-def test_at_the_bounds_of_the_temperature_scores_are_finite_and_keep_their_order(temperature):
+def test_scores_at_temperature_bounds_are_finite_and_in_order(temperature):
     logits = 30 * torch.randn(20, 97, generator=torch.Generator().manual_seed(4))
     scores = process(logits, SamplingBatch.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long())
     assert scores.isfinite().all()

@@ -38,7 +38,7 @@ def qwen(tmp_path_factory):
 
 
 @pytest.fixture
-def answering(qwen, monkeypatch):
+def scripted_app(qwen, monkeypatch):
     """A function of a text: the application whose model writes it."""
 
     def app_of(text, size=3):

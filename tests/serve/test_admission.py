@@ -20,20 +20,20 @@ TEXT = "/v1/completions"
 KEYS = ApiKeys.of(["flood", "other"])
 
 
-def served(num_slots=4, keys=None, **serving):
+def toy_service(num_slots=4, keys=None, **serving):
     """A service over a toy model of at most 64 tokens a sequence, without a tokenizer."""
     config = load_serve_config(None, env={}, overrides={f"serving.{name}": value for name, value in serving.items()})
     return Service(config, llama_engine(num_slots), None, keys)
 
 
 @pytest.fixture
-def few():
-    service = served(max_queued=8, max_queued_tokens=100)
+def small_service():
+    service = toy_service(max_queued=8, max_queued_tokens=100)
     yield service
     service.close()
 
 
-async def until(condition):
+async def wait_until(condition):
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -42,43 +42,45 @@ def ask(service, body, **headers):
     return asyncio.run(post(build_app(service), TEXT, body, headers))
 
 
-def refused(answer, status, code, param=None):
+def refusal_message(answer, status, code, param=None):
     error = answer.json["error"]
     assert (answer.status, error["code"], error["param"]) == (status, code, param)
     return error["message"]
 
 
-def test_a_request_larger_than_an_empty_server_is_refused_for_ever(few):
+def test_request_larger_than_an_empty_server_is_refused_with_400(small_service):
     """The parameter and the limit are named; n and a list of prompts count alike."""
-    assert "13 choices" in refused(ask(few, {"prompt": [5], "n": 13, "max_tokens": 1}), 400, "too_many_choices", "n")
+    assert "13 choices" in refusal_message(
+        ask(small_service, {"prompt": [5], "n": 13, "max_tokens": 1}), 400, "too_many_choices", "n"
+    )
     many = {"prompt": [[5]] * 100, "n": 8, "max_tokens": 1}
-    message = refused(ask(few, many), 400, "too_many_choices", "prompt")
+    message = refusal_message(ask(small_service, many), 400, "too_many_choices", "prompt")
     assert "800 choices" in message and "at most 12" in message
-    limit = few.admission.limit.tokens
+    limit = small_service.admission.limit.tokens
     wide = {"prompt": [5] * 10, "n": 12, "max_tokens": limit // 12}
-    assert str(limit) in refused(ask(few, wide), 400, "too_many_tokens", "max_tokens")
-    assert few.in_flight == Need()
+    assert str(limit) in refusal_message(ask(small_service, wide), 400, "too_many_tokens", "max_tokens")
+    assert small_service.in_flight == Need()
 
 
-def test_tokens_count_beside_sequences(few):
+def test_tokens_count_beside_sequences(small_service):
     """Two requests of one sequence each: the queue's tokens are what the second lacks."""
-    service, long = few, {"prompt": [5] * 4, "max_tokens": 2**31 - 1, "ignore_eos": True}
+    service, long = small_service, {"prompt": [5] * 4, "max_tokens": 2**31 - 1, "ignore_eos": True}
 
     async def main():
         app, n = build_app(service), service.admission.limit.tokens // service.max_model_len
         async with exchange(app, "POST", TEXT, json.dumps(long | {"n": n}).encode()):
-            await until(lambda: service.in_flight.sequences == n)
+            await wait_until(lambda: service.in_flight.sequences == n)
             held = service.in_flight
             return n, held, await post(app, TEXT, long)
 
     n, held, second = asyncio.run(main())
     assert held.tokens == n * service.max_model_len  # max_tokens is cut to what the model can hold
-    assert n < 12 and "tokens" in refused(second, 429, "queue_full") and int(second.headers["retry-after"]) >= 1
+    assert n < 12 and "tokens" in refusal_message(second, 429, "queue_full") and int(second.headers["retry-after"]) >= 1
 
 
-def test_what_is_held_is_released_once_however_a_request_ends(few):
+def test_what_is_held_is_released_once_however_a_request_ends(small_service):
     """Finished, refused by the engine, cancelled at any moment, streamed or not: nothing is held afterwards."""
-    chance, app = random.Random(0), build_app(few)
+    chance, app = random.Random(0), build_app(small_service)
     bodies = [
         {"prompt": [5, 6], "max_tokens": 3, "n": 2},
         {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True},
@@ -96,8 +98,8 @@ def test_what_is_held_is_released_once_however_a_request_ends(few):
     async def main():
         for _ in range(10):
             await asyncio.gather(*(come_and_go() for _ in range(30)))
-            assert few.in_flight == Need()
-        await until(lambda: not few.engine.inner.has_work)
+            assert small_service.in_flight == Need()
+        await wait_until(lambda: not small_service.engine.inner.has_work)
 
     asyncio.run(main())
 
@@ -136,7 +138,7 @@ def test_a_key_that_floods_leaves_room_to_others():
     assert never.value.status == 400
 
 
-def test_the_smallest_server_takes_the_longest_sequence_of_any_key():
+def test_smallest_server_admits_the_longest_sequence_of_any_key():
     """One slot, no queue: a share of three quarters would refuse everything."""
     admission = Admission(Need(1, 64), num_clients=2, longest=64)
     for client in (0, 1):
@@ -159,7 +161,7 @@ def test_the_wait_is_estimated_from_how_fast_requests_end(monkeypatch):
 
 def test_a_flood_of_one_key_does_not_delay_another():
     """40 sequences of one key, then 4 of another: the latter end while most of the former still wait."""
-    service = served(keys=KEYS, max_queued=100)
+    service = toy_service(keys=KEYS, max_queued=100)
     app, ends = build_app(service), []
 
     async def ask_as(key):
@@ -170,7 +172,7 @@ def test_a_flood_of_one_key_does_not_delay_another():
 
     async def main():
         flood = [asyncio.ensure_future(ask_as("flood")) for _ in range(40)]
-        await until(lambda: len(ends) + service.in_flight.sequences >= 40)  # some may have ended by then
+        await wait_until(lambda: len(ends) + service.in_flight.sequences >= 40)  # some may have ended by then
         await asyncio.gather(*(ask_as("other") for _ in range(4)))
         await asyncio.gather(*flood)
 
@@ -198,10 +200,10 @@ def test_clients_that_all_wait_are_served_alike_in_tokens():
                     await asyncio.sleep(0)
 
         tasks = [asyncio.ensure_future(ask_on(client)) for client in (0, 0, 0, 1, 1, 1)]
-        await until(lambda: len(went) > 400)
+        await wait_until(lambda: len(went) > 400)
         early = len(went)
         tasks += [asyncio.ensure_future(ask_on(2)) for _ in range(3)]
-        await until(lambda: len(went) > early + 700)
+        await wait_until(lambda: len(went) > early + 700)
         over.set()
         await asyncio.gather(*tasks)
         return went[:early], went[early : early + 700]
@@ -235,7 +237,7 @@ def test_a_turn_that_is_cancelled_gives_its_place_back():
 
 
 @pytest.mark.parametrize("declared", [4, 4096])
-def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(declared):
+def test_client_that_over_reserves_does_not_delay_a_later_client(declared):
     """The sequences of the first that end before the second's four are few, whatever the first declares."""
     ended = []
 
@@ -254,7 +256,7 @@ def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(dec
                 await run(0, declared, 4)
 
         flooding = [asyncio.ensure_future(flood()) for _ in range(24)]
-        await until(lambda: len(ended) > 40)
+        await wait_until(lambda: len(ended) > 40)
         num_before = len(ended)
         await asyncio.gather(*(run(1, 20, 20) for _ in range(4)))
         num_after = len(ended)
@@ -264,7 +266,7 @@ def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(dec
     assert asyncio.run(main()) < 100
 
 
-def test_a_turn_ends_in_the_tick_in_which_a_waiting_one_is_cancelled():
+def test_turn_may_end_in_the_tick_that_cancels_a_waiting_turn():
     async def main():
         queue, over = FairQueue(num_clients=2, max_turns=1), asyncio.Event()
 
@@ -286,16 +288,16 @@ def test_a_turn_ends_in_the_tick_in_which_a_waiting_one_is_cancelled():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_its_choices_wait_raises_no_error_elsewhere(stream):
-    service, errors = served(num_slots=1, keys=KEYS, max_queued=100), []
+def test_client_that_leaves_with_waiting_choices_raises_no_error(stream):
+    service, errors = toy_service(num_slots=1, keys=KEYS, max_queued=100), []
     body = {"prompt": [5], "n": 20, "max_tokens": 40, "ignore_eos": True, "stream": stream}
 
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
         headers = {"Authorization": "Bearer flood"}
         async with exchange(build_app(service), "POST", TEXT, json.dumps(body).encode(), headers):
-            await until(lambda: service.engine.inner.has_work)
-        await until(lambda: service.fair_queue.num_free == 2)
+            await wait_until(lambda: service.engine.inner.has_work)
+        await wait_until(lambda: service.fair_queue.num_free == 2)
 
     try:
         asyncio.run(main())

@@ -22,7 +22,7 @@ from tests.support.serving import (
     batch_rows,
     exchange,
     get,
-    parsed,
+    parse_event,
     post,
     request,
     texts,
@@ -96,7 +96,7 @@ def test_usage_and_metrics_add_up(app):
     assert bare[-2]["metrics"]["speculative_decoding"] == spec and "usage" not in bare[-2]
 
 
-def test_a_stream_brings_the_first_token_alone_and_a_step_at_most_at_a_time(app):
+def test_stream_sends_the_first_token_alone_and_steps_one_by_one(app):
     ids = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True}).json["choices"][0]["token_ids"]
     events = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True, "stream": True}).events
     steps = [event["choices"][0]["token_ids"] for event in events[:-1]]
@@ -124,7 +124,7 @@ def test_a_stop_token_ends_a_choice_and_is_not_in_its_text(app, service):
     assert texts(ask(app, CHAT, body | {"stream": True}).events) == [choice["message"]["content"]]
 
 
-def test_echo_shows_prompt_and_log_probabilities_as_evaluations_read_them(app, service):
+def test_echo_has_prompt_and_logprobs_as_evaluations_read_them(app, service):
     ids = service.text.encode("The capital of France is Paris.")
     body = {"prompt": [ids, ids[:3]], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     choices = ask(app, TEXT, body).json["choices"]
@@ -205,7 +205,7 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
             while service.engine.counters().num_steps < steps + 3:
                 await asyncio.sleep(0.005)
             if body.get("stream"):
-                assert parsed((await talk.parts.get()).decode())["choices"]
+                assert parse_event((await talk.parts.get()).decode())["choices"]
         answer = await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
         return (
             answer.status,
@@ -246,7 +246,7 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(app):
             parts = []
             while (part := await slow.parts.get()) is not None:
                 parts.append(part)
-        return other, [parsed(part) for part in b"".join(parts).decode().split("\n\n") if part]
+        return other, [parse_event(part) for part in b"".join(parts).decode().split("\n\n") if part]
 
     other, events = asyncio.run(main())
     assert texts(events) == texts(other.events)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import descendants
 from tests.support.serving import Server, replicas
-from tests.support.serving import until as until_soon
+from tests.support.serving import wait_until as until_soon
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 openai = pytest.importorskip("openai")
@@ -17,7 +17,7 @@ URL = "/v1/completions"
 WITHIN_S = 900  # on a machine that many share
 
 
-def until(condition):
+def wait_until(condition):
     until_soon(condition, WITHIN_S)
 
 
@@ -73,11 +73,11 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
         def completed():
             return client.batches.retrieve(batch.id).request_counts.completed
 
-        until(lambda: completed() >= 8)
+        wait_until(lambda: completed() >= 8)
         [replica] = replicas()
         os.kill(replica, signal.SIGKILL)
         before = completed()
-        until(lambda: completed() >= before + 12)
+        wait_until(lambda: completed() >= before + 12)
         before = completed()
         assert before < 60, "the batch ended before the server could be killed: give it more lines"
     finally:
@@ -85,7 +85,7 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
 
     server, client = start(tmp_path, "second")
     try:
-        until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
         batch = client.batches.retrieve(batch.id)
         done, failed = answers(client, batch.output_file_id), answers(client, batch.error_file_id)
         assert sorted(line["custom_id"] for line in done) == sorted(ids)
@@ -104,13 +104,13 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
         with pytest.raises(openai.RateLimitError) as refused:
             client.with_options(max_retries=0).batches.create(input_file_id=long, endpoint=URL, completion_window="24h")
         assert refused.value.code == "too_many_batches"
-        until(lambda: client.batches.retrieve(mine.id).request_counts.total == 300)
+        wait_until(lambda: client.batches.retrieve(mine.id).request_counts.total == 300)
         answer = client.completions.create(model="embedded:tiny", prompt="Once", max_tokens=1)
         assert answer.usage.completion_tokens == 1
         assert client.batches.retrieve(mine.id).status == "in_progress"  # it has not waited for the lines
         assert client.batches.cancel(mine.id).status == "cancelling"
-        until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
-        until(lambda: client.batches.retrieve(late.id).status == "expired")
+        wait_until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
+        wait_until(lambda: client.batches.retrieve(late.id).status == "expired")
         for batch in (client.batches.retrieve(mine.id), client.batches.retrieve(late.id)):
             found = answers(client, batch.output_file_id) + answers(client, batch.error_file_id)
             assert sorted(int(line["custom_id"]) for line in found) == list(range(300))

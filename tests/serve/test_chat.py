@@ -17,13 +17,13 @@ LLAMA3_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
 LLAMA3_OTHER = '{"name": "f", "parameters": {}}'
 
 
-def whole(app, **body):
+def whole_choice(app, **body):
     answer = asyncio.run(post(app, CHAT, {"messages": ASK, **body}))
     assert answer.status == 200, answer.body
     return answer.json["choices"][0]
 
 
-def streamed(app, **body):
+def streamed_message(app, **body):
     """The deltas, and the message that OpenAI's clients put together from them."""
     events = asyncio.run(post(app, CHAT, {"messages": ASK, "stream": True, **body})).events[:-1]
     choices = [event["choices"][0] for event in events]
@@ -74,11 +74,11 @@ def with_template(qwen, monkeypatch, tmp_path):
         (MISTRAL, "[TOOL_CALLS]add{oops}", "[TOOL_CALLS]add{oops}", []),
     ],
 )
-def test_each_form_of_calls_whole_and_streamed(with_template, answering, template, text, content, names, size):
+def test_each_form_of_calls_whole_and_streamed(with_template, scripted_app, template, text, content, names, size):
     tool_parser = with_template(template).tool_parser
-    app = answering(text, size)
+    app = scripted_app(text, size)
     tools = [ADD, {"type": "function", "function": {"name": "f"}}]
-    choice = whole(app, tools=tools)
+    choice = whole_choice(app, tools=tools)
     message = choice["message"]
     assert message["content"] == content
     calls = message.get("tool_calls", [])
@@ -86,7 +86,7 @@ def test_each_form_of_calls_whole_and_streamed(with_template, answering, templat
         {"name": name, "arguments": ARGUMENTS if name == "add" else "{}"} for name in names
     ]
     assert {len(call["id"]) for call in calls} <= {9 if tool_parser == "mistral" else 29}
-    _, told, reason = streamed(app, tools=tools)
+    _, told, reason = streamed_message(app, tools=tools)
     assert told["content"] == content and reason == choice["finish_reason"] == ("tool_calls" if names else "stop")
     if names:  # a call that turns out to be none was begun in the stream
         assert without_ids(told) == without_ids(message)
@@ -100,9 +100,9 @@ def test_a_wrong_schema_of_a_tool_is_refused_by_its_parameter(qwen, more):
     assert (answer.status, error["param"], error["code"]) == (400, "tools", "bad_grammar")
 
 
-def test_usage_counts_the_tokens_of_reasoning(answering, qwen):
+def test_usage_counts_the_tokens_of_reasoning(scripted_app, qwen):
     thought = "One and two make three."
-    app = answering(f"<think>\n{thought}\n</think>\n\nThree.")
+    app = scripted_app(f"<think>\n{thought}\n</think>\n\nThree.")
     usage = asyncio.run(post(app, CHAT, {"messages": ASK})).json["usage"]
     details = usage["completion_tokens_details"]
     assert details == {"reasoning_tokens": len(qwen.text.encode(thought, add_special_tokens=False))}
@@ -111,24 +111,24 @@ def test_usage_counts_the_tokens_of_reasoning(answering, qwen):
     assert asyncio.run(post(app, CHAT, {"messages": ASK, **stream})).events[-2]["usage"] == usage
 
 
-def test_reasoning_that_the_prompt_opens_is_streamed(with_template, answering):
+def test_reasoning_that_the_prompt_opens_is_streamed(with_template, scripted_app):
     assert with_template(R1).reasoning_parser == "qwen3"
-    app = answering("Hm.\n</think>\n\nFour.", 1)
+    app = scripted_app("Hm.\n</think>\n\nFour.", 1)
     message = {"role": "assistant", "content": "Four.", "refusal": None, "reasoning_content": "Hm."}
-    assert whole(app)["message"] == message
-    choices, told, _ = streamed(app)
+    assert whole_choice(app)["message"] == message
+    choices, told, _ = streamed_message(app)
     assert told == message and choices[0]["delta"] == {"role": "assistant", "content": ""}
 
 
 def test_a_real_engine_closes_the_reasoning_after_its_budget(with_template, qwen):
     with_template(R1)
     app, asked = build_app(qwen), {"thinking_budget": 5, "temperature": 0.8, "seed": 3}
-    choice = whole(app, **asked, max_tokens=20, return_token_ids=True)
+    choice = whole_choice(app, **asked, max_tokens=20, return_token_ids=True)
     closing = qwen.text.encode("</think>", add_special_tokens=False)
     ids, message = choice["token_ids"], choice["message"]
     assert ids[5 : 5 + len(closing)] == closing and message["content"]
     assert message["reasoning_content"] == qwen.text.decode(ids[:5]).strip("\n")
-    _, told, _ = streamed(app, **asked, max_tokens=20)
+    _, told, _ = streamed_message(app, **asked, max_tokens=20)
     assert told == message
 
     answer = asyncio.run(post(app, "/v1/responses", {"input": ASK, **asked, "max_output_tokens": 20})).json
@@ -148,9 +148,9 @@ def test_a_target_that_does_not_think_has_no_budget(app, path, body):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
-    app = answering(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
-    choice = whole(app, tools=[ADD])
+def test_reasoning_content_and_calls_whole_and_streamed(scripted_app, size):
+    app = scripted_app(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
+    choice = whole_choice(app, tools=[ADD])
     call = {"id": "call_", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
     message = {"role": "assistant", "content": "I add.", "refusal": None, "reasoning_content": "One and two."}
     assert without_ids(choice["message"]) == message | {"tool_calls": [call, call]}
@@ -158,7 +158,7 @@ def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
     first, second = (call["id"] for call in choice["message"]["tool_calls"])
     assert first != second and len(first) == len(second) == 29
 
-    choices, told, reason = streamed(app, tools=[ADD])
+    choices, told, reason = streamed_message(app, tools=[ADD])
     assert choices[0]["delta"] == {"role": "assistant", "content": None}
     assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
     assert len({call["id"] for call in told["tool_calls"]}) == 2
@@ -166,42 +166,42 @@ def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
     assert len(fragments) >= (2 if size == 100 else 4)
 
 
-def test_calls_alone_leave_the_content_null_and_parallel_calls_can_be_off(answering):
-    app = answering(f"{CALL}\n{CALL}")
-    choice = whole(app, tools=[ADD], parallel_tool_calls=False)
+def test_lone_tool_calls_have_null_content_and_can_be_serial(scripted_app):
+    app = scripted_app(f"{CALL}\n{CALL}")
+    choice = whole_choice(app, tools=[ADD], parallel_tool_calls=False)
     assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
-    _, told, reason = streamed(app, tools=[ADD], parallel_tool_calls=False)
+    _, told, reason = streamed_message(app, tools=[ADD], parallel_tool_calls=False)
     assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
 
 
-def test_what_is_no_call_is_content(answering):
+def test_what_is_no_call_is_content(scripted_app):
     text = '<tool_call>\n{"name": "add", "arguments": {oops}}\n</tool_call>'
-    app = answering(text)
-    choice = whole(app, tools=[ADD])
+    app = scripted_app(text)
+    choice = whole_choice(app, tools=[ADD])
     assert (choice["message"], choice["finish_reason"]) == (
         {"role": "assistant", "content": text, "refusal": None},
         "stop",
     )
-    _, told, reason = streamed(app, tools=[ADD])
+    _, told, reason = streamed_message(app, tools=[ADD])
     assert told["content"] == text and reason == "stop"
-    app = answering(CALL)
+    app = scripted_app(CALL)
     for body in ({}, {"tools": [ADD], "tool_choice": "none"}):
-        assert whole(app, **body)["message"]["content"] == CALL
-        assert streamed(app, **body)[1:] == ({"role": "assistant", "content": CALL, "refusal": None}, "stop")
+        assert whole_choice(app, **body)["message"]["content"] == CALL
+        assert streamed_message(app, **body)[1:] == ({"role": "assistant", "content": CALL, "refusal": None}, "stop")
 
 
-def test_a_call_that_max_tokens_cuts_is_content_and_ended_by_length(answering):
-    app = answering(CALL)
-    choice = whole(app, tools=[ADD], max_tokens=20, return_token_ids=True)
+def test_tool_call_cut_by_max_tokens_is_content_of_reason_length(scripted_app):
+    app = scripted_app(CALL)
+    choice = whole_choice(app, tools=[ADD], max_tokens=20, return_token_ids=True)
     assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith("<tool_call>")
     assert "tool_calls" not in choice["message"] and len(choice["token_ids"]) == 20
 
 
-def test_logprobs_and_ids_of_a_stream_are_told_once(answering):
-    app = answering(f"Yes.\n{CALL}")
-    choices, _, _ = streamed(app, tools=[ADD], return_token_ids=True)
+def test_logprobs_and_ids_of_a_stream_are_told_once(scripted_app):
+    app = scripted_app(f"Yes.\n{CALL}")
+    choices, _, _ = streamed_message(app, tools=[ADD], return_token_ids=True)
     ids = [token for choice in choices for token in choice.get("token_ids", [])]
-    assert ids == whole(app, tools=[ADD], return_token_ids=True)["token_ids"]
+    assert ids == whole_choice(app, tools=[ADD], return_token_ids=True)["token_ids"]
 
 
 HISTORY = [
@@ -215,9 +215,9 @@ HISTORY = [
 ]
 
 
-def test_tools_and_history_go_through_the_template(qwen, answering):
-    app = answering("Three.")
-    choice = whole(app, messages=HISTORY, tools=[ADD], return_token_ids=True)
+def test_tools_and_history_go_through_the_template(qwen, scripted_app):
+    app = scripted_app("Three.")
+    choice = whole_choice(app, messages=HISTORY, tools=[ADD], return_token_ids=True)
     prompt = qwen.text.decode_with_special(choice["prompt_token_ids"])
     assert prompt == (
         "<|im_start|>system\nTools:\n" + json.dumps(ADD) + "\nCall one as <tool_call>\n"
@@ -226,13 +226,13 @@ def test_tools_and_history_go_through_the_template(qwen, answering):
         '<|im_start|>assistant\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    choice = whole(app, tools=[ADD], tool_choice="none", return_token_ids=True)
+    choice = whole_choice(app, tools=[ADD], tool_choice="none", return_token_ids=True)
     assert "add" not in qwen.text.decode_with_special(choice["prompt_token_ids"])
 
 
-def test_template_values_reach_the_template(qwen, answering):
-    app = answering("Four.")
-    choice = whole(app, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True)
+def test_template_values_reach_the_template(qwen, scripted_app):
+    app = scripted_app("Four.")
+    choice = whole_choice(app, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True)
     prompt = qwen.text.decode_with_special(choice["prompt_token_ids"])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert choice["message"] == {"role": "assistant", "content": "Four.", "refusal": None}

@@ -63,7 +63,7 @@ def test_openais_strict_types_take_every_answer_and_every_chunk(app):
         assert choice.logprobs.top_logprobs[0] == {} and choice.finish_reason in ("stop", "length")
 
 
-def test_only_openais_libraries_are_spared_the_nulls_of_openais_servers(app):
+def test_only_openai_clients_get_values_in_place_of_nulls(app):
     """Their types know none; everybody else gets what OpenAI's servers and vLLM send."""
     body = {"prompt": PROMPT, "max_tokens": 9, "logprobs": 1, "echo": True}
 
@@ -149,7 +149,7 @@ SCHEMA = {"type": "object"}
         {"messages": [HI[0] | {"tool_calls": [CALL]}]},
     ],
 )
-def test_the_openapi_document_and_the_server_take_the_same_bodies(body):
+def test_openapi_document_and_server_accept_the_same_bodies(body):
     body = {"messages": HI} | body
     document = {"$ref": "#/components/schemas/ChatRequest", "components": openapi(MODEL, 1024)["components"]}
     try:
@@ -166,7 +166,7 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 
 @pytest.mark.parametrize("num_examples", [10, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", POSTS)
-def test_what_violates_the_openapi_document_is_refused_in_openais_form(app, path, num_examples):
+def test_openapi_violations_are_refused_in_openai_form(app, path, num_examples):
     """Schemathesis draws it from the document and checks status, type and shape of each answer."""
     operation = schemathesis.openapi.from_asgi("/openapi.json", app)[path]["POST"]
 

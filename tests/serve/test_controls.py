@@ -78,7 +78,7 @@ def test_special_tokens_can_stay(app, service):
     assert text.endswith(service.text.decode_with_special([eos])) and text.startswith(content(app, max_tokens=60))
 
 
-def test_a_stop_string_may_name_a_special_token_that_the_text_leaves_out(app, service):
+def test_stop_string_may_name_a_special_token_absent_from_text(app, service):
     [eos] = service.text.eos_ids
     token, endless = service.text.decode_with_special([eos]), {"ignore_eos": True, "max_tokens": 60}
     before, found, _ = content(app, skip_special_tokens=False, **endless).partition(token)

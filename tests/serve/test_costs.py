@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 8 << 20
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Service]:
+def shared_service() -> Iterator[Service]:
     """A service that two clients share."""
     settings = SETTINGS | {"serving.max_body_bytes": MAX_BODY_BYTES}
     service = Service.start(
@@ -104,14 +104,14 @@ async def send(app: Any, path: str, body: bytes) -> Answer:
     return await request(app, "POST", path, body, ALPHA)
 
 
-def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
+def test_large_request_does_not_delay_a_small_one(shared_service):
     """They wait for a thread of their own, which is busy; a small request is answered meanwhile."""
-    app, released = build_app(shared), threading.Event()
+    app, released = build_app(shared_service), threading.Event()
     bodies = [(path, large_body(path, name, 2 * LONG)) for path, name in NAMES]
     assert min(len(body) for _, body in bodies) > LONG
 
     async def main() -> tuple[list[Answer], list[Any], list[int]]:
-        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
         try:
             asked = [asyncio.ensure_future(send(app, path, body)) for path, body in bodies]
             small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
@@ -126,9 +126,9 @@ def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
     assert not early and set(statuses) <= {200, 400, 429}
 
 
-def test_clients_with_large_requests_take_turns(shared):
+def test_clients_with_large_requests_take_turns(shared_service):
     """The second client comes last and is answered second."""
-    app, released, order = build_app(shared), threading.Event(), []
+    app, released, order = build_app(shared_service), threading.Event(), []
     body = json.dumps(HI | {"user": "x" * LONG}).encode()
 
     async def ask(name: str, headers: dict[str, str]) -> None:
@@ -136,7 +136,7 @@ def test_clients_with_large_requests_take_turns(shared):
         order.append(name)
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
         asked = [asyncio.ensure_future(ask("alpha", ALPHA)) for _ in range(4)]
         await asyncio.sleep(0.05)
         asked.append(asyncio.ensure_future(ask("beta", BETA)))
@@ -148,14 +148,14 @@ def test_clients_with_large_requests_take_turns(shared):
     assert order.index("beta") <= 1
 
 
-def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
-    app, released, parsed = build_app(shared), threading.Event(), []
+def test_a_client_that_leaves_leaves_no_work(shared_service, monkeypatch):
+    app, released, parsed = build_app(shared_service), threading.Event(), []
     real = services.parse
     monkeypatch.setattr(services, "parse", lambda kind, body: parsed.append(body) or real(kind, body))
     body = json.dumps(HI | {"user": "x" * LONG}).encode()
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await stack.enter_async_context(exchange(app, "POST", TEXT, body, ALPHA))
@@ -168,9 +168,9 @@ def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
     assert len(parsed) == 1
 
 
-def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, monkeypatch):
+def test_grammar_delays_no_grammar_or_work_of_other_clients(shared_service, monkeypatch):
     """One client's are all slow to compile, and asyncio's own threads are busy."""
-    app, released, real = build_app(shared), threading.Event(), grammar.matcher_of
+    app, released, real = build_app(shared_service), threading.Event(), grammar.matcher_of
 
     def slow(spec: Any, tokenizer: Any) -> Any:
         if spec.source.startswith("slow"):
@@ -199,8 +199,8 @@ def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, mon
 
 @pytest.mark.slow  # 8 MB in each parameter; shorter: a large request delays no small one
 @pytest.mark.parametrize(("path", "name"), NAMES)
-def test_eight_megabytes_in_a_parameter_delay_no_other_client_by_a_second(shared, path, name):
-    app = build_app(shared)
+def test_eight_megabyte_parameter_delays_no_client_by_a_second(shared_service, path, name):
+    app = build_app(shared_service)
     body = large_body(path, name, MAX_BODY_BYTES - 100_000)
 
     async def main() -> tuple[int, float]:
@@ -217,7 +217,7 @@ def test_eight_megabytes_in_a_parameter_delay_no_other_client_by_a_second(shared
     assert status in (200, 400, 413) and worst < 1.2
 
 
-def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(monkeypatch):
+def test_endpoint_prefills_fewer_tokens_a_step_than_a_gpu_job(monkeypatch):
     asked = []
 
     def build(*arguments: Any) -> None:

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from tests.support.clusters import free_port, head_in, wait_for
-from tests.support.processes import Watched
+from tests.support.processes import ListenerWatch
 
 ROOT = Path(__file__).parent.parent.parent
 PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "eagle_ray.serve.proxy_errors.middlewares"}
 QUESTION = {"prompt": "Once", "max_tokens": 20, "temperature": 0.8, "seed": 3}
 
 
-class Deployed:
+class Deployment:
     """The file with a port of its own, sent to a head whenever it has changed."""
 
     def __init__(self, head: str, directory: Path):
@@ -53,14 +53,14 @@ class Deployed:
 
 
 @pytest.mark.slow
-def test_it_is_deployed_changed_without_losing_a_request_and_deleted(tmp_path_factory):
+def test_deployment_is_changed_without_lost_requests_and_deleted(tmp_path_factory):
     with head_in(tmp_path_factory.mktemp("r"), **PROXY) as head:
-        deployed = Deployed(head, tmp_path_factory.mktemp("d"))
+        deployed = Deployment(head, tmp_path_factory.mktemp("d"))
         deployed.send()
         wait_for(deployed.is_ready)
         status, first = deployed.ask("/v1/completions", QUESTION)
         assert status == 200 and first["usage"]["completion_tokens"] <= 20
-        watched = Watched()
+        watched = ListenerWatch()
         watched.look(os.getpid())
         assert watched.beyond_loopback() == {}  # the head's node address is 127.0.0.1
         assert watched.listeners_of("ServeReplica:eagle-ray:engine")

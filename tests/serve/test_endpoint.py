@@ -26,9 +26,9 @@ from eagle_ray.serve.endpoint_metrics import (
     merged_snapshot,
 )
 from tests.support.clusters import cluster_of
-from tests.support.processes import Watched, is_running, parent_of
+from tests.support.processes import ListenerWatch, is_running, parent_of
 from tests.support.ranks import followers_of
-from tests.support.serving import ROOT, Server, replicas, until
+from tests.support.serving import ROOT, Server, replicas, wait_until
 
 
 def config_of(**settings):
@@ -46,7 +46,7 @@ def test_what_users_are_given_is_valid():
     assert demo.serving.max_queued_tokens == "auto" and demo.serving.api_keys_file is None
 
 
-def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
+def test_wrong_keys_and_taken_ports_fail_before_model_checks(capsys, monkeypatch):
     monkeypatch.setattr("eagle_ray.assembly.hub.check_models", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
         check_port("203.0.113.1", 1234)
 
 
-def test_the_command_imports_no_ray_before_its_environment_is_prepared():
+def test_command_imports_no_ray_before_its_environment_is_set():
     """Otherwise a Ray of its own would listen beyond loopback, and the command would end."""
     code = "import sys; from eagle_ray.cli import serve_endpoint; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -88,12 +88,12 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
 
 def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch):
     """The replicas' gRPC servers too, which Ray opens on [::]: they unpickle what they receive."""
-    watched = Watched()
+    watched = ListenerWatch()
     monkeypatch.setenv(*watched.environment.popitem())
     server = Server(tmp_path, replicas=2)
     try:
         server.until_ready()
-        until(lambda: server.metric("replicas") == 2)
+        wait_until(lambda: server.metric("replicas") == 2)
         watched.look(server.process.pid)
     finally:
         server.process.terminate()
@@ -162,7 +162,7 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_endpoint_over_two_ranks_answers_as_one_process_and_comes_back_without_one(tmp_path):
+def test_endpoint_over_two_ranks_answers_as_one_and_recovers(tmp_path):
     bodies = [{"prompt": f"{i} is", "max_tokens": 20, "temperature": i % 2 * 0.8, "seed": i} for i in range(8)]
     bodies.append({"prompt": "A", "max_tokens": 60, "json_schema": {"enum": ["x", "y"]}})
     answers = []
@@ -172,7 +172,7 @@ def test_an_endpoint_over_two_ranks_answers_as_one_process_and_comes_back_withou
             server.until_ready()
             answers.append(answers_of(server, bodies))
             if size == 2:
-                loses_a_rank(server, bodies[0])
+                kill_rank(server, bodies[0])
                 assert answers_of(server, bodies) == answers[0]
         finally:
             server.process.terminate()
@@ -189,7 +189,7 @@ def answers_of(server, bodies):
     return plain
 
 
-def loses_a_rank(server, short):
+def kill_rank(server, short):
     """Requests in flight fail, and the replica is replaced."""
     heard, long = {}, {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
 
@@ -199,7 +199,7 @@ def loses_a_rank(server, short):
     reading = [threading.Thread(target=listen, args=[streams]) for streams in (True, False)]
     for thread in reading:
         thread.start()
-    until(lambda: server.metric("num_requests_running") == 2)
+    wait_until(lambda: server.metric("num_requests_running") == 2)
     [replica] = replicas()
     [follower] = followers_of(replica)
     follower.kill()
@@ -209,12 +209,12 @@ def loses_a_rank(server, short):
     assert status == 503 and json.loads(body)["error"]["code"] == "engine_dead"
     last = json.loads(heard[True][1].strip().split("\n\n")[-1].removeprefix("data: "))
     assert heard[True][0] == 200 and last["error"]["code"] == "engine_dead" and "ask again" in last["error"]["message"]
-    until(lambda: replica not in replicas())
+    wait_until(lambda: replica not in replicas())
     server.until_ready()
     assert not is_running(follower.pid)
 
 
-class Crowd:
+class StreamClients:
     """Clients that ask for one stream after another, and who looks at a counter meanwhile."""
 
     def __init__(self, server, number):
@@ -254,19 +254,19 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
         try:
             server.until_ready()
             assert server.metric("replicas") == 1
-            crowd = Crowd(server, 8)
-            until(lambda: server.metric("replicas") == 2)
+            crowd = StreamClients(server, 8)
+            wait_until(lambda: server.metric("replicas") == 2)
             one, other = replicas()
             assert parent_of(one) != parent_of(other)
-            until(lambda: server.metric("num_requests_running") == 4)  # the slots of both
+            wait_until(lambda: server.metric("num_requests_running") == 4)  # the slots of both
             os.kill(one, signal.SIGKILL)
             silent_since = time.monotonic()
-            until(lambda: len(set(replicas()) - {one, other}) == 1)
+            wait_until(lambda: len(set(replicas()) - {one, other}) == 1)
             assert server.ask("GET", "/health")[0] == 200
-            until(lambda: time.monotonic() > silent_since + STALE_S and server.metric("num_requests_running") == 4)
+            wait_until(lambda: time.monotonic() > silent_since + STALE_S and server.metric("num_requests_running") == 4)
             assert server.metric("replicas") == 2  # the new one counts, the dead one no more
             crowd.leave()
-            until(lambda: server.metric("replicas") == 1)
+            wait_until(lambda: server.metric("replicas") == 1)
             last = server.metric("generation_tokens_total")
             assert sorted([*crowd.counted, last]) == [*crowd.counted, last]
             broken = [(status, json.loads(end)["error"]["code"]) for status, end in crowd.ends if end != "[DONE]"]
@@ -277,7 +277,7 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             heard = []
             reading = threading.Thread(target=lambda: heard.append(server.ask("POST", "/v1/completions", stream)[1]))
             reading.start()
-            until(lambda: server.metric("num_requests_running"))
+            wait_until(lambda: server.metric("num_requests_running"))
             server.process.send_signal(signal.SIGTERM)
             reading.join()
             assert heard[0].endswith("data: [DONE]\n\n") and server.process.wait(timeout=60) == 0

@@ -277,7 +277,7 @@ def test_a_parameter_is_obeyed_or_refused_or_asks_for_nothing(service, path, nam
 
 
 @pytest.mark.parametrize("path", LINE_KINDS)
-def test_a_client_that_sends_all_defaults_of_other_servers_is_answered(service, path):
+def test_client_that_sends_defaults_of_other_servers_is_answered(service, path):
     """temperature, top_p and top_k have defaults that are values of ours, too."""
     plain = outcome(service, path, BASE[path])
     assert outcome(service, path, BASE[path] | DEFAULTS[path]) == plain
@@ -286,7 +286,7 @@ def test_a_client_that_sends_all_defaults_of_other_servers_is_answered(service, 
 
 
 @pytest.mark.parametrize("name", ["tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "typo"])
-def test_a_parameter_of_vllms_tokenize_is_refused_or_asks_for_nothing(name):
+def test_parameter_of_vllm_tokenize_is_refused_or_has_no_effect(name):
     def read(value):
         return parse(TokenizeRequest, json.dumps({"messages": HI, name: value}).encode())
 

@@ -71,7 +71,7 @@ def test_the_event_loop_goes_on_while_megabytes_are_made():
     assert asyncio.run(main()) >= 5
 
 
-def test_long_answers_are_written_and_long_bodies_read_in_a_thread(app, service, monkeypatch):
+def test_long_answers_and_long_bodies_are_handled_in_a_thread(app, service, monkeypatch):
     """While the thread that writes a long answer is held up, others are answered; likewise with a long body."""
     release, writing, encode = threading.Event(), threading.Event(), http_answers.encode_json
 

@@ -24,7 +24,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def exchanged(request: bytes, rest: bytes = b"", pause_s: float | None = None) -> tuple[bytes, bytes]:
+def exchange_bytes(request: bytes, rest: bytes = b"", pause_s: float | None = None) -> tuple[bytes, bytes]:
     """Head and body of the answer of a server as Ray Serve's proxy starts it.
 
     rest: sent after the first answer, or after a pause.
@@ -74,7 +74,7 @@ def exchanged(request: bytes, rest: bytes = b"", pause_s: float | None = None) -
     ],
 )
 def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
-    head, body = exchanged(request_bytes)
+    head, body = exchange_bytes(request_bytes)
     assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head.lower()
     error = json.loads(body)["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "bad_http")
@@ -82,10 +82,10 @@ def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
 
 def test_what_is_http_is_answered():
     """A body may be longer than headers may be. HTTP/1.0 needs no Host."""
-    assert exchanged(b"GET / HTTP/1.0\r\n\r\n")[0].startswith(b"HTTP/1.1 200 ")
+    assert exchange_bytes(b"GET / HTTP/1.0\r\n\r\n")[0].startswith(b"HTTP/1.1 200 ")
     body = b"x" * 3 * MAX_HEADER_BYTES
     length = str(len(body)).encode()
-    head, answer = exchanged(
+    head, answer = exchange_bytes(
         b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body
     )
     assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
@@ -94,7 +94,7 @@ def test_what_is_http_is_answered():
 @pytest.mark.parametrize("offer", [b"Upgrade: h2c\r\n", b"upgrade:H2C \r\n"])
 def test_an_offer_of_http_2_is_not_taken_and_the_body_is_read(offer):
     """As Java's HttpClient makes it."""
-    head, answer = exchanged(
+    head, answer = exchange_bytes(
         b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: a\r\n"
         b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\n" + offer + b"\r\nhello",
         b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
@@ -102,11 +102,11 @@ def test_an_offer_of_http_2_is_not_taken_and_the_body_is_read(offer):
     assert head.startswith(b"HTTP/1.1 200 ") and b"body-bytes: 5" in head and answer.count(b"fine") == 2
 
 
-def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
+def test_body_does_not_count_to_the_headers_of_the_next_request():
     """The first bytes of the second request come with the first request's long body."""
     body = b"x" * (MAX_HEADER_BYTES + 1000)
     first = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-    head, answers = exchanged(first + b"GET / HTTP/1.1\r\nHost: a\r\nConne", b"ction: close\r\n\r\n")
+    head, answers = exchange_bytes(first + b"GET / HTTP/1.1\r\nHost: a\r\nConne", b"ction: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and answers.count(b"fine") == 2
 
 
@@ -123,17 +123,17 @@ def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
 def test_a_connection_without_a_whole_head_is_closed(monkeypatch, sent, rest, statuses):
     """Whether it sends nothing, or a part of it at the beginning, or behind another request."""
     monkeypatch.setattr(proxy_errors, "HEAD_WITHIN_S", 0.5)
-    head, answer = exchanged(sent, rest)
+    head, answer = exchange_bytes(sent, rest)
     assert [part[:3] for part in (head + answer).split(b"HTTP/1.1 ")[1:]] == statuses
 
 
-def test_a_slow_answer_and_a_slow_body_outlive_the_limit_of_headers(monkeypatch):
+def test_slow_answer_and_slow_body_outlast_the_header_timeout(monkeypatch):
     monkeypatch.setattr(proxy_errors, "HEAD_WITHIN_S", 0.5)
     body = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 3\r\n\r\nab"
-    assert exchanged(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
+    assert exchange_bytes(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("request_line", [b"GET / HTTP/2.0\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n"])
 def test_other_versions_and_two_hosts_are_refused(request_line):
-    head, _ = exchanged(request_line + b"Connection: close\r\n\r\n")
+    head, _ = exchange_bytes(request_line + b"Connection: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")

@@ -101,14 +101,14 @@ def test_serve_without_its_keys_does_not_start(tmp_path, capsys, monkeypatch):
     assert ENV_NAME in capsys.readouterr().err
 
 
-def behind_proxy(app):
+def proxied_app(app):
     """An application behind the middlewares of Ray Serve's proxy."""
     for middleware in middlewares():
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     return app
 
 
-def replying(status, kind=b"application/json"):
+def replying_proxy(status, kind=b"application/json"):
     """A proxy whose replica answers /v1/models with a status, and that lists its applications itself."""
     asked = []
 
@@ -119,7 +119,7 @@ def replying(status, kind=b"application/json"):
         await send({"type": "http.response.start", "status": of, "headers": [(b"content-type", kind)]})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    return behind_proxy(app), asked
+    return proxied_app(app), asked
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def replying(status, kind=b"application/json"):
     ],
 )
 def test_rays_routes_want_the_key_that_a_replica_wants(status, kind, expected, code):
-    app, asked = replying(status, kind)
+    app, asked = replying_proxy(status, kind)
     answer = asyncio.run(get(app, ROUTES, {"Authorization": "Bearer x"}))
     assert answer.status == expected and answer.json.get("error", {}).get("code") == code
     assert asked[0] == ("/v1/models", b"Bearer x") and len(asked) == (2 if status == 200 else 1)

@@ -22,7 +22,7 @@ def send(app, body, path=TEXT, method="POST", **headers):
     return asyncio.run(request(app, method, path, body, headers))
 
 
-def refused(answer, status, code, param=None):
+def refusal_message(answer, status, code, param=None):
     error = answer.json["error"]
     assert (answer.status, error["code"], error["param"]) == (status, code, param)
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
@@ -48,7 +48,7 @@ def refused(answer, status, code, param=None):
     ],
 )
 def test_what_is_no_json_is_refused(app, body):
-    refused(send(app, body), 400, "bad_json")
+    refusal_message(send(app, body), 400, "bad_json")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_is_no_json_is_refused(app, body):
     ],
 )
 def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code, param):
-    refused(send(app, body), 400, code, param)
+    refusal_message(send(app, body), 400, code, param)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,20 @@ def test_a_json_text_in_a_body_is_read_as_strictly(app, extra, param, says):
     assert (error["param"], error["code"]) == (param, "bad_value") and says in error["message"]
 
 
-def test_half_a_surrogate_in_the_arguments_of_a_call_is_refused_by_their_place(app):
+def test_lone_surrogate_in_call_arguments_is_refused_by_its_path(app):
     call = CALL | {"function": {"name": "f", "arguments": f'{{"a": {HALF}}}'}}
     asked = {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
-    refused(asyncio.run(post(app, CHAT, asked)), 400, "bad_value", "messages[1].tool_calls[0].function.arguments")
+    refusal_message(
+        asyncio.run(post(app, CHAT, asked)), 400, "bad_value", "messages[1].tool_calls[0].function.arguments"
+    )
     item = {"type": "function_call", "call_id": "c", **call["function"]}
     asked = {"input": [{"role": "user", "content": "Hi"}, item], "text": {"format": DEEP}}
-    refused(asyncio.run(post(app, RESPONSES, asked)), 400, "bad_value", "input[1].arguments")
-    refused(asyncio.run(post(app, RESPONSES, asked | {"input": "Hi"})), 400, "bad_value", "text.format")
+    refusal_message(asyncio.run(post(app, RESPONSES, asked)), 400, "bad_value", "input[1].arguments")
+    refusal_message(asyncio.run(post(app, RESPONSES, asked | {"input": "Hi"})), 400, "bad_value", "text.format")
 
 
 def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):
-    refused(
+    refusal_message(
         send(app, b'{"messages": [{"role": "user", "content": "a", "name": "\\ud800"}]}', CHAT),
         400,
         "bad_value",
@@ -169,10 +171,10 @@ def test_bad_lists_of_a_million_are_refused_at_their_first_fault():
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 def test_only_json_is_read(app, kind):
-    refused(send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type")
+    refusal_message(send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type")
     for charset in ("utf-16", "latin-1", '"UTF-32"'):
         kind = {"Content-Type": f"application/json; charset={charset}"}
-        refused(send(app, b'{"prompt": "a"}', **kind), 415, "bad_content_type")
+        refusal_message(send(app, b'{"prompt": "a"}', **kind), 415, "bad_content_type")
     for json_kind in (
         "application/json",
         'application/json; charset="UTF-8"',
@@ -185,15 +187,15 @@ def test_only_json_is_read(app, kind):
 def test_a_packed_body_is_refused(app):
     for body in (b'{"prompt": "a", "max_tokens": 1}', gzip.compress(b'{"prompt": "a", "max_tokens": 1}')):
         for encoding in ("gzip", "deflate, gzip", "br"):
-            refused(send(app, body, **{"Content-Encoding": encoding}), 415, "bad_content_encoding")
+            refusal_message(send(app, body, **{"Content-Encoding": encoding}), 415, "bad_content_encoding")
     assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Encoding": "identity"}).status == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example:8000", "evil.example", "localhost.evil.example", "10.0.0.5", "", "gpu"])
-def test_without_keys_no_page_reaches_this_machine_by_its_own_name(app, host):
+def test_request_for_another_host_is_refused_without_keys(app, host):
     """The page and the endpoint are of one origin to a browser, so it asks nobody."""
     page = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json"}
-    refused(send(app, b'{"prompt": "a", "max_tokens": 1}', **page), 403, "other_host")
+    refusal_message(send(app, b'{"prompt": "a", "max_tokens": 1}', **page), 403, "other_host")
     assert asyncio.run(get(app, "/v1/models", {"Host": host})).status == 403
     assert asyncio.run(get(app, "/health", {"Host": host})).status == 200
 
@@ -209,7 +211,7 @@ def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):
     """Browsers send a body without a type to any machine unasked, but say where the page is from."""
     body = b'{"prompt": "a", "max_tokens": 1}'
     stranger = {"Origin": "http://evil.example"}
-    refused(send(app, body, **stranger, **{"Content-Type": ""}), 415, "bad_content_type")
+    refusal_message(send(app, body, **stranger, **{"Content-Type": ""}), 415, "bad_content_type")
     assert send(app, body, **{"Content-Type": ""}).status == 200
     assert send(app, body, **stranger, **{"Content-Type": "application/json"}).status == 200
 
@@ -230,7 +232,7 @@ def test_objects_and_lists_are_counted_before_they_are_made():
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read(app):
-    refused(send(app, b"{", **{"Content-Length": str(100 << 20)}), 413, "body_too_large")
+    refusal_message(send(app, b"{", **{"Content-Length": str(100 << 20)}), 413, "body_too_large")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_a_body_that_says_it_is_too_large_is_not_read(app):
 )
 def test_a_wrong_method_is_told_the_right_ones(app, method, path):
     answer = send(app, b"", path, method)
-    refused(answer, 405, "no_route")
+    refusal_message(answer, 405, "no_route")
     assert answer.headers["allow"]
 
 
@@ -334,13 +336,13 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 def test_a_full_queue_does_not_tokenize(app, service, monkeypatch):
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
-            await until(lambda: service.in_flight.sequences == 16)
+            await wait_until(lambda: service.in_flight.sequences == 16)
             read = []
             monkeypatch.setattr(service.text, "encode", lambda prompt: read.append(prompt) or [5])
             return await post(app, TEXT, {"prompt": "a"}), read
 
     answer, read = asyncio.run(main())
-    refused(answer, 429, "queue_full")
+    refusal_message(answer, 429, "queue_full")
     assert not read
 
 
@@ -358,7 +360,7 @@ def test_big_answers_are_made_beside_the_others(service, app, monkeypatch):
     assert makers and threading.main_thread() not in makers
 
 
-async def until(condition):
+async def wait_until(condition):
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -373,21 +375,21 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
 
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 4}).encode()):
-            await until(lambda: scheduler.num_running == 4)
+            await wait_until(lambda: scheduler.num_running == 4)
             if phase == "queued":
                 async with exchange(app, "POST", TEXT, json.dumps(body).encode()):
-                    await until(lambda: service.in_flight.sequences == 5)
-                await until(lambda: service.in_flight.sequences == 4)
+                    await wait_until(lambda: service.in_flight.sequences == 5)
+                await wait_until(lambda: service.in_flight.sequences == 4)
         if phase != "queued":
             async with exchange(app, "POST", TEXT, json.dumps(body).encode()) as talk:
                 if phase == "unread":
                     talk.reads.clear()
-                await until(lambda: service.in_flight.sequences == 1)
+                await wait_until(lambda: service.in_flight.sequences == 1)
                 if phase in ("decode", "unread"):
                     steps = engine.counters().num_steps
-                    await until(lambda: engine.counters().num_steps > steps + 2)
+                    await wait_until(lambda: engine.counters().num_steps > steps + 2)
         left = engine.counters().num_steps
-        await until(lambda: not service.engine.inner.has_work)
+        await wait_until(lambda: not service.engine.inner.has_work)
         return engine.counters().num_steps - left
 
     assert asyncio.run(main()) <= 2 and service.in_flight.sequences == 0 and not service.engine.step_loop.calls

@@ -65,7 +65,7 @@ def grpc_port(address: str) -> tuple[int, set[Listener]]:
 
 
 @pytest.mark.parametrize("address", ["[::]:0", "0.0.0.0:0"])
-def test_a_grpc_server_for_all_interfaces_listens_on_the_nodes_address(address):
+def test_grpc_server_for_all_interfaces_listens_on_node_address(address):
     bind_grpc_servers("127.0.0.1")
     port, found = grpc_port(address)
     assert found == {Listener(os.getpid(), "tcp", "127.0.0.1", port)}
@@ -96,7 +96,7 @@ def test_a_health_check_names_what_was_opened_after_the_start(monkeypatch):
         replica.check_health()
 
 
-class Unbound(AtNodeAddress):
+class UnboundReplica(AtNodeAddress):
     """A replica as it would be if Ray opened its port by other means."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Unbound(AtNodeAddress):
             setattr(Server, name, method)
 
 
-class WithoutMethod(AtNodeAddress):
+class ReplicaWithoutMethod(AtNodeAddress):
     """A replica as it would be if grpcio had no such method."""
 
     def __init__(self) -> None:
@@ -116,7 +116,8 @@ class WithoutMethod(AtNodeAddress):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("replica", "reason"), [(Unbound, "beyond its node's address 127.0.0.1"), (WithoutMethod, "add_secure_port")]
+    ("replica", "reason"),
+    [(UnboundReplica, "beyond its node's address 127.0.0.1"), (ReplicaWithoutMethod, "add_secure_port")],
 )
 def test_a_replica_that_cannot_be_bound_does_not_come_up(replica, reason, ray_session):
     options = {"ray_actor_options": {"num_cpus": 0}, "max_constructor_retry_count": 1}

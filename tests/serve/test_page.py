@@ -39,13 +39,13 @@ def page(chromium, server):
     chromium.execute_script("localStorage.clear(); sessionStorage.clear()")
     chromium.get_log("browser")
     chromium.get(server.url)
-    until(chromium, lambda: text_of(chromium, "#model"))
+    wait_until(chromium, lambda: text_of(chromium, "#model"))
     yield chromium
     told = [entry["message"] for entry in chromium.get_log("browser") if entry["source"] != "network"]
     assert told == []
 
 
-def until(driver, seen, seconds=30):
+def wait_until(driver, seen, seconds=30):
     from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(driver, seconds, poll_frequency=0.02).until(lambda _: seen())
@@ -59,13 +59,13 @@ def text_of(driver, selector):
     return driver.execute_script("return document.querySelector(arguments[0]).textContent", selector)
 
 
-def say(driver, text):
+def ask_question(driver, text):
     box = driver.find_element("id", "question")
     box.send_keys(text)
     box.submit()
 
 
-def give(driver, **settings):
+def change_settings(driver, **settings):
     """Settings, typed as a person would."""
     details = driver.find_element("id", "settings")
     if not details.get_property("open"):
@@ -77,11 +77,11 @@ def give(driver, **settings):
     driver.find_element("id", "question").click()
 
 
-def ended(driver):
-    return until(driver, lambda: all_of(driver, "article") and not all_of(driver, "[aria-busy=true]"))
+def wait_for_end(driver):
+    return wait_until(driver, lambda: all_of(driver, "article") and not all_of(driver, "[aria-busy=true]"))
 
 
-def put(driver, text):
+def put_question(driver, text):
     """What the driver cannot type, or only slowly."""
     driver.execute_script("document.getElementById('question').value = arguments[0]", text)
     driver.find_element("id", "ask").submit()
@@ -105,12 +105,12 @@ def metrics(app):
     return Counter({name: float(value) for name, value in pairs})
 
 
-def test_tokens_are_coloured_by_how_they_came_and_add_up_to_the_servers_statistics(page, app):
+def test_tokens_are_colored_by_depth_and_match_server_statistics(page, app):
     content, before = content_of(app, TIPS), metrics(app)
-    say(page, TIPS)
-    ended(page)
+    ask_question(page, TIPS)
+    wait_for_end(page)
     name = "spec_decode_num_accepted_tokens"
-    until(page, lambda: metrics(app)["generation_tokens_total"] > before["generation_tokens_total"])
+    wait_until(page, lambda: metrics(app)["generation_tokens_total"] > before["generation_tokens_total"])
     grown = {key: value - before[key] for key, value in metrics(app).items()}
     num_passes, shown = grown["spec_decode_num_drafts_total"], words(page)
     assert "".join(text for text, _, _ in shown) == content
@@ -135,12 +135,12 @@ def test_tokens_are_coloured_by_how_they_came_and_add_up_to_the_servers_statisti
 def test_a_token_says_its_step_and_depth_to_mouse_and_keyboard(page):
     from selenium.webdriver import ActionChains, Keys
 
-    say(page, TIPS)
-    ended(page)
+    ask_question(page, TIPS)
+    wait_for_end(page)
     word = next(w for w in all_of(page, ".text .d2") if w.text.strip())
     ActionChains(page).move_to_element(word).perform()
     step, token = word.get_attribute("data-step"), word.get_attribute("data-id")
-    tip = until(page, lambda: page.find_element("id", "tip").text)
+    tip = wait_until(page, lambda: page.find_element("id", "tip").text)
     assert f"accepted at depth 2 · token {token}" in tip and f"pass {step}: " in tip and " of 8 drafted" in tip
     lit = [w.get_attribute("data-step") for w in all_of(page, ".text .lit")]
     assert len(lit) >= 3 and set(lit) == {step} and len(all_of(page, ".strip .lit")) == 1
@@ -154,13 +154,13 @@ def test_a_token_says_its_step_and_depth_to_mouse_and_keyboard(page):
 def test_an_answer_that_comes_is_not_covered(page):
     from selenium.webdriver import ActionChains
 
-    give(page, **NOISE)
-    say(page, "Once")
-    until(page, lambda: len(all_of(page, ".text span")) > 5)
+    change_settings(page, **NOISE)
+    ask_question(page, "Once")
+    wait_until(page, lambda: len(all_of(page, ".text span")) > 5)
     page.execute_script("document.querySelector('.text span').dispatchEvent(new Event('pointerover', {bubbles: true}))")
     assert all_of(page, "[aria-busy=true] .text .lit") and not page.find_element("id", "tip").is_displayed()
     page.find_element("id", "send").click()
-    ended(page)
+    wait_for_end(page)
     ActionChains(page).move_to_element(all_of(page, ".text span")[0]).perform()
     assert page.find_element("id", "tip").is_displayed()
 
@@ -170,49 +170,49 @@ def test_the_legend_has_the_depths_that_the_engine_drafts_to(page, server, servi
     if deepest is not None:
         monkeypatch.setattr(service, "num_spec_tokens", deepest)
         page.get(server.url)
-    until(page, lambda: text_of(page, "#model"))
+    wait_until(page, lambda: text_of(page, "#model"))
     depths = page.find_element("id", "depths")
     assert "".join(depth.text for depth in all_of(page, "#depths i")) == shown
     assert depths.is_displayed() == bool(shown)
 
 
-def test_stop_ends_the_answer_and_frees_its_slot_and_the_chat_goes_on(page, service):
-    give(page, **NOISE, system="Be brief.")
-    say(page, "Once")
-    until(page, lambda: len(all_of(page, ".text span")) > 5)
+def test_stop_ends_the_answer_frees_the_slot_and_chat_continues(page, service):
+    change_settings(page, **NOISE, system="Be brief.")
+    ask_question(page, "Once")
+    wait_until(page, lambda: len(all_of(page, ".text span")) > 5)
     assert page.find_element("id", "send").text == "Stop"
     page.find_element("id", "send").click()
-    ended(page)
-    until(page, lambda: service.in_flight.sequences == 0)
+    wait_for_end(page)
+    wait_until(page, lambda: service.in_flight.sequences == 0)
     num_words = len(words(page))
     assert page.find_element("id", "send").text == "Send" and not all_of(page, ".trouble:not([hidden])")
-    give(page, max_tokens=4)
-    say(page, "And then?")
-    until(page, lambda: len(all_of(page, "article")) == 2)
-    ended(page)
+    change_settings(page, max_tokens=4)
+    ask_question(page, "And then?")
+    wait_until(page, lambda: len(all_of(page, "article")) == 2)
+    wait_for_end(page)
     assert len(words(page)) == num_words + 4
 
 
 def test_markup_and_emoji_are_text(page, app):
     typed = '<img src=x onerror=alert(1)> <b>naïve</b> & "quotes" **bold**'
-    say(page, typed)
-    ended(page)
+    ask_question(page, typed)
+    wait_for_end(page)
     assert text_of(page, ".question") == typed
     page.find_element("id", "new").click()
     birds = "🦅🐟 <i>你好</i>"
-    put(page, birds)
-    ended(page)
+    put_question(page, birds)
+    wait_for_end(page)
     assert text_of(page, ".question") == birds
     page.find_element("id", "new").click()
-    give(page, max_tokens=90)
-    say(page, CODE)
-    ended(page)
+    change_settings(page, max_tokens=90)
+    ask_question(page, CODE)
+    wait_for_end(page)
     assert text_of(page, ".text") == (content := content_of(app, CODE, max_tokens=90)) and "<" in content
     assert all_of(page, ".question *, .text span *, .text :not(span)") == []
     page.find_element("id", "new").click()
-    give(page, **NOISE | {"max_tokens": 80})
-    say(page, TIPS)
-    ended(page)
+    change_settings(page, **NOISE | {"max_tokens": 80})
+    ask_question(page, TIPS)
+    wait_for_end(page)
     assert text_of(page, ".text") == content_of(app, TIPS, **NOISE | {"max_tokens": 80})
     assert all_of(page, ".question *, .text span *, .text :not(span)") == []
 
@@ -223,25 +223,25 @@ def test_errors_are_said_in_words_and_can_be_tried_again(page, server, app):
     crowd.request("POST", "/v1/completions", json.dumps(everything))
     while metrics(app)["num_requests_waiting"] < 12:
         time.sleep(0.01)
-    say(page, TIPS)
-    ended(page)
+    ask_question(page, TIPS)
+    wait_for_end(page)
     assert "The server is full" in page.find_element("css selector", ".trouble").text
     crowd.close()
     while metrics(app)["num_requests_running"]:
         time.sleep(0.01)
     page.find_element("css selector", ".trouble button").click()
-    ended(page)
+    wait_for_end(page)
     assert not page.find_element("css selector", ".trouble").is_displayed() and len(words(page)) > 5
 
-    give(page, **NOISE)
-    say(page, "Once")
-    until(page, lambda: len(all_of(page, "article:last-child .text span")) > 5)
+    change_settings(page, **NOISE)
+    ask_question(page, "Once")
+    wait_until(page, lambda: len(all_of(page, "article:last-child .text span")) > 5)
     server.cut()
-    ended(page)
+    wait_for_end(page)
     assert "connection was lost" in all_of(page, ".trouble")[-1].text
-    give(page, max_tokens="", temperature="", seed="")
-    put(page, "word " * 3000)
-    ended(page)
+    change_settings(page, max_tokens="", temperature="", seed="")
+    put_question(page, "word " * 3000)
+    wait_for_end(page)
     assert "max_model_len" in all_of(page, ".trouble")[-1].text
 
 
@@ -250,15 +250,15 @@ def test_a_key_is_asked_for_where_the_server_wants_one(chromium, service):
     guarded.keys = ApiKeys.of(["secret"])
     with serving(build_app(guarded)) as server:
         chromium.get(server.url)
-        until(chromium, lambda: "wants an API key" in text_of(chromium, "#model"))
+        wait_until(chromium, lambda: "wants an API key" in text_of(chromium, "#model"))
         assert chromium.find_element("name", "key").is_displayed()
-        say(chromium, TIPS)
-        ended(chromium)
+        ask_question(chromium, TIPS)
+        wait_for_end(chromium)
         assert "wants an API key" in chromium.find_element("css selector", ".trouble").text
-        give(chromium, key="secret")
-        until(chromium, lambda: text_of(chromium, "#model") == "embedded:tiny")
+        change_settings(chromium, key="secret")
+        wait_until(chromium, lambda: text_of(chromium, "#model") == "embedded:tiny")
         chromium.find_element("css selector", ".trouble button").click()
-        ended(chromium)
+        wait_for_end(chromium)
         assert len(words(chromium)) > 5
         assert chromium.execute_script("return Object.values(localStorage).includes('secret')") is False
 
@@ -267,12 +267,12 @@ def test_a_key_is_asked_for_where_the_server_wants_one(chromium, service):
 def test_nothing_sticks_out_of_a_window(page, width):
     size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    say(page, CODE)
-    ended(page)
+    ask_question(page, CODE)
+    wait_for_end(page)
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
 
 
-def test_files_have_their_types_a_strict_policy_and_are_sent_once(app):
+def test_files_have_types_and_a_strict_policy_and_are_sent_once(app):
     kinds = {"/": "text/html", "/page/page.css": "text/css", "/favicon.ico": "image/svg+xml"}
     kinds |= {f"/page/{name}.js": "text/javascript" for name in ("page", "answer", "stream")}
     for path, kind in kinds.items():

@@ -21,7 +21,7 @@ from eagle_ray.text.strict_json import JsonError
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def refused(kind, body):
+def refusal_of(kind, body):
     with pytest.raises(ApiError) as found:
         parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
     return found.value
@@ -64,14 +64,14 @@ def refused(kind, body):
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
     prompt = {"messages": HI} if kind is ChatRequest else {"prompt": "Hi"}
-    error = refused(kind, prompt | extra)
+    error = refusal_of(kind, prompt | extra)
     assert (error.status, error.param, error.code) == (400, param, "bad_value")
     assert error.body()["error"]["type"] == "invalid_request_error" and param.partition("[")[0] in str(error)
 
 
 @pytest.mark.parametrize("name", ["top_k", "max_tokens"])
 def test_a_limit_that_a_number_exceeds_is_named(name):
-    error = refused(ChatRequest, {"messages": HI, name: 10**12})
+    error = refusal_of(ChatRequest, {"messages": HI, name: 10**12})
     assert "or more, at most 2147483647, got 1000000000000" in str(error)
 
 
@@ -91,7 +91,7 @@ def test_a_limit_that_a_number_exceeds_is_named(name):
 )
 def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
     [name] = extra
-    error = refused(CompletionRequest, {"prompt": "Hi"} | extra)
+    error = refusal_of(CompletionRequest, {"prompt": "Hi"} | extra)
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
 
 
@@ -115,15 +115,15 @@ def test_vllms_spelling_of_structured_outputs_is_read(given, name, read):
 
 
 def test_vllms_spelling_is_refused_with_our_keys():
-    error = refused(CompletionRequest, {"prompt": "Hi", "structured_outputs": {"structural_tag": "a"}})
+    error = refusal_of(CompletionRequest, {"prompt": "Hi", "structured_outputs": {"structural_tag": "a"}})
     assert "give one of json, json_object, regex, choice and grammar" in str(error)
-    assert "use regex" in str(refused(CompletionRequest, {"prompt": "Hi", "guided_regex": "a"}))
+    assert "use regex" in str(refusal_of(CompletionRequest, {"prompt": "Hi", "guided_regex": "a"}))
     both = {"prompt": "Hi", "structured_outputs": {"regex": "a"}, "choice": ["b"]}
-    assert "both say what the output must be" in str(refused(CompletionRequest, both))
+    assert "both say what the output must be" in str(refusal_of(CompletionRequest, both))
     twice = {"prompt": "Hi", "structured_outputs": {"regex": "a"}, "regex": "b"}
-    assert refused(CompletionRequest, twice).param == "structured_outputs"
+    assert refusal_of(CompletionRequest, twice).param == "structured_outputs"
     wrong = {"prompt": "Hi", "structured_outputs": {"choice": "b"}}
-    assert refused(CompletionRequest, wrong).param == "choice"
+    assert refusal_of(CompletionRequest, wrong).param == "choice"
 
 
 def test_controls_are_read():
@@ -151,7 +151,7 @@ def test_what_asks_for_nothing_is_taken():
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], 5, ["a", 5], [[1], "a"], [1, -2], {"a": 1}, "\ud800"])
 def test_what_is_no_prompt_is_refused(prompt):
-    error = refused(CompletionRequest, {"prompt": prompt})
+    error = refusal_of(CompletionRequest, {"prompt": prompt})
     assert error.status == 400 and error.param.startswith("prompt")
 
 
@@ -174,11 +174,11 @@ def test_a_prompt_has_four_forms(prompt, prompts):
     ],
 )
 def test_what_are_no_messages_is_refused(messages):
-    error = refused(ChatRequest, {"messages": messages})
+    error = refusal_of(ChatRequest, {"messages": messages})
     assert error.status == 400 and error.param.startswith("messages")
 
 
-def test_text_parts_are_one_text_and_other_keys_are_the_templates():
+def test_text_parts_are_joined_and_other_keys_go_to_the_template():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "user", "content": parts, "name": "me", "refusal": None}]}
     [message] = parse(ChatRequest, json.dumps(body).encode()).conversation
@@ -187,17 +187,17 @@ def test_text_parts_are_one_text_and_other_keys_are_the_templates():
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"Hi"', b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 9999])
 def test_a_body_that_is_no_object_is_refused(body):
-    error = refused(CompletionRequest, body)
+    error = refusal_of(CompletionRequest, body)
     assert (error.status, error.code) == (400, "bad_json")
 
 
 def test_parameters_that_contradict_each_other_are_refused():
-    assert refused(ChatRequest, {"messages": HI, "top_logprobs": 2}).param == "top_logprobs"
-    assert refused(ChatRequest, {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}).code == "bad_value"
-    assert refused(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
-    assert refused(CompletionRequest, {"prompt": ["a"] * 100, "n": 20}).code == "too_many_choices"
-    assert refused(TokenizeRequest, {"prompt": "a", "messages": HI}).code == "prompt_missing"
-    assert refused(DetokenizeRequest, {"tokens": "a"}).param == "tokens"
+    assert refusal_of(ChatRequest, {"messages": HI, "top_logprobs": 2}).param == "top_logprobs"
+    assert refusal_of(ChatRequest, {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}).code == "bad_value"
+    assert refusal_of(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
+    assert refusal_of(CompletionRequest, {"prompt": ["a"] * 100, "n": 20}).code == "too_many_choices"
+    assert refusal_of(TokenizeRequest, {"prompt": "a", "messages": HI}).code == "prompt_missing"
+    assert refusal_of(DetokenizeRequest, {"tokens": "a"}).param == "tokens"
 
 
 def test_every_reference_of_the_openapi_document_is_there():
@@ -224,7 +224,7 @@ NAMES = {f"x{i}": 1 for i in range(5000)}
 )
 def test_the_first_of_thousands_of_wrong_values_is_told(kind, body, param):
     """Each error costs memory and time."""
-    assert refused(kind, body).param == param
+    assert refusal_of(kind, body).param == param
 
 
 def test_every_pair_of_a_large_logit_bias_is_read():
@@ -238,7 +238,7 @@ def test_a_schema_is_written_no_further_than_its_limit():
         schema_text({"enum": [0.1] * MAX_TEXT_CHARS})
 
 
-def test_a_format_that_is_too_long_is_named_as_its_client_writes_it():
+def test_too_long_format_is_named_as_its_client_writes_it():
     form = {"type": "json_schema", "name": "a", "schema": {"description": "a" * MAX_TEXT_CHARS}}
     request = parse(ResponsesRequest, json.dumps({"input": "Hi", "text": {"format": form}}).encode())
     with pytest.raises(RequestError, match="has more than") as found:

@@ -7,12 +7,12 @@ import pytest
 from starlette.responses import JSONResponse
 
 from eagle_ray.serve import proxy_errors
-from tests.support.serving import get, parsed
+from tests.support.serving import get, parse_event
 
 OK = b'data: {"choices":[]}\n\n'
 
 
-def answering(status, kind, *parts, dies=None):
+def answering_app(status, kind, *parts, dies=None):
     """An application that begins an answer and perhaps dies of it: loudly, or it says no more."""
 
     async def app(scope, receive, send):
@@ -31,22 +31,22 @@ def answering(status, kind, *parts, dies=None):
 
 @pytest.mark.parametrize("status", [404, 500, 503])
 def test_plain_words_of_the_proxy_become_a_refusal_in_our_form(status):
-    answer = asyncio.run(get(answering(status, b"text/plain", b"Unavailable", b"!"), "/v1/models"))
+    answer = asyncio.run(get(answering_app(status, b"text/plain", b"Unavailable", b"!"), "/v1/models"))
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
     assert answer.headers["retry-after"]
 
 
 @pytest.mark.parametrize("dies", ["loudly", "quietly"])
 def test_a_replica_that_dies_before_it_answers_is_a_refusal(dies):
-    answer = asyncio.run(get(answering(0, b"", dies=dies), "/v1/completions"))
+    answer = asyncio.run(get(answering_app(0, b"", dies=dies), "/v1/completions"))
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
 
 
 @pytest.mark.parametrize("dies", ["loudly", "quietly"])
 def test_a_stream_that_breaks_off_ends_with_an_error_event(dies):
-    answer = asyncio.run(get(answering(200, b"text/event-stream; charset=utf-8", OK, dies=dies), "/v1/completions"))
+    answer = asyncio.run(get(answering_app(200, b"text/event-stream; charset=utf-8", OK, dies=dies), "/v1/completions"))
     first, last = answer.body.decode().strip().split("\n\n")
-    assert parsed(first) == {"choices": []} and parsed(last)["error"]["code"] == "no_replica"
+    assert parse_event(first) == {"choices": []} and parse_event(last)["error"]["code"] == "no_replica"
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(dies):
     [(200, b"application/json", b"{}"), (400, b"application/json", b'{"error":{}}'), (200, b"text/plain", b"a 1\n")],
 )
 def test_what_replicas_say_passes_as_it_is(status, kind, body):
-    answer = asyncio.run(get(answering(status, kind, body), "/metrics"))
+    answer = asyncio.run(get(answering_app(status, kind, body), "/metrics"))
     assert (answer.status, answer.body) == (status, body)
 
 
-async def asked(app, **changes):
+async def ask_app(app, **changes):
     """Ask with a changed scope; return the status and the error."""
     sent = []
 
@@ -87,7 +87,7 @@ async def asked(app, **changes):
     ],
 )
 def test_what_no_replica_could_read_is_the_clients_mistake(changes):
-    status, error = asyncio.run(asked(answering(200, b"application/json", b"{}"), **changes))
+    status, error = asyncio.run(ask_app(answering_app(200, b"application/json", b"{}"), **changes))
     assert (
         status == 400 and error["type"] == "invalid_request_error" and error["code"] in ("bad_http", "bad_request_id")
     )
@@ -98,7 +98,7 @@ def test_bytes_that_serve_cannot_decode_are_the_clients_mistake():
         dict(scope["headers"])[b"traceparent"].decode()
 
     middleware = proxy_errors.OpenAIErrorMiddleware(app)
-    assert asyncio.run(asked(middleware, headers=[(b"traceparent", b"\xe9")]))[0] == 400
+    assert asyncio.run(ask_app(middleware, headers=[(b"traceparent", b"\xe9")]))[0] == 400
 
 
 def test_a_client_cannot_change_how_serve_treats_its_request():
@@ -113,7 +113,7 @@ def test_a_client_cannot_change_how_serve_treats_its_request():
         (name, b"?1")
         for name in (b"X-Request-Disconnect-Disabled", b"x-request-timeout-seconds", b"serve-multiplexed-model-id")
     ]
-    assert asyncio.run(asked(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0] == 200
+    assert asyncio.run(ask_app(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0] == 200
     assert seen == kept
 
 

@@ -38,12 +38,12 @@ def without_ids(value):
     return [without_ids(one) for one in value] if isinstance(value, list) else value
 
 
-def nearly(value):
+def rounded(value):
     """A log-probability is rounded as the pass that verified its token, and drafts may differ."""
     if isinstance(value, dict):
-        return {k: nearly(v) for k, v in value.items()}
+        return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [nearly(one) for one in value]
+        return [rounded(one) for one in value]
     return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
@@ -63,8 +63,8 @@ def texts(response):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_items_whole_and_as_events(answering, size):
-    app = answering(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
+def test_items_whole_and_as_events(scripted_app, size):
+    app = scripted_app(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
     whole = respond(app, tools=[TOOL])
     call = ("function_call", "add", ARGUMENTS, "completed")
     assert texts(whole) == [
@@ -79,11 +79,11 @@ def test_items_whole_and_as_events(answering, size):
     events = stream(app, tools=[TOOL])
     assert tuple(event["type"] for event in events[:2]) == HEAD and events[-1]["type"] == "response.completed"
     assert without_ids(events[-1]["response"]) == without_ids(whole)
-    built = added_up(events)
+    built = items_of_events(events)
     assert built == events[-1]["response"]["output"]
 
 
-def added_up(events):
+def items_of_events(events):
     """The items that a client builds from the events alone."""
     items = []
     for event in events:
@@ -107,24 +107,24 @@ def added_up(events):
     return items
 
 
-def test_what_max_output_tokens_cuts_is_incomplete(answering):
-    app = answering("Three and more.")
+def test_what_max_output_tokens_cuts_is_incomplete(scripted_app):
+    app = scripted_app("Three and more.")
     whole = respond(app, max_output_tokens=4)
     assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert whole["output"][0]["status"] == "incomplete" and whole["usage"]["output_tokens"] == 4
     assert stream(app, max_output_tokens=4)[-1]["type"] == "response.incomplete"
 
 
-def test_a_call_that_turns_out_to_be_none_is_incomplete_and_its_text_follows(answering):
+def test_invalid_tool_call_is_incomplete_and_its_text_follows(scripted_app):
     text = '<tool_call>\n{"name": "add", "arguments": {oops}}\n</tool_call>'
-    app = answering(text, 1)
+    app = scripted_app(text, 1)
     assert texts(respond(app, tools=[TOOL])) == [("message", text, "completed")]
     [call, message] = texts(stream(app, tools=[TOOL])[-1]["response"])
     assert call[0] == "function_call" and call[3] == "incomplete" and message == ("message", text, "completed")
 
 
-def test_a_conversation_is_the_chats(qwen, answering):
-    app = answering("Three.")
+def test_a_conversation_is_the_chats(qwen, scripted_app):
+    app = scripted_app("Three.")
     first = respond(app, instructions="Be short.", tools=[TOOL])
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Add 1 and 2."}]},
@@ -154,7 +154,7 @@ def test_a_conversation_is_the_chats(qwen, answering):
     assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"] == "Three."
 
 
-def test_an_answer_that_was_cut_off_in_its_reasoning_can_be_sent_back(app):
+def test_answer_cut_off_in_its_reasoning_can_be_sent_back(app):
     """Its output is a reasoning item alone."""
     cut = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
     again = {"role": "user", "content": "Go on."}
@@ -182,8 +182,8 @@ def test_a_real_answer_is_the_chats(app):
         [part] = whole["output"][0]["content"]
         assert part["text"] == choice["message"]["content"]
         assert logprobs(part["logprobs"]) == pytest.approx(logprobs(choice["logprobs"]["content"]), abs=1e-4)
-        assert added_up(events) == events[-1]["response"]["output"]
-        assert without_ids(events[-1]["response"]["output"]) == nearly(without_ids(whole["output"]))
+        assert items_of_events(events) == events[-1]["response"]["output"]
+        assert without_ids(events[-1]["response"]["output"]) == rounded(without_ids(whole["output"]))
         assert (whole["temperature"], whole["top_p"], whole["store"]) == (0.8, 0.9, False)
         assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] > 0
     assert json.loads(part["text"])["a"] in (1, 2) and whole["text"]["format"] == form

@@ -29,7 +29,7 @@ def steps_of(events, index=0):
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, FRANCE), (TEXT, {"prompt": "Once", "ignore_eos": True})])
-def test_steps_add_up_to_usage_and_metrics_and_stand_nowhere_unasked(app, path, body):
+def test_traced_steps_sum_to_usage_and_appear_only_on_request(app, path, body):
     body = body | {"n": 2, "temperature": 0.9, "seed": 4, "max_tokens": 40, "return_token_ids": True}
     plain = asyncio.run(post(app, path, body)).json
     unasked = asyncio.run(post(app, path, body | {"stream": True})).events
@@ -89,7 +89,7 @@ def test_a_late_reader_reads_the_same_and_no_character_is_split(service, kind, p
 
 
 @pytest.mark.parametrize("stop", [["is Paris", "zzz"], ["Paris. "], ["a"]])
-def test_what_may_become_a_stop_string_is_told_by_a_later_token_or_never(app, stop):
+def test_possible_stop_text_is_sent_with_a_later_token_or_never(app, stop):
     body = FRANCE | {"stop": stop}
     content = asyncio.run(post(app, CHAT, body)).json["choices"][0]["message"]["content"]
     steps = steps_of(asyncio.run(post(app, CHAT, body | ASKS)).events)

@@ -19,7 +19,7 @@ StoragePath.of(sys.argv[1]).write_atomic(b"new" * 1000, lambda: os.kill(os.getpi
 
 
 @pytest.fixture
-def here(tmp_path) -> StoragePath:
+def directory(tmp_path) -> StoragePath:
     return StoragePath.of(tmp_path)
 
 
@@ -53,7 +53,7 @@ def test_other_urls_are_refused(text):
         StoragePath.of(text)
 
 
-def test_a_person_is_shown_what_is_beneath_the_working_directory_from_there(tmp_path, monkeypatch):
+def test_display_path_is_relative_below_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert StoragePath.of("runs/a").display_path == "runs/a"
     assert (
@@ -71,55 +71,59 @@ def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
     assert StoragePath.of("s3://b/inner").relative_to(StoragePath.of("s3://b/in")) is None
 
 
-def test_a_file_is_replaced_in_one_step(here):
-    write_json(here / "a.json", {"rows": 1})
-    write_json(here / "a.json", {"rows": 2, "text": "ü"})
-    assert read_json(here / "a.json") == {"rows": 2, "text": "ü"}
-    assert here.list_names() == ["a.json"] and read_json(here / "b.json") is None
+def test_a_file_is_replaced_in_one_step(directory):
+    write_json(directory / "a.json", {"rows": 1})
+    write_json(directory / "a.json", {"rows": 2, "text": "ü"})
+    assert read_json(directory / "a.json") == {"rows": 2, "text": "ü"}
+    assert directory.list_names() == ["a.json"] and read_json(directory / "b.json") is None
 
 
-def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
-    (here / "a.json").write_atomic(b"old")
+def test_what_the_last_look_raises_leaves_everything_as_it_was(directory):
+    (directory / "a.json").write_atomic(b"old")
 
     def refuse() -> None:
-        assert [file.read_bytes() for file in here.glob(".*")] == [b"new"]
+        assert [file.read_bytes() for file in directory.glob(".*")] == [b"new"]
         raise RuntimeError("overtaken")
 
     for write in (StoragePath.write_atomic, StoragePath.create):
         with pytest.raises(RuntimeError, match="overtaken"):
-            write(here / "b.json", b"new", refuse)
+            write(directory / "b.json", b"new", refuse)
     with pytest.raises(RuntimeError, match="overtaken"):
-        (here / "a.json").write_atomic(b"new", refuse)
-    assert here.list_names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
+        (directory / "a.json").write_atomic(b"new", refuse)
+    assert directory.list_names() == ["a.json"] and (directory / "a.json").read_bytes() == b"old"
 
 
-def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):
-    assert check_creates_and_replaces(here).parent.list_names() == ["a"]
+def test_create_never_replaces_and_replace_needs_seen_version(directory):
+    assert check_creates_and_replaces(directory).parent.list_names() == ["a"]
 
 
-def test_globs_and_listings_are_sorted_and_hold_files_only(here):
+def test_globs_and_listings_are_sorted_and_hold_files_only(directory):
     for name in ("b.parquet", "a.parquet", "x=1/c.parquet", "x=1/d.txt", ".hidden.parquet"):
-        (here / name).write_atomic(b"")
-    assert [file.name for file in here.glob("*.parquet")] == ["a.parquet", "b.parquet"]
-    assert [file.name for file in here.glob("**/*.parquet")] == ["a.parquet", "b.parquet", "c.parquet"]
-    assert len(here.list_versions()) == 5 and here.glob("*/*.txt") == [here / "x=1/d.txt"]
-    assert (here / "nowhere").glob("*") == [] and (here / "x=1").is_directory() and not (here / "x=1").exists()
+        (directory / name).write_atomic(b"")
+    assert [file.name for file in directory.glob("*.parquet")] == ["a.parquet", "b.parquet"]
+    assert [file.name for file in directory.glob("**/*.parquet")] == ["a.parquet", "b.parquet", "c.parquet"]
+    assert len(directory.list_versions()) == 5 and directory.glob("*/*.txt") == [directory / "x=1/d.txt"]
+    assert (
+        (directory / "nowhere").glob("*") == []
+        and (directory / "x=1").is_directory()
+        and not (directory / "x=1").exists()
+    )
 
 
-def test_a_killed_writer_leaves_no_file_but_a_hidden_one_that_the_next_start_removes(here):
-    path = here / "x=1" / "part.parquet"
+def test_killed_writer_leaves_only_a_hidden_file_that_is_removed(directory):
+    path = directory / "x=1" / "part.parquet"
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.returncode == -signal.SIGKILL
-    assert len(path.parent.list_names()) == 1 and not here.glob("**/*.parquet")
+    assert len(path.parent.list_names()) == 1 and not directory.glob("**/*.parquet")
     for theirs in (".notes.tmp", "part.parquet.0123abcd.tmp"):
         (path.parent / theirs).write_atomic(b"")
-    here.remove_temporary()
+    directory.remove_temporary()
     assert path.parent.list_names() == [".notes.tmp", "part.parquet.0123abcd.tmp"]
 
 
-def test_looking_whether_a_directory_can_be_written_leaves_nothing(here):
-    (here / "not" / "yet").check_writable()
-    assert here.list_names() == []
-    (here / "file").write_atomic(b"")
+def test_check_for_a_writable_directory_leaves_nothing(directory):
+    (directory / "not" / "yet").check_writable()
+    assert directory.list_names() == []
+    (directory / "file").write_atomic(b"")
     with pytest.raises(OSError, match="Not a directory"):
-        (here / "file" / "out").check_writable()
+        (directory / "file" / "out").check_writable()

@@ -1,8 +1,8 @@
-"""Answers of a few requests through every door, in what clients read of them.
+"""Answers of a few requests through every entry point, in what clients read of them.
 
 Left out is what differs from one run to the next: ids, times, and how much drafts and caches helped.
 
-    >>> answers_at("chat", doors)["greedy"]["choices"][0]["message"]["content"]         # doctest: +SKIP
+    >>> answers_at("chat", entry_points)["greedy"]["choices"][0]["message"]["content"]         # doctest: +SKIP
     'The capital of France is Paris.'
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray import SamplingParams
-from tests.support.doors import CHAT_OPTIONS, OUTPUT_FIELDS, URLS, Answered, Doors
+from tests.support.entry_points import CHAT_OPTIONS, OUTPUT_FIELDS, URLS, EntryPoints, RequestResult
 
 Json = dict[str, Any]
 QUESTION = "What is the capital of France?"
@@ -29,7 +29,7 @@ CLOSED = {"additionalProperties": False}
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]} | CLOSED
 PARAMETERS = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]} | CLOSED
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-# In the words of a row. Each is a question in messages, or in a prompt where its door has no messages.
+# In the words of a row. Each is a question in messages, or in a prompt where its entry point has no messages.
 REQUESTS: dict[str, Json] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "n": 3},
@@ -114,15 +114,15 @@ OF_A_REQUEST |= {"system_fingerprint", "metrics", "cached_tokens", "cache_write_
 NUM_DECIMALS = 3  # of log-probabilities
 
 
-def answers_at(door: str, doors: Doors) -> Json:
-    """Return the answers of a door by the names of their requests."""
-    return _rounded(DOORS[door](doors))
+def answers_at(entry_point: str, entry_points: EntryPoints) -> Json:
+    """Return the answers of an entry point by the names of their requests."""
+    return _rounded(ENTRY_POINTS[entry_point](entry_points))
 
 
-def _rows(doors: Doors) -> Json:
+def _rows(entry_points: EntryPoints) -> Json:
     lines = [_encoded({"id": name} | ASKED["row"] | PLAIN | changes) for name, changes in ROWS.items()]
     turns = _encoded({"id": "turns"} | PLAIN | TURNS)
-    answers = [*doors.rows(lines), *doors.rows([turns], **{"input.columns.turns": "turns"})]
+    answers = [*entry_points.rows(lines), *entry_points.rows([turns], **{"input.columns.turns": "turns"})]
     names = [field.name for field in OUTPUT_FIELDS]
     shown = [name for name in names[: names.index("target_model")] if name not in OF_A_RUN]
     return {
@@ -135,14 +135,14 @@ def _cell(row: Json, column: str) -> Any:
     return _settled(json.loads(row[column])) if column == "tool_calls" else row[column]
 
 
-def _batch_lines(doors: Doors) -> Json:
+def _batch_lines(entry_points: EntryPoints) -> Json:
     """Return the lines that a run's rows are exported as; a line cannot ask for a stream, nor for an echo."""
     found: Json = {}
     for kind, url in URLS.items():
         lines = {name: _body(kind, changes) for name, changes in BODIES[kind].items() if _fits_a_line(changes)}
         read = [_encoded({"custom_id": name, "method": "POST", "url": url, "body": lines[name]}) for name in lines]
-        for name, answered in zip(lines, doors.rows(read, "openai_batch", each=False), strict=True):
-            found[f"{kind}: {name}"] = _settled(doors.exported(answered.body, url))
+        for name, answered in zip(lines, entry_points.rows(read, "openai_batch", each=False), strict=True):
+            found[f"{kind}: {name}"] = _settled(entry_points.exported(answered.body, url))
     return found
 
 
@@ -150,10 +150,10 @@ def _fits_a_line(changes: Json) -> bool:
     return not {"stream", "echo", "return_token_ids"} & {*changes}
 
 
-def _posted(kind: str, doors: Doors) -> Json:
+def _posted(kind: str, entry_points: EntryPoints) -> Json:
     requests = BODIES[kind]
     bodies = [_encoded(_body(kind, changes)) for changes in requests.values()]
-    return {name: _http(answered) for name, answered in zip(requests, doors.http(kind, bodies), strict=True)}
+    return {name: _http(answered) for name, answered in zip(requests, entry_points.http(kind, bodies), strict=True)}
 
 
 def _body(kind: str, changes: Json) -> Json:
@@ -167,7 +167,7 @@ def _encoded(value: Json) -> bytes:
     return json.dumps(value).encode()
 
 
-def _http(answered: Answered) -> Any:
+def _http(answered: RequestResult) -> Any:
     if answered.refusal is not None:
         return answered.refusal
     return _events(answered.body) if isinstance(answered.body, str) else _settled(answered.body)
@@ -219,9 +219,9 @@ def _distinct(values: list[str]) -> list[str]:
     return [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
 
 
-def _called(doors: Doors) -> Json:
+def _called(entry_points: EntryPoints) -> Json:
     calls = [_call(changes) for changes in REQUESTS.values()]
-    answers = doors.python(calls)
+    answers = entry_points.python(calls)
     return {name: _outputs(answered) for name, answered in zip(REQUESTS, answers, strict=True)}
 
 
@@ -235,7 +235,7 @@ def _call(changes: Json) -> Callable[[Any], Any]:
     return call
 
 
-def _outputs(answered: Answered) -> Any:
+def _outputs(answered: RequestResult) -> Any:
     if answered.refusal is not None:
         return answered.refusal
     [output] = answered.body
@@ -263,11 +263,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-DOORS: dict[str, Callable[[Doors], Json]] = {
+ENTRY_POINTS: dict[str, Callable[[EntryPoints], Json]] = {
     "row": _rows,
     "batch": _batch_lines,
-    "chat": lambda doors: _posted("chat", doors),
-    "completions": lambda doors: _posted("completions", doors),
-    "responses": lambda doors: _posted("responses", doors),
+    "chat": lambda entry_points: _posted("chat", entry_points),
+    "completions": lambda entry_points: _posted("completions", entry_points),
+    "responses": lambda entry_points: _posted("responses", entry_points),
     "python": _called,
 }

@@ -149,7 +149,7 @@ async def _respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
     return 200, json.dumps({"text": asked["prompt"], "usage": usage}).encode()
 
 
-def quicken(set_value: Callable[[object, str, float], None], in_bucket: bool = False) -> None:
+def shorten_runner_intervals(set_value: Callable[[object, str, float], None], in_bucket: bool = False) -> None:
     """Make a runner look for work, flush and try again many times a second. set_value: setattr, or a test's own.
 
     in_bucket: fewer times, as each look at a bucket is several requests.
@@ -162,7 +162,7 @@ def quicken(set_value: Callable[[object, str, float], None], in_bucket: bool = F
 
 
 if __name__ == "__main__":
-    quicken(setattr, sys.argv[1].startswith("s3://"))
+    shorten_runner_intervals(setattr, sys.argv[1].startswith("s3://"))
     asyncio.run(BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run())
 
 
@@ -196,7 +196,7 @@ class Replicas:
             self.now -= 1
 
 
-def begin(store, prompts, window_s=60, owner="all", **changes):
+def submit_batch(store, prompts, window_s=60, owner="all", **changes):
     lines = [
         {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": prompt}} | changes
         for i, prompt in enumerate(prompts)
@@ -239,7 +239,7 @@ def lines_in(store, record, id):
     return [json.loads(line) for line in files.lines(file)] if file else []
 
 
-def outcome(store, record):
+def batch_outcome(store, record):
     """The ids of the output file and of the error file; together every id once."""
     done, failed = lines_in(store, record, record.output_id), lines_in(store, record, record.error_id)
     ids = sorted(line["custom_id"] for line in done + failed)

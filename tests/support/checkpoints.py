@@ -347,7 +347,7 @@ def published_outputs(
         own = convolved(weights, "attention_conv", 0, normed, normed)
         rows = torch.cat([context, own])
         out = torch.stack(
-            [attended(weights, own[n], rows, start + n, start, causal, windows[i]) for n in range(len(block))]
+            [attention_row(weights, own[n], rows, start + n, start, causal, windows[i]) for n in range(len(block))]
         )
         out = out @ weights["self_attn.o_proj.weight"].T
         hidden = hidden + convolved(weights, "attention_conv", 1, normed, out)
@@ -421,7 +421,7 @@ def published_path(
     return scores, None
 
 
-def attended(
+def attention_row(
     weights: dict[str, Tensor], own: Tensor, rows: Tensor, position: int, start: int, causal: bool, window: int | None
 ) -> Tensor:
     """One row's attention. rows: the context, then the block, which begins at position `start`."""

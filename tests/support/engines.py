@@ -69,7 +69,7 @@ def some_params(count: int, max_tokens: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=max_tokens, seed=i * 7 - 3, **SAMPLING[i % len(SAMPLING)]) for i in range(count)]
 
 
-def differing(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
+def differing_rows(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
     """Return the rows that part from plain decoding in a token that rounding could not have made it sample."""
     rows = []
     for i, (ids, oracle) in enumerate(zip(outputs, plain, strict=True)):
@@ -80,7 +80,7 @@ def differing(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
     return rows
 
 
-class Whimsical:
+class RandomPlanner:
     """Drafts for whom it likes, as wide and deep as it likes or not at all, and verifies what it likes of it.
 
     Args:
@@ -116,7 +116,7 @@ class Whimsical:
 
 
 def assert_equal(sequences: list[Sequence], plain: list) -> None:
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
 
 
@@ -157,7 +157,7 @@ def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: i
 def check_lossless(engine: Engine, oracle: Oracle) -> list[Sequence]:
     prompts, params, plain = oracle
     sequences = run(engine, prompts, params)
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
     return sequences
 
@@ -175,7 +175,7 @@ def check_lossless_when_preempted(engine: Engine, oracle: Oracle, every: int) ->
         running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
         if number % every == 0 and len(running) > 1:
             engine.scheduler.preempt(running[-1])
-    assert differing([s.output_ids for s in sequences], plain) == []
+    assert differing_rows([s.output_ids for s in sequences], plain) == []
 
 
 E3 = dict(num_hidden_layers=7)
@@ -192,7 +192,7 @@ def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams
     return some_prompts(num), params
 
 
-class OffAndOn:
+class IntermittentPlanner:
     """Long without drafts, then with some of some depth, by turns."""
 
     will_draft = True

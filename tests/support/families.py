@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.support.toy_models import LLAMA, best, random_tree
+from tests.support.toy_models import LLAMA, best_nodes, random_tree
 
 WINDOW = 7
 MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
@@ -172,7 +172,7 @@ def prefill(target: TargetModel, chunks: list[int] | None) -> Tensor:
 def random_trees(budgets: list[int], vocab: int = 97) -> DraftTree:
     """One random tree for each prompt, of budgets[b] nodes."""
     trees = [random_tree(torch.Generator().manual_seed(b), max(budgets), vocab) for b in range(len(budgets))]
-    return best(DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__)), budgets)
+    return best_nodes(DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__)), budgets)
 
 
 def path_to(tree: DraftTree, b: int, node: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The files of tests/goldens that freeze what a user sees: `python -m tests.support.goldens --write` writes them.
 
-    requests/*.txt   what each door makes of each request of the corpus
-    answers/*.json   what each door answers to a few requests
+    requests/*.txt   what each entry point makes of each request of the corpus
+    answers/*.json   what each entry point answers to a few requests
     openapi.json     the document of the endpoint over the embedded pair
     exit_codes.txt   the exit codes of every command
 
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from tests.support.answers import DOORS, answers_at
-from tests.support.doors import OUTCOMES, Doors, openapi, silent_log
+from tests.support.answers import ENTRY_POINTS, answers_at
+from tests.support.entry_points import OUTCOMES, EntryPoints, openapi, silent_log
 from tests.support.request_corpus import CORPUS, line_outcomes, outcomes, python_outcomes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -49,9 +49,9 @@ def main() -> int:
     is_written = parser.parse_args().write
     torch.set_num_threads(1)
     num_changed = 0
-    with tempfile.TemporaryDirectory() as directory, Doors(Path(directory)) as doors, silent_log():
+    with tempfile.TemporaryDirectory() as directory, EntryPoints(Path(directory)) as entry_points, silent_log():
         for name, made in FILES.items():
-            difference = compare(name, made(doors), is_written)
+            difference = compare(name, made(entry_points), is_written)
             num_changed += bool(difference)
             print(difference or f"{name}: unchanged")
     return 0 if is_written else min(num_changed, 1)
@@ -81,18 +81,18 @@ def _with_near_numbers_of(before: Any, now: Any) -> Any:
     return now
 
 
-def _table(doors: Doors, group: str) -> str:
+def _table(entry_points: EntryPoints, group: str) -> str:
     others = {"lines": line_outcomes, "python": python_outcomes}
-    found = others[group](doors) if group in others else outcomes(doors, CORPUS[group])
+    found = others[group](entry_points) if group in others else outcomes(entry_points, CORPUS[group])
     blocks = ("\n    ".join([case, *map(": ".join, made.items())]) for case, made in found.items())
     return "\n".join(blocks) + "\n"
 
 
-def _answers(doors: Doors, door: str) -> str:
-    return _indented(answers_at(door, doors)) + "\n"
+def _answers(entry_points: EntryPoints, entry_point: str) -> str:
+    return _indented(answers_at(entry_point, entry_points)) + "\n"
 
 
-def _openapi(_: Doors) -> str:
+def _openapi(_: EntryPoints) -> str:
     document = openapi("embedded:tiny", VOCAB_SIZE)
     document["info"]["version"] = "of this release"
     return _indented(document) + "\n"
@@ -113,23 +113,23 @@ def _indented(value: Any, indent: str = "") -> str:
     return f"{opening}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{closing}"
 
 
-def _exit_codes(doors: Doors) -> str:
+def _exit_codes(entry_points: EntryPoints) -> str:
     """Return the table of exit codes, and a few commands with theirs."""
     lines = [f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}" for one in OUTCOMES]
-    here = doors.directory / "commands"
+    here = entry_points.directory / "commands"
     here.mkdir()
     (here / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
     (here / "wrong.jsonl").write_text('{"prompt": 5}\n')
     for command in COMMANDS:
-        code, text = doors.command(*command.format(here=here).split())
+        code, text = entry_points.command(*command.format(here=here).split())
         text = re.sub(r"\b[0-9a-f]{16}\b", "HASH", text)
         lines += ["", f"eagle-ray {command.format(here=here.name)}", f"{code}: {text}"]
     return "\n".join(lines) + "\n"
 
 
-FILES: dict[str, Callable[[Doors], str]] = {
+FILES: dict[str, Callable[[EntryPoints], str]] = {
     **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines", "python")},
-    **{f"answers/{door}.json": partial(_answers, door=door) for door in DOORS},
+    **{f"answers/{entry_point}.json": partial(_answers, entry_point=entry_point) for entry_point in ENTRY_POINTS},
     "openapi.json": _openapi,
     "exit_codes.txt": _exit_codes,
 }

@@ -16,7 +16,7 @@ from eagle_ray.serve.access import Listener, listeners
 MARK = "EAGLE_RAY_TEST_MARK"  # inherited, so that processes are found after their parent has ended
 
 
-class Watched:
+class ListenerWatch:
     """Listeners by the title of their process; the command must be started with ``environment``."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Requests that are wrong in one way each, and their neighbours that are not: what each door makes of them.
+"""Requests that are wrong in one way each, and their neighbours that are not: what each entry point makes of them.
 
     >>> CORPUS["sampling"].cases[0].changes
     {'temperature': -0.1}
 
-A case changes a plain request of each door. `outcomes` gives every case to every door of its group.
+A case changes a plain request of each entry point. `outcomes` gives every case to every entry point of its group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from eagle_ray import LLM, SamplingParams
 from eagle_ray.requests.parameters import SAMPLING
-from tests.support.doors import CHAT_OPTIONS, URLS, Answered, Doors, described, shortened, shown
+from tests.support.entry_points import CHAT_OPTIONS, URLS, EntryPoints, RequestResult, engine_values, json_line, shorten
 
 Json = dict[str, Any]
 REQUESTS_FILE = Path(__file__).with_name("requests.txt")
@@ -43,7 +43,7 @@ BATCH = ("batch chat", "batch completions", "batch responses")
 HTTP = ("chat", "completions", "responses")
 PYTHON = ("prompt", "python")
 ALL = ("row", *PYTHON, "config", *BATCH, *HTTP, "line chat")
-REQUESTS = tuple(door for door in ALL if door != "config")
+REQUESTS = tuple(entry_point for entry_point in ALL if entry_point != "config")
 CHATS = ("row", *PYTHON, "config", "batch chat", "batch responses", "chat", "responses")
 MESSAGES = ("row", *PYTHON, "batch chat", "chat", "line chat", "tokenize")
 PROMPTS = ("row", *PYTHON, "batch completions", "completions", "tokenize")
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return shown(self.changes) if not self.raw else f"raw {shown(self.raw)[1:-1]}"
+        return json_line(self.changes) if not self.raw else f"raw {json_line(self.raw)[1:-1]}"
 
     def request(self, base: Json) -> Json:
         return base | self.changes
@@ -75,9 +75,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases, and the doors that each of them goes through. is_chat: the plain row is one of messages."""
+    """Cases, and the entry points that each of them goes through. is_chat: the plain row is one of messages."""
 
-    doors: tuple[str, ...]
+    entry_points: tuple[str, ...]
     cases: tuple[Case, ...]
     is_chat: bool = False
 
@@ -213,87 +213,97 @@ def _evaluated(call: str, llm: Any) -> Any:
 
 def _line_name(line: bytes) -> str:
     text = line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY")
-    return shortened(text.encode("ascii", "backslashreplace").decode(), MAX_OUTCOME_CHARS)
+    return shorten(text.encode("ascii", "backslashreplace").decode(), MAX_OUTCOME_CHARS)
 
 
-def python_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
+def python_outcomes(entry_points: EntryPoints) -> dict[str, dict[str, str]]:
     """Return what each of python_calls ends in."""
     calls = python_calls()
-    answers = doors.python(list(calls.values()))
+    answers = entry_points.python(list(calls.values()))
     table: dict[str, dict[str, str]] = {}
     for call, answered in zip(calls, answers, strict=True):
-        values = [described(sequence) | {"seed": None} for sequence in answered.sequences]  # a seed is of a prompt's id
-        table[call] = {"python": _one_line(answered.refusal or f"ok {shown(values)}")}
+        values = [
+            engine_values(sequence) | {"seed": None} for sequence in answered.sequences
+        ]  # a seed is of a prompt's id
+        table[call] = {"python": _one_line(answered.refusal or f"ok {json_line(values)}")}
     return table
 
 
-def outcomes(doors: Doors, group: Group) -> dict[str, dict[str, str]]:
-    """Return for each case what each door made of it. Doors that made the same of it stand together."""
-    found = {door: _outcomes_at(door, doors, group) for door in group.doors}
+def outcomes(entry_points: EntryPoints, group: Group) -> dict[str, dict[str, str]]:
+    """Return for each case what each entry point made of it. Entry points that made the same of it stand together."""
+    found = {entry_point: _outcomes_at(entry_point, entry_points, group) for entry_point in group.entry_points}
     table: dict[str, dict[str, str]] = {}
     for i, case in enumerate(group.cases):
         by_outcome: dict[str, list[str]] = {}
-        for door in group.doors:
-            if found[door][i] is not None:
-                by_outcome.setdefault(found[door][i], []).append(door)
+        for entry_point in group.entry_points:
+            if found[entry_point][i] is not None:
+                by_outcome.setdefault(found[entry_point][i], []).append(entry_point)
         assert case.name not in table, case.name
         table[case.name] = {_joined(together, group): outcome for outcome, together in by_outcome.items()}
     return table
 
 
-def _joined(doors: list[str], group: Group) -> str:
-    """Return the names of doors, with one name for all, for all of batch files and for all of HTTP."""
-    if len(doors) == len(group.doors) > 1:
+def _joined(entry_points: list[str], group: Group) -> str:
+    """Return the names of entry points, with one name for all, for all of batch files and for all of HTTP."""
+    if len(entry_points) == len(group.entry_points) > 1:
         return "all"
     for name, several in (("batch", BATCH), ("HTTP", (*HTTP, "line chat"))):
-        if {*several} <= {*doors}:
-            doors = [name if door == several[0] else door for door in doors if door not in several[1:]]
-    return ", ".join(doors)
+        if {*several} <= {*entry_points}:
+            entry_points = [
+                name if entry_point == several[0] else entry_point
+                for entry_point in entry_points
+                if entry_point not in several[1:]
+            ]
+    return ", ".join(entry_points)
 
 
-def line_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
+def line_outcomes(entry_points: EntryPoints) -> dict[str, dict[str, str]]:
     """Return what a job and the endpoint make of each line of a batch file."""
-    found = {"batch": doors.rows(LINES, "openai_batch"), "line": doors.batch_lines("chat", LINES)}
+    found = {"batch": entry_points.rows(LINES, "openai_batch"), "line": entry_points.batch_lines("chat", LINES)}
     return {
-        _line_name(line): {door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()}
+        _line_name(line): {entry_point: _one_line(answers[i].refusal or "ok") for entry_point, answers in found.items()}
         for i, line in enumerate(LINES)
     }
 
 
-def _outcomes_at(door: str, doors: Doors, group: Group) -> list[str | None]:
-    """Return the outcome of each case at one door; None where the door cannot be given such a request."""
-    plain, *answers = _answers_at(door, doors, [Case({}), *group.cases], group)
-    assert plain is None or plain.refusal is None, f"{door}: {plain}"
+def _outcomes_at(entry_point: str, entry_points: EntryPoints, group: Group) -> list[str | None]:
+    """Return the outcome of each case at one entry point; None where the entry point cannot be given such a request."""
+    plain, *answers = _answers_at(entry_point, entry_points, [Case({}), *group.cases], group)
+    assert plain is None or plain.refusal is None, f"{entry_point}: {plain}"
     return [
-        None if answered is None else _outcome(answered, plain, case, doors)
+        None if answered is None else _outcome(answered, plain, case, entry_points)
         for case, answered in zip(group.cases, answers, strict=True)
     ]
 
 
-def _answers_at(door: str, doors: Doors, given: list[Case], group: Group) -> list[Answered | None]:
-    kind, _, endpoint = door.partition(" ")
+def _answers_at(
+    entry_point: str, entry_points: EntryPoints, given: list[Case], group: Group
+) -> list[RequestResult | None]:
+    kind, _, endpoint = entry_point.partition(" ")
     base = _base(endpoint or kind, group)
     if kind == "config":
-        return _configured(doors, given, group)
+        return _configured(entry_points, given, group)
     if kind == "python":
-        return list(doors.python([_call(case, group) for case in given]))
+        return list(entry_points.python([_call(case, group) for case in given]))
     if kind == "prompt":
-        return list(doors.python([lambda llm, case=case: llm.generate(case.request(base)) for case in given]))
+        return list(entry_points.python([lambda llm, case=case: llm.generate(case.request(base)) for case in given]))
     bodies = [case.body(base) for case in given]
     if kind == "row":
-        return list(doors.rows(bodies))
+        return list(entry_points.rows(bodies))
     if kind == "batch":
-        return list(doors.rows([_line(endpoint, body, i) for i, body in enumerate(bodies)], "openai_batch", False))
+        return list(
+            entry_points.rows([_line(endpoint, body, i) for i, body in enumerate(bodies)], "openai_batch", False)
+        )
     if kind == "line":
-        return list(doors.batch_lines(endpoint, [_line(endpoint, body, 0) for body in bodies]))
-    return list(doors.http(door, bodies))
+        return list(entry_points.batch_lines(endpoint, [_line(endpoint, body, 0) for body in bodies]))
+    return list(entry_points.http(entry_point, bodies))
 
 
-def _base(door: str, group: Group) -> Json:
-    base = BASES[door]
+def _base(entry_point: str, group: Group) -> Json:
+    base = BASES[entry_point]
     if group.is_chat and "prompt" in base:
         return {name: value for name, value in base.items() if name != "prompt"} | {"messages": HI}
-    return {"prompt": PROMPT} if door == "tokenize" and not group.is_chat else base
+    return {"prompt": PROMPT} if entry_point == "tokenize" and not group.is_chat else base
 
 
 def _line(endpoint: str, body: bytes, number: int) -> bytes:
@@ -316,53 +326,55 @@ def _call(case: Case, group: Group) -> Any:
     return call
 
 
-def _configured(doors: Doors, given: list[Case], group: Group) -> list[Answered | None]:
+def _configured(entry_points: EntryPoints, given: list[Case], group: Group) -> list[RequestResult | None]:
     """Set the keys of the configuration; None for a case of several keys."""
     section = "chat" if group.is_chat else "sampling"
-    found: list[Answered | None] = []
+    found: list[RequestResult | None] = []
     for case in given:
         if len(case.changes) != 1:
-            found.append(Answered(body={}) if not case.changes else None)
+            found.append(RequestResult(body={}) if not case.changes else None)
             continue
         [(name, value)] = case.changes.items()
-        [answered] = doors.configured([f"{section}.{name}={json.dumps(value)}"])
+        [answered] = entry_points.configured([f"{section}.{name}={json.dumps(value)}"])
         if answered.refusal is None:
-            own, default = (getattr(getattr(one, section), name, None) for one in (answered.body, doors.default_job))
+            own, default = (
+                getattr(getattr(one, section), name, None) for one in (answered.body, entry_points.default_job)
+            )
             answered.body = {} if own == default else {name: own}
         found.append(answered)
     return found
 
 
-def _outcome(answered: Answered, plain: Answered, case: Case, doors: Doors) -> str:
+def _outcome(answered: RequestResult, plain: RequestResult, case: Case, entry_points: EntryPoints) -> str:
     """Return the refusal, or `ok` and how the engine's request and the answer differ from those of a plain request."""
     if answered.refusal is not None:
         return _one_line(answered.refusal)
     if not plain.sequences:
         same = answered.body == plain.body
-        return "ok" if same else f"ok {shown(answered.body)}"
+        return "ok" if same else f"ok {json_line(answered.body)}"
     if not answered.sequences:
         return "ok, but nothing was generated"
-    own, usual = (_parts(one, doors) for one in (answered, plain))
+    own, usual = (_parts(one, entry_points) for one in (answered, plain))
     if "seed" in case.changes and case.changes["seed"] is None:
         own["seed"] = usual["seed"]  # a random one, or that of the row's id
     names = dict.fromkeys((*own, *usual))
     changed = {name: own.get(name) for name in names if own.get(name) != usual.get(name)}
     if len(changed) > 1:
         changed.pop("output", None)  # it follows from the others
-    return f"ok {shown(changed)}" if changed else "ok"
+    return f"ok {json_line(changed)}" if changed else "ok"
 
 
 def _one_line(text: str) -> str:
     text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SAMPLING)}", "Parameters: ...")
-    return shortened(text, MAX_OUTCOME_CHARS)
+    return shorten(text, MAX_OUTCOME_CHARS)
 
 
-def _parts(answered: Answered, doors: Doors) -> Json:
+def _parts(answered: RequestResult, entry_points: EntryPoints) -> Json:
     first = answered.sequences[0]
-    parts = described(first) | {"num_sequences": len(answered.sequences)}
-    prompt = doors.prompt_text(first)
+    parts = engine_values(first) | {"num_sequences": len(answered.sequences)}
+    prompt = entry_points.prompt_text(first)
     parts["prompt"] = prompt if len(prompt) < 200 else f"{len(first.prompt_ids)} tokens"
-    parts["output"] = doors.llm.tokenizer.decode_with_special(first.output_ids)
+    parts["output"] = entry_points.llm.tokenizer.decode_with_special(first.output_ids)
     if isinstance(answered.body, str):
         parts["stream"] = True
     return parts

@@ -2,7 +2,7 @@
 
 Each check reads one row as a dictionary of the output columns.
 
-    >>> broken_laws(row)
+    >>> broken_invariants(row)
     ['completion_tokens is 12, not 1 + num_spec_steps + num_accepted_draft_tokens - num_discarded_tokens = 13']
 """
 
@@ -46,7 +46,7 @@ STATISTICS = (
 )
 
 
-def broken_laws(row: Row) -> list[str]:
+def broken_invariants(row: Row) -> list[str]:
     """Return the violated invariants of a row. Columns that the configuration does not store must be null."""
     checks = (_error_row,) if row["status"] == "error" else (_counts, _by_depth, _ratios, _per_step, _tokens)
     return [problem for check in checks for problem in check(row)]

@@ -3,7 +3,7 @@
 The proxy forwards what it gets and notes every request; a fault takes the place of the next answers.
 
     with FaultProxy("127.0.0.1", 5000) as proxy:
-        proxy.fail("PUT", Refuse(503, "SlowDown"), times=2)
+        proxy.fail("PUT", RefusedRequest(503, "SlowDown"), times=2)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 16 << 10
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefusedRequest:
     """Answer with this status and S3 error code; the server never hears of the request."""
 
     status: int
@@ -41,13 +41,13 @@ class Refuse:
         handler.answer(self.status, [("Content-Type", "application/xml")], text)
 
 
-class NeverAnswer:
+class UnansweredRequest:
     def __call__(self, handler: Handler, body: bytes) -> None:
         handler.server.closing.wait()
         handler.drop()
 
 
-class LoseTheAnswer:
+class LostAnswer:
     """The server does what was asked; the client never hears of it."""
 
     def __call__(self, handler: Handler, body: bytes) -> None:
@@ -55,7 +55,7 @@ class LoseTheAnswer:
         handler.drop()
 
 
-class IgnoreConditions:
+class IgnoredConditions:
     """As servers do that do not know them."""
 
     def __call__(self, handler: Handler, body: bytes) -> None:
@@ -63,7 +63,7 @@ class IgnoreConditions:
         handler.answer(*handler.forward(body))
 
 
-class BreakOff:
+class DroppedConnection:
     """Half of the body reaches the server, then both connections are gone."""
 
     def __call__(self, handler: Handler, body: bytes) -> None:
@@ -75,7 +75,7 @@ class BreakOff:
 
 
 @dataclass(frozen=True)
-class Trickle:
+class SlowAnswer:
     """The server's answer, slowly. chunk_s: seconds for each CHUNK bytes of the body."""
 
     chunk_s: float
@@ -85,7 +85,7 @@ class Trickle:
         handler.answer(status, headers, answer, self.chunk_s)
 
 
-class CutShort:
+class TruncatedAnswer:
     """Half of the server's answer."""
 
     def __call__(self, handler: Handler, body: bytes) -> None:
@@ -95,7 +95,7 @@ class CutShort:
 
 
 @dataclass
-class Planned:
+class PlannedFault:
     method: str
     path: re.Pattern
     fault: object
@@ -103,7 +103,7 @@ class Planned:
 
 
 @dataclass
-class Seen:
+class SeenRequest:
     """One request as it came in. sent: bytes of body that were answered."""
 
     method: str
@@ -118,8 +118,8 @@ class FaultProxy(ThreadingHTTPServer):
     def __init__(self, host: str, port: int):
         super().__init__(("127.0.0.1", 0), Handler)
         self.upstream, self.closing = (host, port), threading.Event()
-        self.seen: list[Seen] = []
-        self._planned: list[Planned] = []
+        self.seen: list[SeenRequest] = []
+        self._planned: list[PlannedFault] = []
         self._lock = threading.Lock()
 
     @property
@@ -135,7 +135,7 @@ class FaultProxy(ThreadingHTTPServer):
     def fail(self, method: str, fault: object, times: int = 1, path: str = "") -> None:
         """The next requests with this method, and a path in which this pattern is found, meet the fault."""
         with self._lock:
-            self._planned.append(Planned(method, re.compile(path), fault, times))
+            self._planned.append(PlannedFault(method, re.compile(path), fault, times))
 
     def fault_for(self, method: str, path: str) -> object | None:
         with self._lock:
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
     server: FaultProxy
 
     def do_any(self) -> None:
-        self.seen = Seen(self.command, self.path, dict(self.headers.items()))
+        self.seen = SeenRequest(self.command, self.path, dict(self.headers.items()))
         self.server.seen.append(self.seen)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.server.fault_for(self.command, self.path)

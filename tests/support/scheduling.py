@@ -9,7 +9,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.requests.parameters import SamplingParams
-from tests.support.engines import SAMPLING, differing
+from tests.support.engines import SAMPLING, differing_rows
 from tests.support.toy_models import llama
 
 PLAIN, TREE = (0, 0, 0), (8, 3, 4)
@@ -49,7 +49,7 @@ def finish(engine: Engine, added: list[Sequence]) -> None:
 def assert_plain(done: list[Sequence]) -> None:
     """Outputs are plain decoding's and the counts obey the law, whatever happened on the way."""
     plain = [oracle(s) for s in done]
-    assert differing([s.output_ids for s in done], plain) == []
+    assert differing_rows([s.output_ids for s in done], plain) == []
     for sequence in done:
         stats = sequence.stats
         produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens

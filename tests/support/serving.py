@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        return [parsed(part) for part in self.body.decode().split("\n\n") if part]
+        return [parse_event(part) for part in self.body.decode().split("\n\n") if part]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def parsed(event: str) -> Any:
+def parse_event(event: str) -> Any:
     assert event.startswith("data: ")
     data = event.removeprefix("data: ").strip()
     return data if data == "[DONE]" else json.loads(data)
@@ -245,7 +245,7 @@ def replicas():
     ]
 
 
-def until(condition, seconds=240):
+def wait_until(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

@@ -23,7 +23,7 @@ ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completio
 COUNTED = dict.fromkeys(("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0)
 
 
-class Killed(Exception):
+class DriverKilled(Exception):
     """What a killed driver leaves: nothing is written after it."""
 
 
@@ -42,7 +42,7 @@ class ToyEngine:
         schema = next_schema(run.data, plan.carried_fields)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
-                raise Killed
+                raise DriverKilled
             rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
             table = pa.Table.from_pylist(rows, schema)
             (run.data / part_name(run.attempt, number)).create(parquet_bytes(table, config.output.compression))
@@ -94,7 +94,7 @@ def append(path: Path, lines: list[dict[str, str]]) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def answered(directory: Path) -> dict[str, str]:
+def answered_prompts(directory: Path) -> dict[str, str]:
     """The prompt that each id's answer is to; an id that stands twice fails."""
     table = pa.concat_tables(map(pq.read_table, sorted((directory / "out" / "data").rglob("*.parquet"))))
     ids = table["request_id"].to_pylist()
@@ -102,34 +102,34 @@ def answered(directory: Path) -> dict[str, str]:
     return dict(zip(ids, table["prompt"].to_pylist(), strict=True))
 
 
-def lost(index: Path) -> None:
+def delete_index_files(index: Path) -> None:
     for file in index.iterdir():
         file.unlink()
 
 
-def cut_off(index: Path) -> None:
+def truncate_index_files(index: Path) -> None:
     for file in index.iterdir():
         file.write_bytes(file.read_bytes()[:-7])
 
 
-def without_segments(index: Path) -> None:
+def delete_segments(index: Path) -> None:
     for file in index.glob("*.arrow"):
         file.unlink()
 
 
-def flipped(index: Path) -> None:
+def flip_segment_bits(index: Path) -> None:
     for file in index.glob("*.arrow"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(bytes(data))
 
 
-def of_another_form(index: Path) -> None:
+def write_other_json(index: Path) -> None:
     for file in index.glob("*.json"):
         file.write_text("[1, 2]")
 
 
-def half_written(index: Path) -> None:
+def leave_index_half_written(index: Path) -> None:
     """A writer that was killed between its segments and its list of them."""
     (index / "finished.json").unlink()
     (index / "input-0123456789ab.arrow").write_bytes(b"half")

@@ -237,7 +237,7 @@ def run(
     return sequences
 
 
-def best(tree: DraftTree, budgets: list[int]) -> DraftTree:
+def best_nodes(tree: DraftTree, budgets: list[int]) -> DraftTree:
     """The budgets[b] most valuable nodes of each tree, root included."""
     return tree.rerank(ranks(tree.log_values) < torch.tensor(budgets)[:, None], max(budgets))
 
@@ -253,10 +253,10 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> 
         children = scores.topk(width, -1)
         builder.grow(children.values, children.indices)
         level += 1
-    return best(builder.build(), [num_nodes])
+    return best_nodes(builder.build(), [num_nodes])
 
 
-class Roomy(SimulatedPlanner):
+class RoomRecordingPlanner(SimulatedPlanner):
     """Tells the steps in which a draft could be accepted from those in which all have one token to go."""
 
     def reset(self) -> None:

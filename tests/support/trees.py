@@ -11,10 +11,10 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
-from tests.support.toy_models import best
+from tests.support.toy_models import best_nodes
 
 
-def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
+def grown_trees(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
     """B trees grown from random conditional probabilities; with `ties` many are equal, some exactly 1."""
     generator = torch.Generator().manual_seed(seed)
     builder = TreeBuilder(torch.randint(0, 50, (batch,), generator=generator), width)
@@ -42,7 +42,7 @@ def as_paths(tree: DraftTree, b: int, values: torch.Tensor) -> dict[tuple[int, .
     return found
 
 
-def given_parents(tree: DraftTree) -> torch.Tensor:
+def conditional_log_probs(tree: DraftTree) -> torch.Tensor:
     return tree.log_values - tree.log_values.gather(1, tree.parents.clamp(min=0))
 
 
@@ -51,15 +51,15 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
     generator, trees = torch.Generator().manual_seed(seed), []
     for i in range(count):
         depth, width = (int(torch.randint(1, 4, (1,), generator=generator)) for _ in range(2))
-        tree = grown(seed + 7 * i, batch, depth, width, ties)
+        tree = grown_trees(seed + 7 * i, batch, depth, width, ties)
         tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
         tree.tokens[:, 1 : 1 + width] = torch.arange(width)  # siblings of the root, shared by all trees
         budgets = torch.randint(1, tree.num_nodes + 1, (batch,), generator=generator)
-        trees.append(best(tree, budgets.tolist()))
+        trees.append(best_nodes(tree, budgets.tolist()))
     return trees
 
 
-def check_laws(tree: DraftTree) -> None:
+def check_tree(tree: DraftTree) -> None:
     for b in range(len(tree.tokens)):
         count = int(tree.valid[b].sum())
         assert tree.valid[b].tolist() == [True] * count + [False] * (tree.num_nodes - count)
@@ -87,7 +87,7 @@ shapes = dict(
 
 
 @dataclass(eq=False)
-class Known:
+class TokenSequence:
     """A sequence as far as it is known."""
 
     token_ids: list[int]
@@ -124,7 +124,7 @@ def path(tree, b, node):
     return tokens, values
 
 
-class Recording(UniformPlanner):
+class RecordingPlanner(UniformPlanner):
     """Keeps every sequence's tokens at each draft, and its tree."""
 
     seen: tuple[tuple[list[int], object, int], ...] = ()

@@ -133,7 +133,7 @@ def arguments_of(config: JobConfig) -> tuple:
     return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, WorkerPlan()
 
 
-def answered(worker: EngineProcess, *batches: pa.Table) -> list:
+def answers_or_errors(worker: EngineProcess, *batches: pa.Table) -> list:
     """Of each batch its answers or the error; all in flight together."""
 
     async def all_at_once() -> list:
@@ -142,7 +142,7 @@ def answered(worker: EngineProcess, *batches: pa.Table) -> list:
     return asyncio.run(all_at_once())
 
 
-def ignore(line: LogLine) -> None:
+def ignore_line(line: LogLine) -> None:
     """Show no line of a start."""
 
 
@@ -150,7 +150,7 @@ def pid_of(worker_id: str) -> int:
     return int(worker_id.rpartition(":")[2])
 
 
-def until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

@@ -25,7 +25,7 @@ def answer(form, text, prompt_end="", reasoning=None, options=OPTIONS):
     return parse_answer(text, parser_of(form, prompt_end, reasoning, options))
 
 
-def merged(events):
+def merged_events(events):
     """Return the events with neighbours of one kind joined, so that they do not depend on how a text was cut."""
     joined = []
     for event in events:
@@ -89,7 +89,7 @@ def test_hermes(text, expected):
         '<tool_call>\n{"name": "add", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3001 + "\n</tool_call>",
     ],
 )
-def test_what_only_begins_like_a_call_is_content_character_for_character(text):
+def test_text_that_only_starts_like_a_call_is_content_unchanged(text):
     assert answer("hermes", text) == Answer(text)
     assert answer("mistral", text.replace("<tool_call>", "[TOOL_CALLS][")).calls == ()
     mistral = text.replace("<tool_call>", "[TOOL_CALLS]")
@@ -243,13 +243,13 @@ def test_events_do_not_depend_on_how_a_text_is_cut(form, reasoning, num_texts):
         text = "".join(draw.choices(PIECES + CALLS[form] * 3, k=draw.randint(1, 9)))
         prompt_end = draw.choice(["", "<think>\n"])
         whole = parser_of(form, prompt_end, reasoning)
-        expected = merged([*whole.feed(text), *whole.end()])
+        expected = merged_events([*whole.feed(text), *whole.end()])
         for cuts in ([1] * len(text), [draw.randint(1, 8) for _ in text]):
             parser, events, at = parser_of(form, prompt_end, reasoning), [], 0
             for size in cuts:
                 events += parser.feed(text[at : at + size])
                 at += size
-            assert merged([*events, *parser.end()]) == expected, (text, cuts)
+            assert merged_events([*events, *parser.end()]) == expected, (text, cuts)
         num_calls += len(answer_of(expected).calls)
         kept = answer_of(expected)
         assert all(isinstance(json.loads(call.arguments), dict) for call in kept.calls)

@@ -51,7 +51,7 @@ def test_ids_of_calls_fit_their_template_and_name_their_answer():
     assert len(mistral.call_id("q1/0", 0)) == 9 and mistral.call_id("q1/0", 0).isalnum()
 
 
-def test_markers_that_are_special_tokens_are_seen_by_the_parser_alone(tmp_path):
+def test_special_token_markers_are_visible_to_the_parser_alone(tmp_path):
     tokenizer = special_tokenizer(tmp_path, MISTRAL, "[TOOL_CALLS]", "[OTHER]")
     ids = tokenizer.encode('[TOOL_CALLS][{"name": "add", "arguments": {}}][OTHER]', add_special_tokens=False)
     assert tokenizer.decode(ids) == '[{"name": "add", "arguments": {}}]'
@@ -71,7 +71,7 @@ def test_an_open_reasoning_is_seen_in_the_prompts_ids(tmp_path):
 
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3, MISTRAL])
-def test_history_with_calls_and_results_goes_through_each_template(tmp_path, template):
+def test_history_with_calls_and_results_renders_in_each_template(tmp_path, template):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template))
     call = tokenizer.chat_format.openai_calls([ToolCall("add", '{"a": 1}')], "q1")[0]
     call["function"]["arguments"] = {"a": 1}

@@ -24,25 +24,25 @@ def text(tmp_path_factory):
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("target")))
 
 
-def shown(text: Tokenizer, ids: list[int], stops: list[str]) -> str:
+def shown_text(text: Tokenizer, ids: list[int], stops: list[str]) -> str:
     """The text of ids with the special tokens that the stops name, and no others."""
     named = {i for i, token in enumerate(SPECIAL) if any(token in stop for stop in stops)}
     return text.decode_with_special([i for i in ids if i >= len(SPECIAL) or i in named])
 
 
-def holds_stop(spelled: Callable[[list[int]], str], ids: list[int], stops: list[str], min_tokens: int) -> bool:
+def contains_stop(spelled: Callable[[list[int]], str], ids: list[int], stops: list[str], min_tokens: int) -> bool:
     """Whether the whole characters of ids hold a stop string that ends past those of the first min_tokens ids."""
     num_endless = len(spelled(ids[:min_tokens]).rstrip(REPLACEMENT_CHAR))
     whole = spelled(ids).rstrip(REPLACEMENT_CHAR)
     return any(whole.find(stop, max(0, num_endless - len(stop) + 1)) >= 0 for stop in stops)
 
 
-def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str], min_tokens: int = 0) -> int | None:
+def stop_by_full_decoding(text: Tokenizer, ids: list[int], stops: list[str], min_tokens: int = 0) -> int | None:
     """What StopCheck must return: the first prefix that holds a stop string."""
     naming = [stop for stop in stops if any(token in stop for token in SPECIAL)]
     for end in range(min_tokens + 1, len(ids) + 1):
-        is_named = holds_stop(lambda some: shown(text, some, naming), ids[:end], naming, min_tokens)
-        if is_named or holds_stop(text.decode, ids[:end], stops, min_tokens):
+        is_named = contains_stop(lambda some: shown_text(text, some, naming), ids[:end], naming, min_tokens)
+        if is_named or contains_stop(text.decode, ids[:end], stops, min_tokens):
             return end
     return None
 
@@ -63,7 +63,9 @@ def outputs(draw, text: Tokenizer) -> tuple[list[int], list[str]]:
     return ids, stops
 
 
-def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1, min_tokens: int = 0) -> int | None:
+def stop_position(
+    text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1, min_tokens: int = 0
+) -> int | None:
     """The answer of a check that is asked after each step, as the engine asks."""
     check = text.stop_check(stops, TextOptions(min_tokens=min_tokens))
     for end in range(ids_per_step, len(ids) + ids_per_step, ids_per_step):
@@ -92,21 +94,21 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(text, pieces, stops
     tokens = [ids_of(text, piece) for piece in pieces]
     ids = [id for token in tokens for id in token]
     wanted = None if num_kept is None else sum(map(len, tokens[:num_kept]))
-    assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
+    assert stop_position(text, ids, stops, per_step) == stop_by_full_decoding(text, ids, stops)
     if all(len(token) == 1 for token in tokens):
-        assert kept(text, ids, stops, per_step) == wanted
+        assert stop_position(text, ids, stops, per_step) == wanted
 
 
 def test_a_character_of_several_tokens_stops_at_its_last(text):
     ids = ids_of(text, "a😀b")
     assert len(ids) == 6
-    assert kept(text, ids, ["😀"]) == 5
-    assert kept(text, ids, ["a"]) == 1
+    assert stop_position(text, ids, ["😀"]) == 5
+    assert stop_position(text, ids, ["a"]) == 1
 
 
 def test_half_a_character_does_not_hide_the_text_before_it(text):
     ids = [*ids_of(text, "the"), *ids_of(text, "😀")[:2]]
-    assert kept(text, ids, ["the"], ids_per_step=100) == len(ids_of(text, "the"))
+    assert stop_position(text, ids, ["the"], ids_per_step=100) == len(ids_of(text, "the"))
 
 
 @pytest.mark.parametrize("num_examples", [100, pytest.param(300, marks=pytest.mark.slow)])
@@ -117,27 +119,27 @@ def test_the_window_finds_what_decoding_everything_finds(text, num_examples):
         ids, stops = data.draw(outputs(text))
         if stops:
             per_step, min_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
-            wanted = kept_by_decoding_everything(text, ids, stops, min_tokens)
-            assert kept(text, ids, stops, per_step, min_tokens) == wanted
+            wanted = stop_by_full_decoding(text, ids, stops, min_tokens)
+            assert stop_position(text, ids, stops, per_step, min_tokens) == wanted
 
     holds()
 
 
-def test_half_a_character_at_min_tokens_does_not_count_the_text_before_it_again(text):
+def test_partial_character_at_min_tokens_counts_no_earlier_text(text):
     ids = [*ids_of(text, "a"), *ids_of(text, "😀")]
-    assert kept(text, ids, ["a"], min_tokens=2) is None
-    assert kept(text, ids, ["😀"], min_tokens=2) == len(ids)
+    assert stop_position(text, ids, ["a"], min_tokens=2) is None
+    assert stop_position(text, ids, ["😀"], min_tokens=2) == len(ids)
 
 
-def test_a_tokenizer_that_drops_the_first_space_still_shows_the_others():
+def test_tokenizer_that_drops_the_first_space_shows_the_others():
     words = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
     tokenizer = FastTokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
     assert text.decode([1, 2, 3]) == "the cat sat"
-    assert kept(text, [1, 2, 3], ["e c"]) == 2
-    assert kept(text, [1, 1, 2, 3], ["t s"]) == 4
-    assert kept(text, [1, 2, 3], [" the"]) is None
+    assert stop_position(text, [1, 2, 3], ["e c"]) == 2
+    assert stop_position(text, [1, 1, 2, 3], ["t s"]) == 4
+    assert stop_position(text, [1, 2, 3], [" the"]) is None
 
 
 def test_an_outputs_text_has_neither_eos_nor_stop(text):
@@ -155,12 +157,12 @@ def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
 
 
 @pytest.mark.parametrize("num_examples", [100, pytest.param(300, marks=pytest.mark.slow)])
-def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, num_examples):
+def test_streamed_text_is_always_a_prefix_of_the_final_text(text, num_examples):
     @settings(deadline=None, max_examples=num_examples)
     @given(data=st.data())
     def holds(data):
         ids, stops = data.draw(outputs(text))
-        output = ids[: kept(text, ids, stops)] if stops else ids
+        output = ids[: stop_position(text, ids, stops)] if stops else ids
         whole, growing, told, per_step = (
             text.final_text(output, stops),
             text.decode_stream(stops),
@@ -188,7 +190,7 @@ def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, nu
         (["cat<|end|>", "<|user|>"], "the cat", "<|user|>"),
     ],
 )
-def test_a_stop_string_may_name_special_tokens_that_the_text_leaves_out(text, stops, before, stop, min_tokens):
+def test_stop_string_may_name_special_tokens_absent_from_text(text, stops, before, stop, min_tokens):
     ids = [*ids_of(text, "the cat"), USER, *ids_of(text, " sat on")]
     options = TextOptions(min_tokens=min_tokens)
     num_kept = text.stop_check(stops, options)(ids)
@@ -207,7 +209,7 @@ def test_a_stop_string_may_end_in_an_eos_that_is_ignored(text):
     assert text.final_text(ids, ["<|end|>"]) == "the cat"
 
 
-def test_special_tokens_that_a_tokenizer_joins_with_spaces_are_found():
+def test_special_tokens_joined_with_spaces_are_found_as_stops():
     tokenizer = FastTokenizer(models.WordLevel({"<unk>": 0, "red": 1, "blue": 2, "<sep>": 3}, unk_token="<unk>"))
     tokenizer.add_special_tokens(["<sep>"])
     text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
@@ -275,7 +277,7 @@ def byte_tokens() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
 
 
-def test_a_text_that_ends_within_a_character_keeps_those_before_it(byte_tokens):
+def test_text_that_ends_inside_a_character_keeps_earlier_ones(byte_tokens):
     ids = [2 + byte for byte in "日é😀".encode()]
     assert byte_tokens.decode(ids) == "日é😀"
     assert byte_tokens.decode(ids[:-1]) == "日é" + REPLACEMENT_CHAR

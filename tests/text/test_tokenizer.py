@@ -33,13 +33,13 @@ def test_a_prompt_gets_the_tokenizers_special_tokens(text):
     assert text.decode(ids) == "the cat 😀"
 
 
-def test_a_conversation_gets_what_the_template_writes_and_nothing_more(text):
+def test_chat_prompt_is_what_the_template_writes_and_no_more(text):
     assert text.render_chat(HI) == "<|bos|><|user|>Hi<|end|><|assistant|>"
     assert text.encode_chat(HI) == [BOS, USER, *ids_of(text, "Hi"), END, ASSISTANT]
     assert text.decode_with_special(text.encode_chat(HI)) == text.render_chat(HI)
 
 
-def test_a_byte_order_mark_of_a_template_file_is_not_in_the_prompt(text, tmp_path, directory):
+def test_byte_order_mark_of_a_template_file_is_not_in_the_prompt(text, tmp_path, directory):
     (tmp_path / "own.jinja").write_text(text.info()["chat_template"], "utf-8-sig")
     assert Tokenizer.load(directory, str(tmp_path / "own.jinja")).render_chat(HI) == text.render_chat(HI)
 
@@ -122,7 +122,7 @@ SPELLED = {
 @pytest.mark.parametrize(
     ("name", "messages", "spelled"), [(name, *case) for name, cases in SPELLED.items() for case in cases]
 )
-def test_templates_by_name_say_what_their_targets_were_trained_on(directory, name, messages, spelled):
+def test_named_templates_render_what_their_targets_trained_on(directory, name, messages, spelled):
     text = Tokenizer.load(directory, name)
     assert text.render_chat(messages) == spelled
     assert text.decode_with_special(text.encode_chat(messages)) == spelled
@@ -266,7 +266,7 @@ def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
     assert text.final_text([*ids_of(text, "cat"), plain_id], []) == "cat"
 
 
-def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path):
+def test_eos_is_from_config_if_generation_config_is_missing(tmp_path):
     target = write_tokenizer(tmp_path)
     (target / "generation_config.json").unlink()
     (target / "config.json").write_text('{"eos_token_id": 7}')

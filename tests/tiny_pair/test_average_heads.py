@@ -18,7 +18,7 @@ DRAFT = ASSETS / "tiny" / "draft"
 
 
 @pytest.fixture
-def other(tmp_path):
+def other_head(tmp_path):
     """The embedded head with weights of its own."""
     path = tmp_path / "other"
     path.mkdir()
@@ -32,18 +32,18 @@ def _weights():
     return DRAFT / "model.safetensors"
 
 
-def test_the_mean_of_two_heads_is_a_head_in_the_same_layout(tmp_path, other):
-    average(DRAFT, other, tmp_path / "mean")
-    first, second, mean = (load_file(path / "model.safetensors") for path in (DRAFT, other, tmp_path / "mean"))
+def test_the_mean_of_two_heads_is_a_head_in_the_same_layout(tmp_path, other_head):
+    average(DRAFT, other_head, tmp_path / "mean")
+    first, second, mean = (load_file(path / "model.safetensors") for path in (DRAFT, other_head, tmp_path / "mean"))
     assert mean.keys() == first.keys()
     for name, value in mean.items():
         assert torch.equal(value, ((first[name].float() + second[name].float()) / 2).to(value.dtype))
     load_head(tmp_path / "mean", load_config(ASSETS / "tiny" / "target"))
 
 
-def test_heads_of_different_layouts_are_refused(tmp_path, other):
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
+def test_heads_of_different_layouts_are_refused(tmp_path, other_head):
+    config = json.loads((other_head / "config.json").read_text())
+    (other_head / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
     with pytest.raises(ValueError, match="Give two heads of one layout"):
-        average(DRAFT, other, tmp_path / "mean")
+        average(DRAFT, other_head, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()

@@ -124,6 +124,6 @@ def drawn_functions(count: int):
     return (code.composed(chooser) for _ in range(count))
 
 
-def test_more_held_out_conversations_than_there_are_is_an_error_and_no_endless_search():
+def test_too_many_held_out_conversations_are_an_error():
     with pytest.raises(ValueError, match="category 'qa' has 49 held-out conversations, not 50"):
         held_out_conversations("qa", 50, seed=1)

@@ -33,14 +33,14 @@ def tokenizer() -> Tokenizer:
     return loaded
 
 
-def counted(tokenizer: Tokenizer, document: Document) -> str:
+def counted_text(tokenizer: Tokenizer, document: Document) -> str:
     flags = zip(document.ids, document.is_answer, strict=True)
     return tokenizer.decode_with_special([token for token, is_answer in flags if is_answer])
 
 
 def test_only_answers_and_their_ends_are_counted(tokenizer):
     document = encode_conversation(tokenizer, CHAT)
-    assert counted(tokenizer, document) == "Hi.<|end|>4<|end|>"
+    assert counted_text(tokenizer, document) == "Hi.<|end|>4<|end|>"
     assert tokenizer.decode_with_special(document.ids) == tokenizer.render_chat(CHAT, add_generation_prompt=False)
     assert document.ids[: document.is_answer.index(True)] == tokenizer.encode_chat(CHAT[:1])
 
@@ -49,7 +49,7 @@ def test_what_follows_the_end_of_an_answer_is_not_counted(tokenizer):
     """Many templates add a line break after an answer's end, which no model writes."""
     template = tokenizer.info()["chat_template"].replace("<|end|>", "<|end|>\n")
     broken = Tokenizer(tokenizer.hf_tokenizer, template, tokenizer.eos_ids)
-    assert counted(broken, encode_conversation(broken, CHAT)) == "Hi.<|end|>4<|end|>"
+    assert counted_text(broken, encode_conversation(broken, CHAT)) == "Hi.<|end|>4<|end|>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
@@ -198,12 +198,12 @@ def test_a_store_returns_its_documents():
     assert list(DocumentStore.write([])) == []
 
 
-def test_a_held_out_prompt_ends_before_the_answer_and_a_text_is_continued():
+def test_held_out_prompt_ends_before_the_answer_or_inside_a_text():
     chat, text = Document([1, 2, 3, 4], [False, False, True, True]), Document(list(range(10)), [True] * 10)
     assert held_out_prompts([chat, text], 2) == [[1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_the_vocabulary_of_answers_begins_with_the_most_frequent_tokens():
+def test_answer_vocabulary_begins_with_the_most_frequent_tokens():
     counts = count_answers([Document([3, 4, 4, 9], [False, True, True, True])])
     assert answer_vocabulary(counts, 2, 10) == [4, 9] and answer_vocabulary(counts, 4, 10) == [4, 9, 0, 1]
     assert coverage(counts, [4]) == pytest.approx(2 / 3)

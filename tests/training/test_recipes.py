@@ -291,7 +291,7 @@ def test_a_markov_head_is_written_in_a_published_layout(model, tmp_path, token_i
     torch.testing.assert_close(published.lm_head.weight, rows.bfloat16().float())
 
 
-def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_path):
+def test_dflash_folds_feature_scale_into_the_published_head(model, tmp_path):
     recipe = dflash(model, causal=True)
     recipe.save(tmp_path)
     published = load_dflash(tmp_path, model.config)
@@ -301,7 +301,7 @@ def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_p
     assert published.block == recipe.head.block
 
 
-def test_a_dflash_head_over_a_draft_vocabulary_has_the_targets_rows_of_it(model, tmp_path):
+def test_dflash_head_over_a_draft_vocab_has_its_lm_head_rows(model, tmp_path):
     recipe = dflash(model, token_ids=DRAFTED)
     recipe.save(tmp_path)
     published = load_dflash(tmp_path, model.config)
@@ -320,7 +320,7 @@ def test_a_step_is_the_same_in_one_shard_or_several(model, documents, make):
     assert_equal(recipe, total(recipe, whole), total(recipe, parts))
 
 
-def test_eagle3_folds_the_scale_of_features_into_the_published_head(model, documents, tmp_path):
+def test_eagle3_folds_feature_scale_into_the_published_head(model, documents, tmp_path):
     from eagle_ray.methods.eagle.checkpoint import load_head
 
     recipe = eagle3(model)

@@ -53,7 +53,7 @@ def stop_after(monkeypatch):
     return stop
 
 
-def test_a_target_that_does_not_fit_into_a_gpu_is_refused_before_it_is_loaded(make_config, monkeypatch):
+def test_target_too_large_for_a_gpu_is_refused_before_loading(make_config, monkeypatch):
     monkeypatch.setattr(train_head_module, "device_type", lambda model: "cuda")
     monkeypatch.setattr(train_head_module, "load_target", lambda model: pytest.fail("loaded"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
@@ -114,7 +114,7 @@ def test_a_cached_run_equals_one_that_computes(make_config, tmp_path):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-def test_a_feature_cache_goes_on_after_a_kill_and_refuses_other_data(make_config, tmp_path, monkeypatch):
+def test_feature_cache_resumes_after_kill_and_refuses_other_data(make_config, tmp_path, monkeypatch):
     config = make_config()
     data = load_data(config, None, [config.data.path])
     causal_lm = load_target(ModelConfig(target=config.model.target, draft=None, device="cpu", dtype="float32"))

@@ -57,7 +57,7 @@ def test_a_root_alone_yields_its_bonus_token():
     assert result.tokens.tolist() == [[8], [9]] and result.num_accepted.tolist() == [0, 0]
 
 
-def test_roots_alone_have_a_result_as_wide_as_the_drafts_that_were_not_kept():
+def test_result_of_roots_alone_is_as_wide_as_the_dropped_drafts():
     tree = DraftTree.of_roots(torch.tensor([3, 4]))
     rows = tree.pack(torch.tensor([7, 9]), 2)
     result = accept_path(tree, rows, torch.tensor([11, 12]), max_depth=3)

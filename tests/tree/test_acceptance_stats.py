@@ -8,7 +8,7 @@ from eagle_ray.core.counters import AcceptanceStats
 steps = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=3, max_size=3)), max_size=20)
 
 
-def counted(some: list) -> AcceptanceStats:
+def statistics_of(some: list) -> AcceptanceStats:
     stats = AcceptanceStats.empty(3)
     for accepted, drafted in some:
         stats.add_step(accepted, drafted)
@@ -17,7 +17,7 @@ def counted(some: list) -> AcceptanceStats:
 
 @given(steps)
 def test_laws(some):
-    stats = counted(some)
+    stats = statistics_of(some)
     assert stats.num_steps == len(some) == len(stats.per_step_budget)
     assert stats.num_accepted_draft_tokens == sum(a for a, _ in some) == sum(stats.accepted_by_depth)
     assert sum(stats.per_step_budget) == stats.num_draft_tokens + stats.num_steps
@@ -27,5 +27,5 @@ def test_laws(some):
 
 @given(steps, steps)
 def test_merging_is_counting_together(first, second):
-    assert counted(first).merge(counted(second)) == counted(first + second)
-    assert counted(first).merge(AcceptanceStats.empty(0)) == counted(first)
+    assert statistics_of(first).merge(statistics_of(second)) == statistics_of(first + second)
+    assert statistics_of(first).merge(AcceptanceStats.empty(0)) == statistics_of(first)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eagle_ray.tree.budget import Budget, Candidates, best_of_batch, static, uniform
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
-from tests.support.trees import check_laws, grown, shapes
+from tests.support.trees import check_tree, grown_trees, shapes
 
 
 def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:
@@ -36,8 +36,8 @@ def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), **shapes)
-def test_global_buys_the_best_nodes_of_the_batch_and_their_ancestors(data, seed, batch, depth, width, ties):
-    tree = grown(seed, batch, depth, width, ties)
+def test_global_budget_takes_the_best_nodes_and_their_ancestors(data, seed, batch, depth, width, ties):
+    tree = grown_trees(seed, batch, depth, width, ties)
     limits = st.none() | st.lists(st.integers(0, depth), min_size=batch, max_size=batch).map(torch.tensor)
     weights = st.none() | st.lists(st.sampled_from([-1.0, 0.0, 0.5]), min_size=batch, max_size=batch).map(torch.tensor)
     budget = Budget(
@@ -50,12 +50,12 @@ def test_global_buys_the_best_nodes_of_the_batch_and_their_ancestors(data, seed,
     wanted = one_node_at_a_time(tree, budget)
     assert [set(row.nonzero().flatten().tolist()) for row in keep] == wanted
     kept = tree.rerank(keep, budget.num_nodes)
-    check_laws(kept)  # every kept node's ancestors are kept
+    check_tree(kept)  # every kept node's ancestors are kept
     assert int(kept.valid.sum()) == sum(map(len, wanted)) <= budget.num_rows
 
 
 def test_expected_tokens_are_the_sums_of_the_best_values():
-    tree = grown(5, 3, 3, 3, False)
+    tree = grown_trees(5, 3, 3, 3, False)
     candidates = Candidates.of(tree, Budget(num_rows=0, num_nodes=tree.num_nodes))
     best = tree.log_values[:, 1:].exp().flatten().sort(descending=True).values
     sizes = [0, 1, 5, best.numel()]
@@ -64,26 +64,26 @@ def test_expected_tokens_are_the_sums_of_the_best_values():
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 60])
 def test_uniform_gives_every_sequence_the_same_rows(max_nodes):
-    tree = grown(3, 4, 3, 2, False)
+    tree = grown_trees(3, 4, 3, 2, False)
     num_nodes = min(max_nodes + 1, tree.num_nodes)
     assert uniform(tree, Budget(4 * num_nodes, num_nodes)).sum(1).tolist() == [num_nodes] * 4
 
 
 def test_static_keeps_the_paths_by_rank_and_what_leads_to_them():
-    tree = grown(7, 2, 3, 3, False)
+    tree = grown_trees(7, 2, 3, 3, False)
     keep = static([(0, 0, 1), (2,)])(tree, Budget(100, 100))
     for b in range(2):
         children = [i for i in range(tree.num_nodes) if tree.parents[b, i] == 0]
         first = [i for i in range(tree.num_nodes) if tree.parents[b, i] == children[0]]
         last = [i for i in range(tree.num_nodes) if first and tree.parents[b, i] == first[0]]
         assert set(keep[b].nonzero().flatten().tolist()) == {0, children[0], children[2], *first[:1], *last[1:2]}
-    check_laws(tree.rerank(keep, 100))
+    check_tree(tree.rerank(keep, 100))
 
 
 def test_trees_spread_over_a_batch_leave_the_others_alone():
-    tree = grown(7, 2, 2, 3, False)
+    tree = grown_trees(7, 2, 2, 3, False)
     spread = tree.spread(torch.tensor([1, 3]), torch.tensor([90, 91, 92, 93]))
-    check_laws(spread)
+    check_tree(spread)
     assert spread.valid.sum(1).tolist() == [1, tree.num_nodes, 1, tree.num_nodes]
     assert spread.tokens[0, 0] == 90 and spread.tokens[2, 0] == 92
     assert spread.tokens[1].tolist() == tree.tokens[0].tolist()

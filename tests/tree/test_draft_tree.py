@@ -7,28 +7,28 @@ from hypothesis import strategies as st
 from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_tree import pack_ancestors, unpack_ancestors
 from eagle_ray.tree.expand import TreeBuilder
-from tests.support.toy_models import best, random_tree
-from tests.support.trees import check_laws, grown, shapes
+from tests.support.toy_models import best_nodes, random_tree
+from tests.support.trees import check_tree, grown_trees, shapes
 
 
 @settings(max_examples=150, deadline=None)
 @given(**shapes)
 def test_grown_trees_are_lawful(seed, batch, depth, width, ties):
-    tree = grown(seed, batch, depth, width, ties)
-    check_laws(tree)
+    tree = grown_trees(seed, batch, depth, width, ties)
+    check_tree(tree)
     assert tree.num_nodes == 1 + width + (depth - 1) * width**2
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), **shapes)
 def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, depth, width, ties):
-    tree = grown(seed, batch, depth, width, ties)
+    tree = grown_trees(seed, batch, depth, width, ties)
     num_nodes = data.draw(st.integers(1, tree.num_nodes))
     budgets = data.draw(st.lists(st.integers(1, tree.num_nodes), min_size=batch, max_size=batch))
     keep = ranks(tree.log_values) < torch.tensor(budgets).clamp(max=num_nodes)[:, None]
     kept, by_torch = tree.rerank(keep, num_nodes), tree.rerank_portably(keep, num_nodes)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept.tensors, by_torch.tensors, strict=True))
-    check_laws(kept)
+    check_tree(kept)
     for b, budget in enumerate(budgets):
         best = sorted(range(tree.num_nodes), key=lambda i: (-tree.log_values[b, i].item(), i))  # ties: the earlier
         wanted = sorted(best[: min(budget, num_nodes)])
@@ -41,8 +41,9 @@ def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, dept
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), **shapes)
 def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
-    tree = best(
-        grown(seed, batch, depth, width, ties), data.draw(st.lists(st.integers(1, 30), min_size=batch, max_size=batch))
+    tree = best_nodes(
+        grown_trees(seed, batch, depth, width, ties),
+        data.draw(st.lists(st.integers(1, 30), min_size=batch, max_size=batch)),
     )
     reach = tree.ancestors(depth)
     assert torch.equal(reach, unpack_ancestors(tree.ancestor_words(depth), tree.num_nodes))
@@ -78,7 +79,7 @@ def test_more_nodes_than_a_word_have_their_ancestors_in_several():
 @given(data=st.data(), **shapes)
 def test_packing_loses_no_node_and_pads_with_nobody(data, seed, batch, depth, width, ties):
     budgets = data.draw(st.lists(st.integers(1, 12), min_size=batch, max_size=batch))
-    tree = best(grown(seed, batch, depth, width, ties), budgets)
+    tree = best_nodes(grown_trees(seed, batch, depth, width, ties), budgets)
     count = int(tree.valid.sum())
     num_rows = count + data.draw(st.integers(0, 5))
     lengths = torch.arange(10, 10 + batch)
@@ -93,7 +94,7 @@ def test_packing_loses_no_node_and_pads_with_nobody(data, seed, batch, depth, wi
 
 
 def test_a_full_rectangle_is_packed_as_it_stands():
-    tree = grown(0, 3, 2, 2, False)
+    tree = grown_trees(0, 3, 2, 2, False)
     rows = tree.pack(torch.tensor([4, 5, 6]), 3 * tree.num_nodes)
     assert rows.is_rectangle
     assert rows.tokens.tolist() == tree.tokens.flatten().tolist()
@@ -106,7 +107,7 @@ def test_half_precision_ties_would_orphan_nodes():
         if token > 5:
             builder.frontier()
         builder.grow(torch.zeros(1, 1, 1), torch.tensor([[[token]]]))
-    kept = best(builder.build(), [3])
+    kept = best_nodes(builder.build(), [3])
     assert kept.tokens.tolist() == [[1, 5, 6]]
 
 

@@ -49,7 +49,7 @@ def test_depth_comes_before_width_where_it_pays():
     assert best_tree([[0.9, 0.5], [0.1, 0.1]], 3).paths == ((0,), (1,), (0, 0))
 
 
-def test_rates_are_those_of_the_picks_seen_and_rare_levels_are_like_the_one_above():
+def test_rates_are_of_seen_picks_and_rare_levels_copy_upper_ones():
     measured, generator = RankAcceptance(levels=3, width=3), torch.Generator().manual_seed(0)
     first = torch.tensor([0.6, 0.2, 0.1, 0.1])  # the last: none of the three
     for _ in range(40):

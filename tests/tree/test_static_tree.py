@@ -6,7 +6,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.tree.budget import Budget, static
 from eagle_ray.tree.expand import TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree
-from tests.support.trees import check_laws
+from tests.support.trees import check_tree
 
 EAGLE1 = [
     *[[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]],
@@ -33,7 +33,7 @@ def test_a_tree_within_bounds_is_still_closed():
     assert StaticTree.of([]).depth == StaticTree.of([]).width == 0
 
 
-def test_a_builder_with_a_shape_grows_every_path_of_it_and_no_others_children():
+def test_builder_with_a_shape_grows_exactly_its_paths():
     shape, generator = StaticTree.of([(0, 2, 1), (2, 0), (1,)]), torch.Generator().manual_seed(0)
     builder, frontiers = TreeBuilder(torch.tensor([5, 6]), width=3, shape=shape), []
     for level in range(shape.depth):
@@ -47,6 +47,6 @@ def test_a_builder_with_a_shape_grows_every_path_of_it_and_no_others_children():
     keep = static(shape.paths)(tree, Budget(100, 100))
     assert keep.sum(1).tolist() == [1 + len(shape.paths)] * 2
     kept = tree.rerank(keep, 1 + len(shape.paths))
-    check_laws(kept)
+    check_tree(kept)
     assert kept.depths[0].tolist() == [0, 1, 1, 1, 2, 2, 3]
     assert kept.parents[0].tolist() == [-1, 0, 0, 0, 1, 3, 4]

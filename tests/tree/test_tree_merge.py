@@ -12,21 +12,21 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.combine.calibration import EnsembleCalibration, children_on_path
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge_trees
-from tests.support.trees import as_paths, check_laws, given_parents, some_trees
+from tests.support.trees import as_paths, check_tree, conditional_log_probs, some_trees
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
-def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
+def test_merged_tree_has_each_path_once_with_all_log_probs(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
     merged = merge_trees([None, *trees, None], max_depth=3)
     assert (merged.log_probs_by_drafter[..., [0, -1]] == -torch.inf).all()
     merged = replace(merged, log_probs_by_drafter=merged.log_probs_by_drafter[..., 1:-1])
     valued = merged.with_log_probs(merged.log_probs_by_drafter.amax(-1), max_depth=3)
-    check_laws(valued)
-    check_laws(merged.tree)
+    check_tree(valued)
+    check_tree(merged.tree)
     for b in range(batch):
-        each = [as_paths(tree, b, given_parents(tree)) for tree in trees]
+        each = [as_paths(tree, b, conditional_log_probs(tree)) for tree in trees]
         wanted = {path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)}
         for i in range(count):
             said = as_paths(merged.tree, b, merged.log_probs_by_drafter[..., i])
@@ -39,14 +39,14 @@ def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, coun
             torch.testing.assert_close(value, sum(along), atol=1e-5, rtol=0)
 
 
-def test_a_blend_begins_with_a_lone_word_as_it_is_and_with_the_mean_of_several():
+def test_blend_starts_with_a_lone_value_or_the_mean_of_several():
     said = torch.tensor([[[-0.1, -torch.inf], [-torch.inf, -0.5], [0.2, 0.8], [0.5, 0.5]]])
     said[0, 2:] = said[0, 2:].log()
     values = EnsembleCalibration(1, 2).apply(torch.ones(1, 4).long(), torch.zeros(1).long(), said)
     torch.testing.assert_close(values[0], torch.tensor([-0.1, -0.5, torch.tensor(0.5).log(), torch.tensor(0.5).log()]))
 
 
-def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
+def test_blend_learns_weights_of_drafters_and_of_agreement():
     """Two drafters say one half of all they offer: both always rightly, the first alone at times, the second never."""
     blend, generator = EnsembleCalibration(2, 2), torch.Generator().manual_seed(0)
     half, none = float(torch.tensor(0.5).log()), -torch.inf
@@ -64,7 +64,7 @@ def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
     torch.testing.assert_close(untold, torch.full((3,), 0.5))
 
 
-def test_a_blend_keeps_what_it_learns_of_a_model_that_ran_apart_from_steps_without_it():
+def test_blend_learns_separately_for_steps_without_the_model():
     """A lookup's child that the model did not propose is always wrong; without the model it is always right."""
     blend, both = EnsembleCalibration(1, 2), torch.zeros(4).long()
     said = torch.tensor([[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]).expand(4, -1, -1)
@@ -80,7 +80,7 @@ def test_a_blend_keeps_what_it_learns_of_a_model_that_ran_apart_from_steps_witho
     assert blend.apply(depths, blend.sets(both, has_model=False), alone).exp()[0, 2] > 0.9
 
 
-def test_that_a_drafter_lacks_a_child_counts_only_if_it_proposes_others():
+def test_missing_child_counts_only_if_its_drafter_has_others():
     """The second proposes nothing in the second row, so the first's child there keeps its own value."""
     blend, sets = EnsembleCalibration(1, 2), torch.zeros(2).long()
     said = torch.tensor([[[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]]).expand(2, -1, -1).clone()

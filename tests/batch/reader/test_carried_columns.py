@@ -76,7 +76,7 @@ def test_joins():
     assert joined_type(pa.binary(), pa.string()) == JSON
 
 
-def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
+def test_parquet_types_stay_except_extensions_and_large_strings():
     dictionary = pa.dictionary(pa.int8(), pa.string())
     for kept in (pa.timestamp("us", "UTC"), dictionary, pa.list_(dictionary), pa.struct([("a", pa.int64())])):
         assert type_in_parquet(kept) == kept
@@ -86,7 +86,7 @@ def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
     assert decoded_type(pa.list_(pa.struct([("a", dictionary)]), 2)) == pa.list_(pa.struct([("a", pa.string())]), 2)
 
 
-def test_nested_types_join_where_one_type_holds_both_and_are_json_otherwise():
+def test_nested_types_join_to_one_type_or_become_json():
     assert joined_type(pa.list_(pa.null()), pa.list_(pa.int64())) == pa.list_(pa.int64())
     both = pa.struct([("a", pa.int64()), ("b", pa.string())])
     assert joined_type(pa.struct([("a", pa.int64())]), both) == both
@@ -97,7 +97,7 @@ def test_nested_types_join_where_one_type_holds_both_and_are_json_otherwise():
     assert joined_type(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
 
 
-def test_a_file_with_a_narrower_nested_type_is_carried_in_the_joined_one():
+def test_narrower_nested_type_is_carried_in_the_joined_type():
     both = pa.struct([("a", pa.float64()), ("b", pa.string())])
     narrow = pa.array([{"a": 1}, None])
     assert carry(narrow, both).to_pylist() == [{"a": 1.0, "b": None}, None]

@@ -53,7 +53,7 @@ def test_what_a_csv_writer_wrote_is_read_back(table, newline):
 
 @settings(deadline=None, max_examples=300)
 @given(HOSTILE)
-def test_any_bytes_after_a_header_are_rows_or_bad_rows_and_can_be_read_from_any_of_them_on(parts):
+def test_csv_bytes_are_rows_or_bad_rows_readable_from_any_row_on(parts):
     stream = io.BytesIO(b"a,b\n" + b"".join(parts))
     rows = list(rows_in_csv(stream, "a.csv"))
     assert all(isinstance(row, RequestError) or row.keys() == {"a", "b"} for _, _, row in rows)
@@ -72,7 +72,7 @@ def test_a_quote_that_nobody_closes_costs_one_row():
     assert read(b'a,b\n1,"open\n2,x\n') == ["bad_csv", {"a": "2", "b": "x"}]
 
 
-def test_an_open_quote_takes_no_more_memory_than_a_record_may_have(monkeypatch):
+def test_open_quote_is_one_bad_row_within_the_record_limit(monkeypatch):
     monkeypatch.setattr(ours, "MAX_RECORD_BYTES", 100)
     rows = read(b'a,b\n1,"open\n' + b"2,x\n" * 200)
     assert rows == ["bad_csv", *[{"a": "2", "b": "x"}] * 200]
@@ -204,7 +204,7 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     assert [lines[at.line - 1] for at, _ in found] == ['1,"a', '2,"open', "3,x,y", '4,"c', "5"]
 
 
-def test_an_empty_id_is_the_place_and_one_that_occurs_twice_is_found(tmp_path):
+def test_empty_id_is_the_row_place_and_duplicate_id_is_refused(tmp_path):
     assert ids(plan(write(tmp_path / "a.csv", "id,prompt\n,x\nb,y\n"))) == ["a.csv:0", "b"]
     with pytest.raises(ConfigError, match=r"id 'b' occurs twice: .*a\.csv, line 2 and .*a\.csv, line 4"):
         plan(write(tmp_path / "a.csv", "id,prompt\nb,x\nc,y\nb,z\n"))

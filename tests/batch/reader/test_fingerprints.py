@@ -18,31 +18,31 @@ def path(tmp_path):
     return file
 
 
-def found(path, known):
+def fingerprint_of(path, known):
     return fingerprints(find_files(str(path), "auto"), known)[str(path)]
 
 
 def test_a_file_with_the_noted_state_is_not_read(path, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", -module.SETTLED_NS)  # as if it had been written long ago
-    noted = found(path, {})
+    noted = fingerprint_of(path, {})
     monkeypatch.setattr(StoragePath, "open", None)
-    assert found(path, {str(path): noted}) == noted
+    assert fingerprint_of(path, {str(path): noted}) == noted
 
 
-def test_a_file_that_may_change_within_one_tick_of_the_clock_is_read_again(path):
-    noted = found(path, {})
+def test_file_changed_within_one_clock_tick_is_read_again(path):
+    noted = fingerprint_of(path, {})
     before = path.stat()
     path.write_text('{"prompt": "Ho"}\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "state" not in noted and what_changed(noted, found(path, {str(path): noted})) == "its content"
+    assert "state" not in noted and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
 
 
 def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", -module.SETTLED_NS)
-    noted, before = found(path, {}), path.stat()
+    noted, before = fingerprint_of(path, {}), path.stat()
     path.write_text('{"prompt": "Ho"}\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "state" in noted and what_changed(noted, found(path, {str(path): noted})) == "its content"
+    assert "state" in noted and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
 
 
 @pytest.mark.parametrize(
@@ -61,22 +61,22 @@ def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
 )
 def test_a_file_has_grown_if_its_lines_are_still_there(path, old, new, wanted):
     path.write_bytes(old.encode())
-    was = found(path, {})
+    was = fingerprint_of(path, {})
     path.write_bytes(new.encode())
-    assert begins_with(StoragePath.of(path), was, found(path, {})) == wanted
+    assert begins_with(StoragePath.of(path), was, fingerprint_of(path, {})) == wanted
 
 
 def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", path.stat().st_size - 1)
-    noted = found(path, {})
-    assert "digest" not in noted and what_changed(noted, found(path, {})) is None
+    noted = fingerprint_of(path, {})
+    assert "digest" not in noted and what_changed(noted, fingerprint_of(path, {})) is None
     os.utime(path, ns=(1, 1))
-    assert what_changed(noted, found(path, {})) == "its time; its content is not noted"
+    assert what_changed(noted, fingerprint_of(path, {})) == "its time; its content is not noted"
 
 
 def test_a_record_without_digests_is_given_them(path):
-    noted = found(path, {})
-    assert found(path, {str(path): {key: noted[key] for key in ("size", "mtime_ns")}}) == noted
+    noted = fingerprint_of(path, {})
+    assert fingerprint_of(path, {str(path): {key: noted[key] for key in ("size", "mtime_ns")}}) == noted
 
 
 def test_an_object_is_known_by_its_etag():

@@ -76,7 +76,7 @@ def test_a_partition_column_may_begin_with_an_underscore(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
-def test_a_column_of_the_file_takes_precedence_over_its_directory(tmp_path, suffix):
+def test_file_column_takes_precedence_over_partition_directory(tmp_path, suffix):
     write_any(tmp_path / "in" / "year=2024" / f"a.{suffix}", [{"id": 0, "prompt": "p", "year": 1999}])
     write_any(tmp_path / "in" / "year=2025" / f"b.{suffix}", [{"id": 1, "prompt": "p"}])
     assert [row["year"] for row in request_rows(plan(tmp_path / "in"))] == ["1999", "2025"]
@@ -91,7 +91,7 @@ def test_a_directory_of_a_parameter_sets_it_for_its_rows(tmp_path, suffix):
     assert (row["temperature"], row["error_code"]) == (0.5, None)
 
 
-def test_directories_in_the_path_that_is_given_are_named_as_no_columns(tmp_path, caplog):
+def test_partition_directories_in_input_path_are_no_columns(tmp_path, caplog):
     write_any(tmp_path / "in" / "lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
     [row] = request_rows(plan(tmp_path / "in" / "lang=de"))
     assert "lang" not in row and "lang=de is in the path that is given, so it is no column" in caplog.text
@@ -125,7 +125,7 @@ def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, write, lim
     assert the_plan.num_rows == min(limit, 10)
 
 
-def test_files_follow_each_other_and_rows_without_id_are_named_by_their_place(tmp_path):
+def test_files_are_in_order_and_rows_without_id_get_their_place(tmp_path):
     for name in ("b", "a"):
         write_jsonl(
             tmp_path / f"{name}.jsonl", [{"prompt": "x"}, {"prompt": "y", "id": None}, {"prompt": "z", "id": name}]
@@ -180,7 +180,7 @@ HALF_ROWS = [
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "parquet", "csv"])
-def test_half_a_surrogate_in_a_json_text_is_one_bad_row_with_its_id(tmp_path, format_):
+def test_lone_surrogate_in_json_text_is_one_bad_row_with_its_id(tmp_path, format_):
     names = list(dict.fromkeys(["id", "messages", *(name for name, _, _ in HALF_ROWS)]))
     good = {"id": "good", "messages": "Hi", "stop": '["a"]'}
     bad = [{"id": f"{i}", "messages": "Hi"} | {name: text} for i, (name, text, _) in enumerate(HALF_ROWS)]
@@ -287,7 +287,7 @@ def test_parquet_types_of_every_input_column(tmp_path):
     assert [row["error_code"] for row in (first, second, third)] == [None] * 3
 
 
-def test_what_was_used_is_not_carried_again_but_what_a_path_reads_is(tmp_path):
+def test_consumed_columns_are_not_carried_but_path_columns_are(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"qid": 1, "turns": ["Hi", "So"], "temperature": 0.5, "category": "c"}])
     the_plan = plan(path, "input.columns.messages=turns[0]", "input.columns.id=qid")
     assert [field.name for field in the_plan.carried_fields] == ["turns", "category"]
@@ -323,7 +323,7 @@ def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
         ("$(ls)", "'input.columns.prompt=$(ls)'"),
     ],
 )
-def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path, ending, column, setting):
+def test_input_without_prompts_is_refused_and_columns_are_listed(tmp_path, ending, column, setting):
     path = str(tmp_path / f"a.{ending}")
     if ending == "csv":
         Path(path).write_text(f"id,{column}\na,Hi\n")
@@ -341,7 +341,7 @@ def test_a_csv_whose_first_line_is_a_row_is_told_apart(tmp_path):
         plan(str(path))
 
 
-def test_a_number_as_name_of_a_column_is_no_sign_of_a_missing_header_elsewhere(tmp_path):
+def test_numeric_column_name_in_jsonl_is_no_missing_header(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"1": "Hi"}])
     with pytest.raises(ConfigError, match=r"columns: 1\. For example: --set input\.columns\.prompt=1$"):
         plan(path)
@@ -361,7 +361,7 @@ def test_a_configured_column_must_exist_somewhere(tmp_path):
         plan(path, "input.columns.id=a..b")
 
 
-def test_a_row_that_a_configured_path_does_not_reach_names_the_key(tmp_path):
+def test_row_without_the_configured_path_names_the_setting(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"turns": []}, {"turns": ["Hi"]}])
     bad, good = request_rows(plan(path, "input.columns.messages=turns[0]"))
     assert "column 'turns[0]' (input.columns.messages) is absent or null" in bad["error_message"]
@@ -435,7 +435,7 @@ UNHOLDABLE = [
 
 
 @pytest.mark.parametrize("values", UNHOLDABLE, ids=lambda values: str(values.type))
-def test_a_column_that_python_cannot_hold_is_carried_and_is_no_id(tmp_path, values):
+def test_column_that_python_cannot_hold_is_carried_but_is_no_id(tmp_path, values):
     pq.write_table(pa.table({"prompt": ["x"], "when": values}), tmp_path / "a.parquet")
     the_plan = plan(tmp_path / "a.parquet")
     [table] = request_tables(the_plan)
@@ -451,7 +451,7 @@ def test_maps_with_keys_that_are_no_texts_become_json(tmp_path):
     assert [row["days"] for row in request_rows(plan(tmp_path))] == ['{"2026-01-01": 1}', "1"]
 
 
-def test_parquet_types_are_carried_and_a_text_that_is_not_utf8_is_a_bad_row(tmp_path):
+def test_parquet_types_are_carried_and_invalid_utf8_is_a_bad_row(tmp_path):
     columns = {
         "at": pa.array([1, None], pa.time64("ns")),
         "tags": pa.array([["a"], None], pa.list_(pa.dictionary(pa.int32(), pa.string()))),
@@ -493,7 +493,7 @@ def test_a_parquet_file_of_no_bytes_is_named_with_the_fix(tmp_path):
         plan(tmp_path)
 
 
-def test_a_parquet_file_of_another_schema_among_good_ones_is_error_rows(tmp_path):
+def test_parquet_file_of_another_schema_becomes_error_rows(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"id": "a", "prompt": "x", "tag": 1}])
     write_parquet(tmp_path / "b.parquet", [{"question": "x", "tag": "u"}])
     write_parquet(tmp_path / "c.parquet", [{"id": 7, "prompt": 5, "tag": 1.5}])
@@ -541,7 +541,7 @@ def test_a_part_of_a_last_line_is_no_row_until_it_is_whole(tmp_path, caplog, nam
     assert len(ids(plan(tmp_path / name))) == 2
 
 
-def test_a_value_that_cannot_be_carried_makes_its_row_an_error_row(tmp_path):
+def test_value_that_cannot_be_carried_makes_an_error_row(tmp_path):
     """With its own id and samples. The others are carried in the joined type."""
     near, far = pa.array([{"t": 0}, {"t": 5}]), pa.array([{"t": 2**50}, {"t": 6}])
     fine, coarse = (pa.struct([("t", pa.timestamp(unit))]) for unit in ("ns", "ms"))

@@ -87,7 +87,7 @@ def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
     assert [row["error_code"] for row in request_rows(the_plan)] == [None, None]
 
 
-def test_missing_values_of_pandas_and_keys_that_a_struct_fills_up_ask_for_nothing(tmp_path):
+def test_nan_values_and_null_struct_fields_set_no_parameter(tmp_path):
     kind = pa.struct([("type", pa.string()), ("json_schema", pa.string())])
     columns = {
         "prompt": ["x", "y"],
@@ -109,7 +109,7 @@ def test_a_parameter_can_be_carried_as_data(tmp_path, caplog, monkeypatch, on_un
     assert len(said) == (on_unknown == "warn") and all(line.startswith(expected) for line in said)
 
 
-def test_rows_beyond_the_limit_and_columns_that_are_prompts_are_no_parameters(tmp_path):
+def test_rows_past_the_limit_and_prompt_columns_set_no_parameter(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y", "top_a": 4}])
     assert plan(path, "input.limit=1").num_rows == 1
     path = write_jsonl(tmp_path / "b.jsonl", [{"functions": ["x"]}])
@@ -124,7 +124,7 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
     assert not (tmp_path / "out").exists()
 
 
-def test_no_column_is_both_read_and_refused_and_names_of_plain_data_are_not_refused():
+def test_no_column_is_both_read_and_refused_and_data_is_neither():
     refused = refused_at(Api.JOB).keys() - ROW_PARAMETERS
     assert not any(match_unsupported(name) for name in ROW_PARAMETERS)
     assert not any(match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo"))

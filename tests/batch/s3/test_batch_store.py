@@ -14,15 +14,15 @@ from tests.support.batches import (
     OLD,
     Replicas,
     answer,
-    begin,
+    batch_outcome,
     claimed,
     finish,
     kill_servers,
     num_completed,
-    outcome,
-    quicken,
     run_until,
     runner_of,
+    shorten_runner_intervals,
+    submit_batch,
 )
 
 
@@ -34,9 +34,9 @@ def store(bucket):
 def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
     monkeypatch.setattr(batch_runner, "POLL_S", 0.2)
     assert store.salt() == store.salt() and len(store.salt()) == 16
-    batch = begin(store, ["a", "wrong", *"bcdef"])
+    batch = submit_batch(store, ["a", "wrong", *"bcdef"])
     [record] = finish(store, runner_of(store, Replicas()), batch)
-    done, failed = outcome(store, record)
+    done, failed = batch_outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 6, 1)
     assert store.open_ids() == [] and not store.work("all", record.id).is_directory() and store.owners() == ["all"]
     files = store.files("all")
@@ -63,14 +63,14 @@ def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypat
             (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())
     batches = [store.find(*pair) for pair in store.open_ids()]
     for record in finish(store, runner_of(store, Replicas()), *batches):
-        outcome(store, record)
+        batch_outcome(store, record)
     assert len(batches) == 4 and not store.closed_ids("all")
 
 
-def test_a_runner_that_loses_its_lease_stops_and_the_batch_goes_on_once_the_lease_is_free(store, monkeypatch):
-    quicken(monkeypatch.setattr, in_bucket=True)
+def test_runner_without_its_lease_stops_and_batch_resumes_later(store, monkeypatch):
+    shorten_runner_intervals(monkeypatch.setattr, in_bucket=True)
     replicas = Replicas(seconds=0.1)
-    batch = begin(store, [f"p{i}" for i in range(60)])
+    batch = submit_batch(store, [f"p{i}" for i in range(60)])
     lock, stops = store.work("all", batch.id) / LOCK, []
 
     def is_over():
@@ -81,11 +81,11 @@ def test_a_runner_that_loses_its_lease_stops_and_the_batch_goes_on_once_the_leas
         return not store.open_ids()
 
     asyncio.run(run_until(runner_of(store, replicas), is_over, poll_s=0.1))
-    outcome(store, store.find("all", batch.id))
+    batch_outcome(store, store.find("all", batch.id))
     assert stops[1:]
 
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
-def test_every_line_stands_once_although_two_servers_of_a_bucket_are_killed(bucket, num_kills):
+def test_two_killed_servers_of_a_bucket_answer_each_line_once(bucket, num_kills):
     kill_servers(f"{bucket}/kept", random.Random(num_kills), num_kills)

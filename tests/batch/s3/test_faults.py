@@ -11,21 +11,30 @@ from eagle_ray.storage import s3, store
 from eagle_ray.storage.path import StoragePath, read_json
 from eagle_ray.storage.s3 import WAITS_S
 from eagle_ray.storage.store import EXTENDED_WAITS_S, NotAllowed, StorageError, StorageTimeout, extended_retries
-from tests.support.s3 import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
+from tests.support.s3 import (
+    DroppedConnection,
+    LostAnswer,
+    RefusedRequest,
+    SlowAnswer,
+    TruncatedAnswer,
+    UnansweredRequest,
+)
 
 TRIES = len(s3.WAITS_S) + 1
-SLOW_DOWN, BROKEN = Refuse(503, "SlowDown"), Refuse(500, "InternalError")
+SLOW_DOWN, BROKEN = RefusedRequest(503, "SlowDown"), RefusedRequest(500, "InternalError")
 DATA = b"0123456789" * 20_000
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, BreakOff(), LoseTheAnswer(), Refuse(429, "TooManyRequests")])
+@pytest.mark.parametrize(
+    "fault", [SLOW_DOWN, BROKEN, DroppedConnection(), LostAnswer(), RefusedRequest(429, "TooManyRequests")]
+)
 def test_a_write_that_fails_a_few_times_is_made(bucket, proxy, fault):
     proxy.fail("PUT", fault, TRIES - 1)
     assert (bucket / "a").write_atomic(DATA).size == len(DATA)
     assert (bucket / "a").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, CutShort(), LoseTheAnswer(), Trickle(0.02)])
+@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, TruncatedAnswer(), LostAnswer(), SlowAnswer(0.02)])
 def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
     (bucket / "a").write_atomic(DATA)
     proxy.fail("GET", fault, TRIES - 1)
@@ -50,14 +59,14 @@ def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch)
 
 
 def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
-    proxy.fail("PUT", Refuse(403, "AccessDenied"), 100)
+    proxy.fail("PUT", RefusedRequest(403, "AccessDenied"), 100)
     with pytest.raises(PermissionError, match="AccessDenied injected: check the credentials"):
         (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == 1
 
 
-DENIED, UNKNOWN_KEY = Refuse(403, "AccessDenied"), Refuse(403, "InvalidAccessKeyId")  # to us the same
-REFUSALS = [Refuse(400, "ExpiredToken"), Refuse(404, "NoSuchBucket")]
+DENIED, UNKNOWN_KEY = RefusedRequest(403, "AccessDenied"), RefusedRequest(403, "InvalidAccessKeyId")  # to us the same
+REFUSALS = [RefusedRequest(400, "ExpiredToken"), RefusedRequest(404, "NoSuchBucket")]
 
 
 @pytest.fixture
@@ -72,7 +81,7 @@ def and_slowly(fault):
 
 
 @pytest.mark.parametrize("fault", [DENIED, and_slowly(UNKNOWN_KEY), *REFUSALS], ids=lambda fault: fault.code)
-def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, proxy, monkeypatch, tries, fault):
+def test_refused_request_is_retried_or_ends_the_job_as_an_outage(bucket, proxy, monkeypatch, tries, fault):
     monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     with extended_retries():
         (bucket / "a").write_atomic(b"first")
@@ -126,7 +135,7 @@ def test_a_bucket_that_is_gone_is_no_empty_output(bucket, capsys):
 def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, monkeypatch):
     monkeypatch.setattr(s3, "WAITS_S", (0.01,))
     (bucket / "a").write_atomic(DATA)
-    proxy.fail(method, NeverAnswer(), 100)
+    proxy.fail(method, UnansweredRequest(), 100)
     act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_atomic(b"x")}[method]
     with pytest.raises(StorageTimeout, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
         act(bucket / "a")
@@ -145,9 +154,9 @@ def test_an_endpoint_that_is_no_url_is_an_error_with_its_name(bucket, endpoint, 
         (bucket / "a").stat()
 
 
-def test_a_connection_that_is_dropped_in_the_middle_of_a_put_leaves_nothing(bucket, proxy):
+def test_put_cut_off_by_a_dropped_connection_changes_nothing(bucket, proxy):
     (bucket / "b").write_atomic(b"old")
-    proxy.fail("PUT", BreakOff(), 100)
+    proxy.fail("PUT", DroppedConnection(), 100)
     for name in ("a", "b"):
         with pytest.raises(StorageError):
             (bucket / name).write_atomic(DATA)
@@ -155,10 +164,10 @@ def test_a_connection_that_is_dropped_in_the_middle_of_a_put_leaves_nothing(buck
 
 
 def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(bucket, proxy):
-    proxy.fail("PUT", LoseTheAnswer())
+    proxy.fail("PUT", LostAnswer())
     first = (bucket / "a").create(b"mine")
     assert first == (bucket / "a").stat()
-    proxy.fail("PUT", LoseTheAnswer())
+    proxy.fail("PUT", LostAnswer())
     assert (bucket / "a").replace(b"mine again", first.version) == (bucket / "a").stat()
     assert (bucket / "a").create(b"theirs") is None
 
@@ -172,7 +181,7 @@ def test_the_last_look_is_before_every_try(bucket, proxy):
 
 def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
     (bucket / "a").write_atomic(DATA)
-    proxy.fail("GET", Trickle(0.1), 1)
+    proxy.fail("GET", SlowAnswer(0.1), 1)
     with (bucket / "a").open() as opened:
         assert opened.read() == DATA
     assert len([request for request in proxy.seen if request.method == "GET"]) == 1

@@ -16,7 +16,7 @@ from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
 from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.run import Run
 from tests.support.jobs import small_job, token_rows
-from tests.support.s3 import Refuse
+from tests.support.s3 import RefusedRequest
 
 SCHEMA = output_schema([])
 COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
@@ -101,7 +101,7 @@ def test_an_outcome_is_not_noted_over_a_newer_attempts_record(job, monkeypatch):
     assert found["attempt"] == 2 and "outcome" not in found["attempts"][0]
 
 
-def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old_run_are_deleted(job):
+def test_damaged_record_is_an_attempt_and_late_files_are_deleted(job):
     first = start(job())
     sink(first).write([block("a")], TASK)
     (first.output / RUN).write_atomic(b"{")
@@ -115,7 +115,7 @@ def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old
 
 @pytest.mark.parametrize("name", [SUCCESS, SUMMARY, PROGRESS])
 @pytest.mark.parametrize("was_there", [False, True])
-def test_a_record_that_an_overtaken_driver_writes_late_replaces_nothing(job, monkeypatch, name, was_there):
+def test_late_record_of_an_overtaken_driver_replaces_nothing(job, monkeypatch, name, was_there):
     first = start(job())
     if was_there:
         first.publish(name, b"of the first, earlier")
@@ -135,7 +135,7 @@ def test_a_record_that_an_overtaken_driver_writes_late_replaces_nothing(job, mon
     assert (first.output / name).read_bytes() == b"of the second"
 
 
-def test_a_success_that_a_killed_attempt_wrote_late_is_removed_before_the_count(job, monkeypatch):
+def test_late_success_of_a_killed_attempt_is_removed_by_settle(job, monkeypatch):
     monkeypatch.setattr(fencing, "MAX_PUT_S", 0.0)
     first = start(job())
     second = start(job())
@@ -150,17 +150,17 @@ def test_the_lock_holds_on_both(job):
         pass
 
 
-def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket, proxy, tmp_path):
+def test_failed_start_leaves_no_untrue_success_marker(bucket, proxy, tmp_path):
     output = {"output.path": f"{bucket}/out"}
     run = start(small_job(tmp_path, token_rows(2), **output))
     sink(run).write([block("a")], TASK)
     (run.output / SUCCESS).write_atomic(b"")
     record = Run.inspect(run.output).manifest
-    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
+    proxy.fail("DELETE", RefusedRequest(403, "AccessDenied"), path=SUCCESS)
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output))
     assert Run.inspect(run.output).manifest == record  # what it is true of
-    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path="part-")
+    proxy.fail("DELETE", RefusedRequest(403, "AccessDenied"), path="part-")
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output, **{"output.if_exists": "overwrite"}))
     assert not (run.output / SUCCESS).exists()

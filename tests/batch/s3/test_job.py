@@ -28,7 +28,7 @@ from eagle_ray.runs.layout import read_inputs
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from tests.support.jobs import exit_code, small_job, token_rows
-from tests.support.s3 import FaultProxy, Refuse
+from tests.support.s3 import FaultProxy, RefusedRequest
 
 CATEGORIES = ("a", "b c/d", None)
 
@@ -56,7 +56,7 @@ def job(bucket, tmp_path):
 IDS = sorted([f"q{i}" for i in range(24)] + ["a.jsonl:12"])
 
 
-def counted(outside, output: StoragePath) -> list[tuple[str, int]]:
+def rows_per_id(outside, output: StoragePath) -> list[tuple[str, int]]:
     """Every id and its rows, by DuckDB over what pyarrow's own S3 client finds."""
     found = pyarrow.dataset.dataset(f"{output}/data".removeprefix("s3://"), filesystem=outside, partitioning="hive")
     rows = found.to_table(columns=["request_id", "sample_index"])  # noqa: F841, DuckDB reads it by its name
@@ -69,7 +69,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     assert f"output   {output} can be written; a run would start it" in validate(job)
     assert bucket.list_versions() == before
     assert run_job(job)["total"]["rows"] == 50
-    assert counted(outside, output) == [(id, 2) for id in IDS]
+    assert rows_per_id(outside, output) == [(id, 2) for id in IDS]
     assert {file.parent.name for file in (output / "data").glob("**/*.parquet")} == {
         "category=a",
         "category=b%20c%2Fd",
@@ -83,7 +83,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     twice, *kept = (output / "data").list_versions().items()
     (twice[0].parent / "part-001-999999.parquet").write_atomic(twice[0].read_bytes())  # a zombie's, after the recount
     assert run_job(job)["total"]["rows"] == 50
-    assert counted(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
+    assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
     assert (output / "data").list_versions().items() >= dict(kept).items()  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
@@ -95,15 +95,13 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_deleted(
-    ray_session, job, bucket, outside, monkeypatch
-):
+def test_missing_rows_are_made_and_late_files_are_deleted(ray_session, job, bucket, outside, monkeypatch):
     output = bucket / "out"
     run_job(job)
     lost, *kept = (output / "data").list_versions().items()
     lost[0].remove()
     assert run_job(job)["total"]["rows"] == 50
-    assert counted(outside, output) == [(id, 2) for id in IDS]
+    assert rows_per_id(outside, output) == [(id, 2) for id in IDS]
     assert (output / "data").list_versions().items() >= dict(kept).items()
 
     old = (output / "data").glob("**/*.parquet")[0]
@@ -117,7 +115,7 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
     monkeypatch.setattr(fencing, "write_manifest", published_late)
     anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
     assert run_job(anew)["total"]["rows"] == 50
-    assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
+    assert not old.exists() and rows_per_id(outside, output) == [(id, 2) for id in IDS]
 
 
 def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeypatch):
@@ -138,8 +136,8 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
     output, job = bucket / "out", slow(job)
     address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
     with FaultProxy(address.hostname, address.port) as proxy:
-        proxy.fail("PUT", Refuse(503, "SlowDown"), 3, path="part-")
-        proxy.fail("GET", Refuse(500, "InternalError"), 3, path="in/")
+        proxy.fail("PUT", RefusedRequest(503, "SlowDown"), 3, path="part-")
+        proxy.fail("GET", RefusedRequest(500, "InternalError"), 3, path="in/")
         first = start_driver(job, proxy.url)
         wait_for_files(output, first, 3)
         second = start_driver(job, proxy.url)
@@ -150,17 +148,17 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         made = (output / "data").list_versions()
         assert len(made) >= 3 and not (output / "_SUCCESS").exists()
         late = json.loads((output / LOCK).read_bytes())
-        PutLate(output / LOCK, json_bytes(late | {"beat": late["beat"] + 1}), proxy).start()
+        LatePut(output / LOCK, json_bytes(late | {"beat": late["beat"] + 1}), proxy).start()
         third = start_driver(job, proxy.url)
         _, said = third.communicate(timeout=240)
         assert third.returncode == 0, said
         assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
         assert (output / "data").list_versions().items() >= made.items()  # rows already written are kept as they are
-    assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+    assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
 
 
 @pytest.mark.slow
-def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, outside):
+def test_job_survives_a_storage_outage_of_50_seconds(bucket, job, outside):
     """Without a restart: requests are tried for longer, and the lease waits to be renewed."""
     output, job = bucket / "out", slow(job)
     address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
@@ -168,13 +166,13 @@ def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, 
         driver = start_driver(job, proxy.url)
         wait_for_files(output, driver, 3)
         for method in ("GET", "PUT", "HEAD", "DELETE"):
-            proxy.fail(method, Refuse(503, "ServiceUnavailable"), 1_000_000)
+            proxy.fail(method, RefusedRequest(503, "ServiceUnavailable"), 1_000_000)
         time.sleep(50)  # longer than SELF_FENCE_S and LEASE_S
         proxy.reset()
         _, said = driver.communicate(timeout=240)
         assert driver.returncode == 0, said
         assert "could not be written for 22 s: waiting up to 600 s" in said and "is renewed" in said
-    assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+    assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
 
 
 def slow(job: JobConfig) -> JobConfig:
@@ -183,7 +181,7 @@ def slow(job: JobConfig) -> JobConfig:
     return job.model_copy(update={name: getattr(job, name).model_copy(update=new) for name, new in changes.items()})
 
 
-class PutLate(threading.Thread):
+class LatePut(threading.Thread):
     """A PUT that a driver sent before it was killed, and that arrives once the next driver watches the lease."""
 
     def __init__(self, file: StoragePath, data: bytes, proxy: FaultProxy):

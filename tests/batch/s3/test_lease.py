@@ -14,11 +14,11 @@ from eagle_ray.runs import lease as lock
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
 from eagle_ray.runs.lease import LOCK, Lease
 from eagle_ray.storage import s3
-from tests.support.s3 import IgnoreConditions, Refuse
+from tests.support.s3 import IgnoredConditions, RefusedRequest
 
 
 @pytest.fixture(autouse=True)
-def quicker(monkeypatch, quick_lease):
+def short_lease_times(monkeypatch, quick_lease):
     for name, seconds in {"LEASE_S": 3.5, "HEARTBEAT_S": 0.5, "SELF_FENCE_S": 3.0, "POLL_S": 0.2}.items():
         monkeypatch.setattr(lock, name, seconds)
     with interruptible():  # as a driver is, also where these tests run in the background, which ignores SIGINT
@@ -32,7 +32,7 @@ def holder(output):
     return json.loads((output / LOCK).read_bytes())["holder"]
 
 
-def test_a_second_driver_is_refused_while_the_first_lives_and_let_in_after(bucket):
+def test_second_driver_is_refused_until_the_first_releases_lease(bucket):
     with hold_output(bucket):
         name = holder(bucket)
         with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), hold_output(bucket):
@@ -82,10 +82,10 @@ def test_a_driver_whose_lease_was_taken_over_stops(bucket):
 
 def break_storage(proxy, times=100_000):
     for method in ("PUT", "GET", "HEAD"):
-        proxy.fail(method, Refuse(503, "SlowDown"), times)
+        proxy.fail(method, RefusedRequest(503, "SlowDown"), times)
 
 
-def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_meanwhile(bucket, proxy):
+def test_driver_publishes_nothing_until_its_storage_is_back(bucket, proxy):
     with hold_output(bucket) as lease:
         lease.check()
         break_storage(proxy)
@@ -101,19 +101,19 @@ def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_mean
     assert holder(bucket) is None
 
 
-def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
+def test_driver_overtaken_in_an_outage_stops_before_publishing(bucket, proxy):
     with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), hold_output(bucket) as lease:
         break_storage(proxy)
         time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
         proxy.reset()
-        proxy.fail("PUT", Refuse(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
-        through(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
+        proxy.fail("PUT", RefusedRequest(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
+        write_past_proxy(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
         lease.check()
         time.sleep(30)
     assert holder(bucket) == "process 9 on elsewhere"
 
 
-def through(file, data, proxy):
+def write_past_proxy(file, data, proxy):
     """Write past the proxy, as another driver on another network does."""
     bucket, key = s3.split_url(str(file))
     host, port = proxy.upstream
@@ -123,7 +123,7 @@ def through(file, data, proxy):
     client.put_object(Bucket=bucket, Key=key, Body=data)
 
 
-def test_a_driver_whose_storage_stays_away_ends_with_a_transient_reason(bucket, proxy, monkeypatch):
+def test_driver_ends_with_a_transient_error_after_a_long_outage(bucket, proxy, monkeypatch):
     monkeypatch.setattr(lock, "OUTAGE_S", 5.0)
     says = r"_lock could not be written for 5 s: this driver stops"
     with pytest.raises(StorageUnavailable, match=says) as stopped, hold_output(bucket):
@@ -140,7 +140,7 @@ def test_a_lease_that_was_deleted_ends_its_driver(bucket):
 
 def test_a_bucket_that_is_gone_for_a_moment_is_no_deleted_lease(bucket, proxy):
     with hold_output(bucket) as lease:
-        proxy.fail("GET", Refuse(404, "NoSuchBucket"), 2, path=LOCK)
+        proxy.fail("GET", RefusedRequest(404, "NoSuchBucket"), 2, path=LOCK)
         before = len(proxy.seen)
         while sum(request.method == "GET" for request in proxy.seen[before:]) < 4:
             time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
 
 
 def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
-    proxy.fail("PUT", IgnoreConditions(), 100)
+    proxy.fail("PUT", IgnoredConditions(), 100)
     says = f"{bucket} at {proxy.url}: the server ignores If-None-Match"
     with pytest.raises(ConfigError, match=says), hold_output(bucket):
         pass
@@ -167,6 +167,6 @@ def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
 
 def test_a_few_failed_beats_are_survived(bucket, proxy):
     with hold_output(bucket):
-        proxy.fail("PUT", Refuse(500, "InternalError"), 5, path=LOCK)
+        proxy.fail("PUT", RefusedRequest(500, "InternalError"), 5, path=LOCK)
         time.sleep(lock.SELF_FENCE_S + 1)
     assert holder(bucket) is None

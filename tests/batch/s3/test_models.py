@@ -123,7 +123,7 @@ def test_too_little_room_names_what_is_needed_and_what_is_free(url, monkeypatch)
     assert left_over() == []
 
 
-def test_a_download_that_ends_early_leaves_nothing_and_a_killed_one_is_removed(url, monkeypatch):
+def test_files_of_failed_and_killed_downloads_are_removed(url, monkeypatch):
     def fail(self):
         raise ObjectChanged("changed")
 
@@ -151,7 +151,7 @@ def test_a_model_that_changes_meanwhile_is_not_kept(url, monkeypatch):
     assert left_over() == []
 
 
-def test_a_cache_that_cannot_be_written_is_a_matter_of_configuration(url, monkeypatch):
+def test_unwritable_model_cache_is_a_configuration_error(url, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", "/proc/cache")
     with pytest.raises((ConfigError, OSError)) as caught:
         download(f"{url}/target", "target")

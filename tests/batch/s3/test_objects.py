@@ -43,7 +43,7 @@ def fill(directory: StoragePath) -> StoragePath:
     return directory
 
 
-def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(bucket):
+def test_create_never_replaces_and_replace_needs_seen_version(bucket):
     file = check_creates_and_replaces(bucket)
     assert file.write_atomic(b"third").size == 5 and file.read_bytes() == b"third"
 
@@ -140,7 +140,7 @@ def test_an_input_that_changed_is_known_by_its_etag(bucket):
         file.check_unchanged()
 
 
-def test_a_large_jsonl_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
+def test_large_jsonl_is_read_by_ranges_from_the_start_of_a_shard(bucket, proxy):
     lines = [json.dumps({"id": i, "prompt": "x" * 2000}).encode() for i in range(4000)]
     (bucket / "a.jsonl").write_atomic(b"\n".join(lines))
     [file] = find_files(f"{bucket}/a.jsonl", "auto")

@@ -14,7 +14,7 @@ from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath, json_bytes
 from tests.support.jobs import small_job
-from tests.support.starts import Killed, rows
+from tests.support.starts import DriverKilled, rows
 
 NAMES = [f"id{i}" for i in range(10)]
 ADDED = [f"new{i}" for i in range(4)]
@@ -39,11 +39,11 @@ def prompts(outside, output: StoragePath) -> dict[str, str]:
     return {row["request_id"]: row["prompt"] for row in found}
 
 
-def test_two_shards_in_a_bucket_lock_start_again_grow_and_are_finished(bucket, shards, engine, scans, reads, outside):
+def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(bucket, shards, engine, scans, reads, outside):
     first, second = shards
     output = bucket / "out"
     engine.max_files = 1
-    with pytest.raises(Killed):
+    with pytest.raises(DriverKilled):
         run_job(first)
     engine.max_files = None
     with hold_output(output_of(first)):

@@ -38,7 +38,7 @@ def start(tmp_path):
         max_retries=0,
         _strict_response_validation=True,
     )
-    until(lambda: process.poll() is not None or is_up(client))
+    wait_until(lambda: process.poll() is not None or is_up(client))
     return process, client
 
 
@@ -49,7 +49,7 @@ def is_up(client):
         return False
 
 
-def until(condition, seconds=300):
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
@@ -68,20 +68,20 @@ def answers(client, *ids):
     return [json.loads(line) for id in ids if id for line in client.files.content(id).text.splitlines()]
 
 
-def test_every_line_is_answered_once_although_the_server_is_killed_twice(tmp_path):
+def test_server_killed_twice_answers_each_line_once(tmp_path):
     more = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.8}
     lines = [line(f"row {i}", seed=i, **more) for i in range(50)] + [line("wrong", top_p=7)]
     process, client = start(tmp_path)
     file = client.files.create(file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
     for count in (1, 20):
-        until(partial(has_completed, client, batch.id, count))
+        wait_until(partial(has_completed, client, batch.id, count))
         assert client.batches.retrieve(batch.id).status == "in_progress"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process, client = start(tmp_path)
     try:
-        until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
         batch = client.batches.retrieve(batch.id)
         found = answers(client, batch.output_file_id)
         assert sorted(line["custom_id"] for line in found) == sorted(f"row {i}" for i in range(50))
@@ -100,7 +100,7 @@ def test_every_line_is_answered_once_although_the_server_is_killed_twice(tmp_pat
         process.wait(timeout=60)
 
 
-def test_every_line_stands_once_although_two_servers_with_engines_are_killed_at_random(tmp_path):
+def test_two_killed_engine_servers_answer_each_line_once(tmp_path):
     kill_servers(str(tmp_path / "kept"), random.Random(5), 6, lambda path: start_server(path)[0], start_s=5.0)
 
 
@@ -113,17 +113,17 @@ def check_ends(client):
     with pytest.raises(openai.RateLimitError) as refused:
         client.batches.create(input_file_id=file, endpoint=URL, completion_window="24h")
     assert refused.value.code == "too_many_batches"
-    until(lambda: client.batches.retrieve(mine.id).request_counts.total == 100)
+    wait_until(lambda: client.batches.retrieve(mine.id).request_counts.total == 100)
     assert client.batches.cancel(mine.id).status == "cancelling"
-    until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
-    until(lambda: client.batches.retrieve(late.id).status == "expired")
+    wait_until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
+    wait_until(lambda: client.batches.retrieve(late.id).status == "expired")
     for batch in (client.batches.retrieve(mine.id), client.batches.retrieve(late.id)):
         found = answers(client, batch.output_file_id, batch.error_file_id)
         assert sorted(int(line["custom_id"]) for line in found) == list(range(100))
     assert [batch.id for batch in client.batches.list(limit=1)][:2] == [late.id, mine.id]
     bad = client.files.create(file=io.BytesIO(b"{}\nx"), purpose="batch").id
     failed = client.batches.create(input_file_id=bad, endpoint=URL, completion_window="24h")
-    until(lambda: client.batches.retrieve(failed.id).status == "failed")
+    wait_until(lambda: client.batches.retrieve(failed.id).status == "failed")
     assert [error.line for error in client.batches.retrieve(failed.id).errors.data] == [1, 2]
     assert client.files.delete(file).deleted and file not in [one.id for one in client.files.list()]
     with pytest.raises(openai.NotFoundError):

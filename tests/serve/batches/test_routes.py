@@ -29,7 +29,7 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def kept(service, store):
+def app_with_store(service, store):
     """The application with a store."""
     return build_app(service, store=store)
 
@@ -69,35 +69,42 @@ def error_of(answer):
     return answer.status, answer.json["error"]["param"], answer.json["error"]["code"]
 
 
-def test_a_file_is_uploaded_listed_read_and_deleted(kept):
+def test_a_file_is_uploaded_listed_read_and_deleted(app_with_store):
     content = '{"é": 1}\r\n--b0und-not\r\n'.encode() * 50
-    first = upload(kept, content).json
+    first = upload(app_with_store, content).json
     second = upload(
-        kept, b"x", "batch", ("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "3600")
+        app_with_store, b"x", "batch", ("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "3600")
     ).json
     assert (first["bytes"], first["filename"], first["purpose"]) == (len(content), "in.jsonl", "batch")
     assert second["expires_at"] - second["created_at"] in (3600, 3601)
-    for body, shape in [(first, batch_models.FileObject), (ask(kept, "GET", "/v1/files").json, batch_models.FileList)]:
+    for body, shape in [
+        (first, batch_models.FileObject),
+        (ask(app_with_store, "GET", "/v1/files").json, batch_models.FileList),
+    ]:
         TypeAdapter(shape).validate_python(body, strict=True)
-    assert ask(kept, "GET", f"/v1/files/{first['id']}").json == first
-    answer = ask(kept, "GET", f"/v1/files/{first['id']}/content")
+    assert ask(app_with_store, "GET", f"/v1/files/{first['id']}").json == first
+    answer = ask(app_with_store, "GET", f"/v1/files/{first['id']}/content")
     assert answer.body == content and answer.headers["content-length"] == str(len(content))
-    assert [file["id"] for file in ask(kept, "GET", "/v1/files").json["data"]] == [second["id"], first["id"]]
-    page = ask(kept, "GET", "/v1/files?limit=1&order=asc").json
+    assert [file["id"] for file in ask(app_with_store, "GET", "/v1/files").json["data"]] == [second["id"], first["id"]]
+    page = ask(app_with_store, "GET", "/v1/files?limit=1&order=asc").json
     assert [file["id"] for file in page["data"]] == [page["last_id"]] == [first["id"]] and page["has_more"]
-    rest = ask(kept, "GET", f"/v1/files?limit=1&order=asc&after={first['id']}").json
+    rest = ask(app_with_store, "GET", f"/v1/files?limit=1&order=asc&after={first['id']}").json
     assert [file["id"] for file in rest["data"]] == [second["id"]] and not rest["has_more"]
-    assert ask(kept, "GET", "/v1/files?purpose=batch_output").json["data"] == []
-    assert ask(kept, "DELETE", f"/v1/files/{first['id']}").json == {
+    assert ask(app_with_store, "GET", "/v1/files?purpose=batch_output").json["data"] == []
+    assert ask(app_with_store, "DELETE", f"/v1/files/{first['id']}").json == {
         "id": first["id"],
         "object": "file",
         "deleted": True,
     }
     for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-        assert error_of(ask(kept, method, f"/v1/files/{first['id']}{path}")) == (404, "file_id", "file_not_found")
+        assert error_of(ask(app_with_store, method, f"/v1/files/{first['id']}{path}")) == (
+            404,
+            "file_id",
+            "file_not_found",
+        )
 
 
-def test_an_upload_is_never_whole_in_memory_and_a_large_one_is_refused(service, store, monkeypatch):
+def test_upload_is_never_whole_in_memory_and_has_a_size_limit(service, store, monkeypatch):
     monkeypatch.setattr(file_store, "CHUNK_BYTES", 1000)
     limits = service.config.serving.batches.model_copy(update={"max_file_bytes": 5000})
     serving = service.config.serving.model_copy(update={"batches": limits})
@@ -148,45 +155,49 @@ def test_an_upload_is_never_whole_in_memory_and_a_large_one_is_refused(service, 
         ),
     ],
 )
-def test_a_wrong_form_is_refused_by_its_field(kept, store, fields, wanted):
+def test_a_wrong_form_is_refused_by_its_field(app_with_store, store, fields, wanted):
     body, headers = form(*fields)
-    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, headers))) == wanted
+    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == wanted
     assert store.files("all").unfinished_ids() == []
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", ""])
-def test_what_is_no_form_is_refused(kept, kind):
-    answer = asyncio.run(request(kept, "POST", "/v1/files", b"--x--", {"Content-Type": kind}))
+def test_what_is_no_form_is_refused(app_with_store, kind):
+    answer = asyncio.run(request(app_with_store, "POST", "/v1/files", b"--x--", {"Content-Type": kind}))
     assert error_of(answer) == (415, None, "bad_content_type")
 
 
-def test_pages_of_other_servers_can_neither_upload_nor_cancel(kept):
+def test_pages_of_other_servers_can_neither_upload_nor_cancel(app_with_store):
     other = {"Origin": "http://elsewhere.example", "Host": "127.0.0.1:8000"}
-    assert upload(kept, b"x", **other).status == 403
-    assert ask(kept, "POST", "/v1/batches/batch_x/cancel", other).status == 403
-    assert upload(kept, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status == 200
+    assert upload(app_with_store, b"x", **other).status == 403
+    assert ask(app_with_store, "POST", "/v1/batches/batch_x/cancel", other).status == 403
+    assert upload(app_with_store, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status == 200
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://a]", "//[::1"])
-def test_an_origin_that_is_none_is_the_clients_mistake(kept, origin):
-    assert error_of(upload(kept, b"x", Origin=origin)) == (400, None, "bad_origin")
-    assert error_of(ask(kept, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})) == (400, None, "bad_origin")
+def test_an_origin_that_is_none_is_the_clients_mistake(app_with_store, origin):
+    assert error_of(upload(app_with_store, b"x", Origin=origin)) == (400, None, "bad_origin")
+    assert error_of(ask(app_with_store, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})) == (
+        400,
+        None,
+        "bad_origin",
+    )
 
 
-def test_a_form_has_little_but_its_file(kept, store):
+def test_a_form_has_little_but_its_file(app_with_store, store):
     """Neither a long boundary nor bytes before the form or behind it are read at length."""
     body, headers = form(("purpose", "batch"), ("file", "a", b"x"), boundary="b" * 5000)
-    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, headers))) == (400, None, "bad_form")
+    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == (400, None, "bad_form")
     body, headers = form(("purpose", "batch"), ("file", "a", b"x"))
     packed = headers | {"Content-Encoding": "gzip"}
-    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, packed))) == (
+    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, packed))) == (
         415,
         None,
         "bad_content_encoding",
     )
 
     async def send(parts):
-        async with exchange(kept, "POST", "/v1/files", parts, headers) as talk:
+        async with exchange(app_with_store, "POST", "/v1/files", parts, headers) as talk:
             answer = json.loads(await talk.parts.get())
             return talk.status, answer
 
@@ -245,23 +256,23 @@ def test_two_uploads_at_once_share_the_quota(service, store, monkeypatch):
         ({"extra": 1}, "extra"),
     ],
 )
-def test_a_wrong_batch_is_refused_by_its_field(kept, store, changes, param):
-    file = upload(kept, lines_of(FRANCE)).json["id"]
-    answer = create(kept, {"input_file_id": file, "endpoint": CHAT} | DAY | changes)
+def test_a_wrong_batch_is_refused_by_its_field(app_with_store, store, changes, param):
+    file = upload(app_with_store, lines_of(FRANCE)).json["id"]
+    answer = create(app_with_store, {"input_file_id": file, "endpoint": CHAT} | DAY | changes)
     assert answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
 
 
-def test_a_batch_has_a_small_body(kept):
+def test_a_batch_has_a_small_body(app_with_store):
     """The event loop reads it."""
-    answer = create(kept, {"metadata": {"a": "x" * MAX_BATCH_BODY_BYTES}} | DAY)
+    answer = create(app_with_store, {"metadata": {"a": "x" * MAX_BATCH_BODY_BYTES}} | DAY)
     assert (answer.status, answer.json["error"]["code"]) == (413, "body_too_large")
 
 
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=x", "limit=101", "limit=" + "9" * 5000, "after=batch_", "order=up"]
 )
-def test_a_wrong_page_is_refused_by_its_field(kept, query):
-    assert error_of(ask(kept, "GET", f"/v1/batches?{query}")) == (400, query.partition("=")[0], "bad_value")
+def test_a_wrong_page_is_refused_by_its_field(app_with_store, query):
+    assert error_of(ask(app_with_store, "GET", f"/v1/batches?{query}")) == (400, query.partition("=")[0], "bad_value")
 
 
 @pytest.mark.parametrize(
@@ -272,8 +283,8 @@ def test_a_wrong_page_is_refused_by_its_field(kept, query):
         ("/v1/batches/a/cancel", {"POST"}),
     ],
 )
-def test_a_method_that_a_path_lacks_is_refused_with_those_it_has(kept, path, methods):
-    answer = ask(kept, "OPTIONS", path)
+def test_a_method_that_a_path_lacks_is_refused_with_those_it_has(app_with_store, path, methods):
+    answer = ask(app_with_store, "OPTIONS", path)
     assert error_of(answer) == (405, None, "no_route")
     assert set(answer.headers["allow"].split(", ")) == methods
 
@@ -304,23 +315,26 @@ def content_of(app, id):
     return {line["custom_id"]: line for line in file_lines(app, id)}
 
 
-def test_a_batchs_answers_are_the_endpoints(service, kept, store):
+def test_a_batchs_answers_are_the_endpoints(service, app_with_store, store):
     sampled = FRANCE | {"temperature": 0.9, "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 2}
     wrong = [FRANCE | {"top_p": 7}, FRANCE | {"stream": True}, FRANCE | {"model": "gpt"}, {"messages": []}]
     wrong.append(FRANCE | {"user": "x" * service.config.serving.max_body_bytes})
-    file = upload(kept, lines_of(FRANCE, sampled, *wrong)).json["id"]
-    made = create(kept, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY).json
+    file = upload(app_with_store, lines_of(FRANCE, sampled, *wrong)).json["id"]
+    made = create(app_with_store, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY).json
     assert made["status"] == "validating" and made["expires_at"] - made["created_at"] == 86_400
-    assert error_of(ask(kept, "DELETE", f"/v1/files/{file}")) == (409, "file_id", "file_in_use")
+    assert error_of(ask(app_with_store, "DELETE", f"/v1/files/{file}")) == (409, "file_id", "file_in_use")
     run(service, store)
-    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    batch = ask(app_with_store, "GET", f"/v1/batches/{made['id']}").json
     TypeAdapter(batch_models.BatchObject).validate_python(batch, strict=True)
-    TypeAdapter(batch_models.BatchList).validate_python(ask(kept, "GET", "/v1/batches").json, strict=True)
+    TypeAdapter(batch_models.BatchList).validate_python(ask(app_with_store, "GET", "/v1/batches").json, strict=True)
     assert batch["status"] == "completed" and batch["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
-    done, failed = content_of(kept, batch["output_file_id"]), content_of(kept, batch["error_file_id"])
+    done, failed = (
+        content_of(app_with_store, batch["output_file_id"]),
+        content_of(app_with_store, batch["error_file_id"]),
+    )
     for id, body in (("row 0", FRANCE), ("row 1", sampled)):
         told = done[id]["response"]["body"]
-        asked = asyncio.run(post(kept, CHAT, body)).json
+        asked = asyncio.run(post(app_with_store, CHAT, body)).json
         assert told["choices"] == asked["choices"]
         assert told["usage"]["total_tokens"] == asked["usage"]["total_tokens"]
         assert told["object"] == "chat.completion" and done[id]["response"]["status_code"] == 200
@@ -332,11 +346,11 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     assert [refusal["status_code"] for refusal in refusals] == [400, 400, 404, 400, 413]
     params = [refusal["body"]["error"]["param"] for refusal in refusals]
     assert params == ["top_p", "stream", "model", "messages", None]
-    assert ask(kept, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"] == "batch_output"
-    answer = create(kept, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY)
+    assert ask(app_with_store, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"] == "batch_output"
+    answer = create(app_with_store, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY)
     assert error_of(answer) == (400, "input_file_id", "bad_value")
-    assert ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
-    assert ask(kept, "DELETE", f"/v1/files/{file}").json["deleted"]
+    assert ask(app_with_store, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
+    assert ask(app_with_store, "DELETE", f"/v1/files/{file}").json["deleted"]
 
 
 def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path):
@@ -374,34 +388,34 @@ def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path)
     assert len(logged) == 5 and all(line in found for line in logged)
 
 
-def test_a_batch_of_responses(service, kept, store):
+def test_a_batch_of_responses(service, app_with_store, store):
     body = {"input": "What is the capital of France?", "max_output_tokens": 6, "temperature": 0.9, "seed": 7}
     lines = lines_of(body, body | {"background": True}, url="/v1/responses")
-    file = upload(kept, lines).json["id"]
-    made = create(kept, {"input_file_id": file, "endpoint": "/v1/responses"} | DAY).json
+    file = upload(app_with_store, lines).json["id"]
+    made = create(app_with_store, {"input_file_id": file, "endpoint": "/v1/responses"} | DAY).json
     run(service, store)
-    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    batch = ask(app_with_store, "GET", f"/v1/batches/{made['id']}").json
     assert batch["status"] == "completed" and batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
-    told = content_of(kept, batch["output_file_id"])["row 0"]["response"]["body"]
-    now = asyncio.run(post(kept, "/v1/responses", body)).json
+    told = content_of(app_with_store, batch["output_file_id"])["row 0"]["response"]["body"]
+    now = asyncio.run(post(app_with_store, "/v1/responses", body)).json
     assert told["object"] == "response" and told["status"] == now["status"]
     assert [item["content"] for item in told["output"]] == [item["content"] for item in now["output"]]
     usage = {name: told["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")}
     assert {name: batch["usage"][name] for name in usage} == usage and usage["output_tokens"] > 0
-    [failed] = content_of(kept, batch["error_file_id"]).values()
+    [failed] = content_of(app_with_store, batch["error_file_id"]).values()
     assert failed["response"]["body"]["error"]["param"] == "background"
 
 
-def test_a_batch_can_be_cancelled_before_it_begins(service, kept, store):
-    file = upload(kept, lines_of({"prompt": "Once"}, {"prompt": "Now"}, url=TEXT)).json["id"]
-    made = create(kept, {"input_file_id": file, "endpoint": TEXT} | DAY).json
-    cancelled = ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").json
+def test_a_batch_can_be_cancelled_before_it_begins(service, app_with_store, store):
+    file = upload(app_with_store, lines_of({"prompt": "Once"}, {"prompt": "Now"}, url=TEXT)).json["id"]
+    made = create(app_with_store, {"input_file_id": file, "endpoint": TEXT} | DAY).json
+    cancelled = ask(app_with_store, "POST", f"/v1/batches/{made['id']}/cancel").json
     assert cancelled["status"] == "cancelling" and cancelled["cancelling_at"]
     run(service, store)
-    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    batch = ask(app_with_store, "GET", f"/v1/batches/{made['id']}").json
     assert batch["status"] == "cancelled" and batch["output_file_id"] is None
-    assert set(content_of(kept, batch["error_file_id"])) == {"row 0", "row 1"}
-    assert ask(kept, "GET", "/v1/batches/batch_x").status == 404
+    assert set(content_of(app_with_store, batch["error_file_id"])) == {"row 0", "row 1"}
+    assert ask(app_with_store, "GET", "/v1/batches/batch_x").status == 404
 
 
 def test_lines_wait_while_interactive_requests_hold_the_slots(service):

@@ -17,13 +17,13 @@ from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.storage.path import StoragePath
 from tests.support.batches import (
     Replicas,
-    begin,
+    batch_outcome,
     finish,
     kill_servers,
     num_completed,
-    outcome,
     run_until,
     runner_of,
+    submit_batch,
 )
 
 
@@ -39,10 +39,10 @@ def times_of(record):
     return {name.removesuffix("_at") for name, value in record if name.endswith("_at") and value is not None}
 
 
-def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store):
+def test_each_line_is_answered_once_and_failures_have_a_file(store):
     replicas = Replicas(seconds=0.01)
-    [record] = finish(store, runner_of(store, replicas), begin(store, ["a", "wrong", "busy", *"bcdefgh"]))
-    done, failed = outcome(store, record)
+    [record] = finish(store, runner_of(store, replicas), submit_batch(store, ["a", "wrong", "busy", *"bcdefgh"]))
+    done, failed = batch_outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 9, 1)
     assert TokenUsage.of_body({"usage": record.usage}) == (18, 45, 9, 0)
     assert {line["response"]["body"]["text"] for line in done} == {*"abcdefgh", "busy"}
@@ -56,15 +56,17 @@ def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store)
     assert store.open_ids() == []
 
 
-def test_a_file_without_a_wrong_line_has_no_error_file_and_the_other_way_round(store):
-    right, wrong = finish(store, runner_of(store, Replicas()), begin(store, ["a"]), begin(store, ["wrong"]))
+def test_output_and_error_files_exist_only_if_they_have_lines(store):
+    right, wrong = finish(
+        store, runner_of(store, Replicas()), submit_batch(store, ["a"]), submit_batch(store, ["wrong"])
+    )
     assert (right.output_file_id, right.error_file_id) == (right.output_id, None)
     assert (wrong.output_file_id, wrong.error_file_id) == (None, wrong.error_id)
 
 
 def test_a_file_with_a_wrong_line_fails_and_nothing_is_answered(store):
     replicas = Replicas()
-    bad, long = begin(store, ["a", "b"], method="GET"), begin(store, "abcd")
+    bad, long = submit_batch(store, ["a", "b"], method="GET"), submit_batch(store, "abcd")
     bad, long = finish(store, runner_of(store, replicas, max_lines=3), bad, long)
     assert bad.status == "failed" and [error["line"] for error in bad.errors["data"]] == [1, 2] and not replicas.begun
     assert long.errors["data"][0]["code"] == "too_many_lines" and times_of(long) == {"created", "expires", "failed"}
@@ -72,39 +74,39 @@ def test_a_file_with_a_wrong_line_fails_and_nothing_is_answered(store):
 
 
 def test_a_batch_without_its_input_file_fails(store):
-    batch = begin(store, "a")
+    batch = submit_batch(store, "a")
     store.files("all").delete(batch.input_file_id)
     [record] = finish(store, runner_of(store, Replicas()), batch)
     assert record.status == "failed" and record.errors["data"][0]["code"] == "file_not_found"
 
 
-def test_a_line_that_kills_its_replica_is_found_and_its_neighbours_are_answered(store):
+def test_line_that_kills_its_replica_fails_and_others_succeed(store):
     replicas = Replicas(seconds=0.005)
-    [record] = finish(store, runner_of(store, replicas), begin(store, [*"abc", "kill", *"defgh"]))
-    done, [failed] = outcome(store, record)
+    [record] = finish(store, runner_of(store, replicas), submit_batch(store, [*"abc", "kill", *"defgh"]))
+    done, [failed] = batch_outcome(store, record)
     assert failed["error"]["code"] == "worker_died" and replicas.begun["kill"] == 3 and len(done) == 8
 
 
 def test_a_runner_that_is_ended_leaves_the_rest_to_the_next_one(store):
     prompts, replicas = [f"p{i}" for i in range(60)], Replicas(seconds=0.02)
-    batch = begin(store, prompts)
+    batch = submit_batch(store, prompts)
     asyncio.run(run_until(runner_of(store, replicas), lambda: num_completed(store, batch) >= 12))
     middle = num_completed(store, batch)
     assert store.find("all", batch.id).status == "in_progress" and 12 <= middle < 60
     kept = set(replicas.begun)
     later = Replicas()
     [record] = finish(store, runner_of(store, later), batch)
-    done, failed = outcome(store, record)
+    done, failed = batch_outcome(store, record)
     assert record.status == "completed" and len(done) == 60 and not failed
     assert len(later.begun) == 60 - middle or len(later.begun) < 60
     assert kept | set(later.begun) == set(prompts)
 
 
-class Killed(BaseException):
+class RunnerKilled(BaseException):
     """The process of a runner ends here."""
 
 
-class Writes:
+class CountedWrites:
     """Writes to storage, which all fail once num_left are done, as if the process had been killed there."""
 
     NAMES = ("write_atomic", "create", "replace", "remove", "remove_tree")
@@ -117,7 +119,7 @@ class Writes:
     def _counted(self, write):
         def counted(*args, **more):
             if self.num_left == 0:
-                raise Killed
+                raise RunnerKilled
             if self.num_left is not None:
                 self.num_left -= 1
             return write(*args, **more)
@@ -125,17 +127,17 @@ class Writes:
         return counted
 
 
-def test_a_runner_that_is_killed_before_any_of_its_writes_is_continued(store, monkeypatch):
+def test_runner_killed_before_any_of_its_writes_is_resumed(store, monkeypatch):
     monkeypatch.setattr(file_store, "CHUNK_BYTES", 300)
-    writes, num_kills, is_killed = Writes(monkeypatch), 0, True
+    writes, num_kills, is_killed = CountedWrites(monkeypatch), 0, True
     while is_killed:
-        batch = begin(store, ["a", "wrong", "b"])
+        batch = submit_batch(store, ["a", "wrong", "b"])
         writes.num_left = num_kills
         asyncio.run(run_until(runner_of(store, Replicas()), lambda: writes.num_left == 0 or not store.open_ids()))
         is_killed, writes.num_left = writes.num_left == 0, None
         asyncio.run(run_until(runner_of(store, Replicas()), lambda: not store.open_ids()))
         record = store.find("all", batch.id)
-        done, failed = outcome(store, record)
+        done, failed = batch_outcome(store, record)
         assert (record.status, len(done), len(failed)) == ("completed", 2, 1)
         sweep(store)
         assert [*(store.root / "all" / "work").glob("**/*")] == store.files("all").unfinished_ids() == []
@@ -153,12 +155,12 @@ def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypa
         return real(self, *args, **more)
 
     monkeypatch.setattr(batch_runner.RunningBatch, place, fails)
-    [record] = finish(store, runner_of(store, Replicas()), begin(store, ["a", "wrong", "b"]))
-    done, failed = outcome(store, record)
+    [record] = finish(store, runner_of(store, Replicas()), submit_batch(store, ["a", "wrong", "b"]))
+    done, failed = batch_outcome(store, record)
     assert record.status == "completed" and len(done) == 2 and len(failed) == 1 and not failures
 
 
-class OneThread(ThreadPoolExecutor):
+class OneThreadExecutor(ThreadPoolExecutor):
     """Runs what a runner blocks on. A release of a lease waits until the runner's task has been cancelled."""
 
     def __init__(self):
@@ -172,8 +174,8 @@ class OneThread(ThreadPoolExecutor):
         return super().submit(work, *args)
 
 
-def test_a_runner_that_is_ended_while_a_lease_waits_to_be_released_releases_it(store):
-    batch, runner, thread = begin(store, "a"), runner_of(store, Replicas()), OneThread()
+def test_runner_ended_during_a_lease_release_releases_the_lease(store):
+    batch, runner, thread = submit_batch(store, "a"), runner_of(store, Replicas()), OneThreadExecutor()
 
     async def end_in_the_middle():
         asyncio.get_running_loop().set_default_executor(thread)
@@ -186,14 +188,14 @@ def test_a_runner_that_is_ended_while_a_lease_waits_to_be_released_releases_it(s
 
 def test_a_fault_of_ours_is_no_answer_of_a_line(store):
     replicas = Replicas()
-    batch = begin(store, ["a", "fault"])
+    batch = submit_batch(store, ["a", "fault"])
     asyncio.run(run_until(runner_of(store, replicas), lambda: replicas.begun.get("fault", 0) >= 2))
     assert store.find("all", batch.id).status == "in_progress"
 
 
 def test_two_runners_share_the_batches_and_answer_no_line_twice(store):
     replicas = Replicas(seconds=0.01)
-    batches = [begin(store, [f"{name}{i}" for i in range(10)]) for name in "ab"]
+    batches = [submit_batch(store, [f"{name}{i}" for i in range(10)]) for name in "ab"]
 
     async def both():
         over = [asyncio.ensure_future(run_until(runner_of(store, replicas), is_over)) for _ in range(2)]
@@ -206,9 +208,9 @@ def test_two_runners_share_the_batches_and_answer_no_line_twice(store):
     assert set(replicas.begun.values()) == {1} and len(replicas.begun) == 20
 
 
-def test_a_cancelled_batch_keeps_its_answers_and_names_the_other_lines(store):
+def test_cancelled_batch_keeps_its_answers_and_names_other_lines(store):
     replicas = Replicas(seconds=0.03)
-    batch, runner = begin(store, [f"p{i}" for i in range(100)]), runner_of(store, replicas)
+    batch, runner = submit_batch(store, [f"p{i}" for i in range(100)]), runner_of(store, replicas)
 
     async def cancel_in_the_middle():
         running = asyncio.ensure_future(runner.run())
@@ -225,7 +227,7 @@ def test_a_cancelled_batch_keeps_its_answers_and_names_the_other_lines(store):
 
     at = asyncio.run(cancel_in_the_middle())
     record = store.find("all", batch.id)
-    done, failed = outcome(store, record)
+    done, failed = batch_outcome(store, record)
     assert record.status == "cancelled" and 8 <= len(done) < 100 and replicas.now == 0
     assert {line["error"]["code"] for line in failed} == {"batch_cancelled"}
     assert record.as_json()["cancelling_at"] in (None, at) and record.cancelling_at == at
@@ -233,7 +235,7 @@ def test_a_cancelled_batch_keeps_its_answers_and_names_the_other_lines(store):
 
 def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
     replicas, late = Replicas(seconds=0.05), SimpleNamespace(time=lambda: time.time() + 120, monotonic=time.monotonic)
-    runner, batch = runner_of(store, replicas, window=1), begin(store, [f"p{i}" for i in range(1000)])
+    runner, batch = runner_of(store, replicas, window=1), submit_batch(store, [f"p{i}" for i in range(1000)])
 
     async def expire_in_the_middle():
         await run_until(runner, lambda: num_completed(store, batch) >= 3)
@@ -242,21 +244,21 @@ def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
 
     asyncio.run(expire_in_the_middle())
     record = store.find("all", batch.id)
-    done, failed = outcome(store, record)
+    done, failed = batch_outcome(store, record)
     assert record.status == "expired" and 3 <= len(done) < 1000 and record.expired_at
     assert {line["error"]["code"] for line in failed} == {"batch_expired"}
 
 
-def test_batches_of_a_key_that_is_no_longer_accepted_wait_and_expire(store):
+def test_batches_of_a_revoked_key_wait_and_expire(store):
     replicas, known = Replicas(), {"all"}
-    wait, late = begin(store, "ab", owner="key-1"), begin(store, "cd", owner="key-2", window_s=0)
+    wait, late = submit_batch(store, "ab", owner="key-1"), submit_batch(store, "cd", owner="key-2", window_s=0)
     runner = runner_of(store, replicas, knows=known.__contains__)
-    mine, late = finish(store, runner, begin(store, "xy"), late)
+    mine, late = finish(store, runner, submit_batch(store, "xy"), late)
     assert mine.status == "completed" and late.status == "expired" and set(replicas.begun) == {"x", "y"}
     assert store.find("key-1", wait.id).status == "validating"
 
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_every_line_stands_once_although_two_servers_are_killed_at_random(tmp_path, num_kills):
+def test_two_servers_killed_at_random_answer_each_line_once(tmp_path, num_kills):
     kill_servers(str(tmp_path / "kept"), random.Random(num_kills), num_kills)

@@ -56,7 +56,7 @@ def test_a_directory_with_other_files_keeps_its_mode(tmp_path):
     assert (tmp_path / "shared" / "all").stat().st_mode & 0o777 == 0o700
 
 
-def test_ids_are_in_the_order_of_their_times_and_nothing_else_is_one():
+def test_ids_are_ordered_by_time_and_other_texts_are_no_ids():
     began = time.time() - 0.001  # an id has milliseconds
     ids = [new_id(FILE) for _ in range(3)]
     assert all(is_id(id, FILE) and not is_id(id, BATCH) and began <= made_at(id) <= time.time() for id in ids)
@@ -81,7 +81,7 @@ def test_a_file_is_read_as_it_was_written_in_chunks(root, monkeypatch):
     assert store.ids() == [empty.id] and not (root / "all" / "contents" / file.id).is_directory()
 
 
-def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(root):
+def test_file_without_description_is_none_and_expired_is_deleted(root):
     store, old = FileStore(root, "all"), f"{FILE}{1:011x}{'0' * 16}"
     store.write_chunk(old, 0, b"of a killed upload")
     store.write_chunk(new := new_id(FILE), 0, b"of an upload that runs")
@@ -130,7 +130,7 @@ def test_a_log_of_an_earlier_attempt_can_add_nothing(root):
         assert log.answered == {"a"}
 
 
-def test_a_process_that_goes_on_after_another_one_has_ended_its_batch_writes_no_part_of_a_file(root):
+def test_fenced_process_writes_no_part_of_a_batch_file(root):
     """It was stopped for longer than its lease lasts, with all answers in its log."""
     store, files = BatchStore(root), FileStore(root, "all")
     work = store.work("all", "batch_1")
@@ -149,7 +149,7 @@ def test_a_process_that_goes_on_after_another_one_has_ended_its_batch_writes_no_
     assert len(list(files.lines(file))) == 2 and files.ids() == [file.id]
 
 
-def test_usage_has_the_names_of_either_endpoint_and_old_records_are_read():
+def test_usage_has_names_of_both_endpoints_and_reads_old_records():
     details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
     body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
     assert response_answer("batch_1", "a", 200, json.dumps(body).encode()).usage == (3, 4, 2, 1)

@@ -1,7 +1,7 @@
 """Every way in which a request can be given, over one engine each: what was refused and why, or what it became.
 
-    with Doors(tmp_path, "corpus") as doors:
-        doors.http("chat", [b'{"messages": []}'])         # ['400 bad_value messages: messages: must be ...']
+    with EntryPoints(tmp_path, "corpus") as entry_points:
+        entry_points.http("chat", [b'{"messages": []}'])         # ['400 bad_value messages: messages: must be ...']
 
 This module alone imports what reads requests, so that a move of a module changes a line here and no other test.
 """
@@ -44,7 +44,7 @@ from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.support.serving import request as http_request
 
-__all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
+__all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "EntryPoints", "openapi"]
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 Json = dict[str, Any]
 PATHS = URLS | {"tokenize": "/tokenize"}
@@ -75,13 +75,13 @@ _recorded: contextvars.ContextVar[list[EngineSequence] | None] = contextvars.Con
 
 
 @dataclasses.dataclass
-class Answered:
+class RequestResult:
     """What came of one request.
 
     Attributes:
         refusal: why it was refused; None for an answer.
         sequences: those that the engine got for it.
-        body: the answer, as its door gives it.
+        body: the answer, as its entry point gives it.
     """
 
     refusal: str | None = None
@@ -89,7 +89,7 @@ class Answered:
     body: Any = None
 
 
-class Doors:
+class EntryPoints:
     """An engine for each of a job's worker, an endpoint and an LLM, which start when they are first used."""
 
     def __init__(self, directory: Path):
@@ -101,7 +101,7 @@ class Doors:
         self._service: Service | None = None
         self._llm: LLM | None = None
 
-    def __enter__(self) -> Doors:
+    def __enter__(self) -> EntryPoints:
         self._patch = pytest.MonkeyPatch()
         _record_sequences(self._patch)
         return self
@@ -114,14 +114,14 @@ class Doors:
 
     def rows(
         self, lines: Sequence[bytes], format_: str = "jsonl", each: bool = True, **settings: Any
-    ) -> list[Answered]:
+    ) -> list[RequestResult]:
         """Give each line to a job as an input file of its own, or all of them as one file.
 
         The answers of a line are its output rows. settings: of the job that reads them.
         """
         files = [[line] for line in lines] if each else [list(lines)]
-        answers: list[Answered] = []
-        requests: list[tuple[Answered, Json]] = []
+        answers: list[RequestResult] = []
+        requests: list[tuple[RequestResult, Json]] = []
         for file in files:
             found, read = self._read_rows(file, settings | {"input.format": format_})
             answers += found
@@ -129,47 +129,47 @@ class Doors:
         self._answer_rows(requests)
         return answers
 
-    def http(self, door: str, bodies: Sequence[bytes]) -> list[Answered]:
+    def http(self, entry_point: str, bodies: Sequence[bytes]) -> list[RequestResult]:
         """POST each body to a route of the endpoint."""
         app = build_app(self.service)
 
-        async def post(body: bytes) -> Answered:
+        async def post(body: bytes) -> RequestResult:
             headers = {"Content-Type": "application/json"}
-            answer = await http_request(app, "POST", PATHS[door], body, headers)
+            answer = await http_request(app, "POST", PATHS[entry_point], body, headers)
             if "event-stream" in answer.headers["content-type"]:
-                return Answered(body=answer.body.decode())
+                return RequestResult(body=answer.body.decode())
             return _http_answer(answer.status, answer.json)
 
         return asyncio.run(_all(post, bodies))
 
-    def batch_lines(self, door: str, lines: Sequence[bytes]) -> list[Answered]:
+    def batch_lines(self, entry_point: str, lines: Sequence[bytes]) -> list[RequestResult]:
         """Give each line to the endpoint's batches as a file of its own."""
 
-        async def answer(line: bytes) -> Answered:
-            checked = check_lines(io.BytesIO(line), URLS[door], 100)
+        async def answer(line: bytes) -> RequestResult:
+            checked = check_lines(io.BytesIO(line), URLS[entry_point], 100)
             if checked.errors:
                 error = checked.errors[0]
-                return Answered(f"file refused: {_joined(error['code'], error['param'])}: {error['message']}")
+                return RequestResult(f"file refused: {_joined(error['code'], error['param'])}: {error['message']}")
             [(_, body)] = read_lines(io.BytesIO(line))
-            status, text = await self.service.answer_line(0, URLS[door], json.dumps(body).encode())
+            status, text = await self.service.answer_line(0, URLS[entry_point], json.dumps(body).encode())
             return _http_answer(status, json.loads(text))
 
         return asyncio.run(_all(answer, lines))
 
-    def python(self, calls: Sequence[Callable[[LLM], Any]]) -> list[Answered]:
+    def python(self, calls: Sequence[Callable[[LLM], Any]]) -> list[RequestResult]:
         """Make each call; its outputs are the answer."""
         llm = self.llm
         with ThreadPoolExecutor(AT_ONCE) as threads:
             return list(threads.map(lambda call: contextvars.Context().run(_called, call, llm), calls))
 
-    def configured(self, sets: Sequence[str]) -> list[Answered]:
+    def configured(self, sets: Sequence[str]) -> list[RequestResult]:
         """Set one key each, as --set does; the answer is the configuration."""
 
-        def load(one: str) -> Answered:
+        def load(one: str) -> RequestResult:
             try:
-                return Answered(body=load_config(None, [*NO_PATHS, one], env={}))
+                return RequestResult(body=load_config(None, [*NO_PATHS, one], env={}))
             except ConfigError as error:
-                return Answered(f"ConfigError: {str(error).removesuffix(f' (from --set {one})')}")
+                return RequestResult(f"ConfigError: {str(error).removesuffix(f' (from --set {one})')}")
 
         return [load(one) for one in sets]
 
@@ -233,18 +233,18 @@ class Doors:
         own["execution.slots"] = AT_ONCE
         return load_config(None, env={}, overrides=ENGINE | paths | own | settings)
 
-    def _read_rows(self, lines: list[bytes], settings: Json) -> tuple[list[Answered], list[Json]]:
+    def _read_rows(self, lines: list[bytes], settings: Json) -> tuple[list[RequestResult], list[Json]]:
         """Return an answer for each line, to be filled in, and the requests; or the refusal of the whole file."""
         self._num_files += 1
         name = f"in{self._num_files}.jsonl"
         (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
         try:
             plan = plan_input(self._job(name, **settings))
-            return [Answered() for _ in lines], list(request_rows(plan.without_carried))
+            return [RequestResult() for _ in lines], list(request_rows(plan.without_carried))
         except ConfigError as error:
-            return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
+            return [RequestResult(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
 
-    def _answer_rows(self, requests: list[tuple[Answered, Json]]) -> None:
+    def _answer_rows(self, requests: list[tuple[RequestResult, Json]]) -> None:
         """Answer all requests in the worker together, and give each its sequences and output rows."""
         numbered = [row | {"request_id": f"{i:06d}"} for i, (_, row) in enumerate(requests)]
         sequences: list[EngineSequence] = []
@@ -279,7 +279,7 @@ def silent_log() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def described(sequence: EngineSequence) -> dict[str, Any]:
+def engine_values(sequence: EngineSequence) -> dict[str, Any]:
     """Return what the engine got that is not at its default: sampling values, ids of bad words, and the grammar."""
     params, spec = sequence.sampling, sequence.grammar_spec
     compiled = {
@@ -324,11 +324,11 @@ def _record(sequence: EngineSequence) -> None:
         sequences.append(sequence)
 
 
-async def _all(answer: Callable[[bytes], Any], bodies: Sequence[bytes]) -> list[Answered]:
+async def _all(answer: Callable[[bytes], Any], bodies: Sequence[bytes]) -> list[RequestResult]:
     """Answer all bodies, several at once, and give each the sequences that the engine got for it."""
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(body: bytes) -> Answered:
+    async def one(body: bytes) -> RequestResult:
         async with places:
             sequences: list[EngineSequence] = []
             _recorded.set(sequences)
@@ -339,45 +339,45 @@ async def _all(answer: Callable[[bytes], Any], bodies: Sequence[bytes]) -> list[
     return list(await asyncio.gather(*(one(body) for body in bodies)))
 
 
-def _http_answer(status: int, body: Any) -> Answered:
+def _http_answer(status: int, body: Any) -> RequestResult:
     """Return an answer. A refusal's type is shown if it is not that of most, its param if its message names it not."""
     if status == 200:
-        return Answered(body=body)
+        return RequestResult(body=body)
     error = body["error"]
     kind = None if error["type"] == "invalid_request_error" else error["type"]
     param = error["param"]
     if param is not None and error["message"].startswith((f"{param}:", f"{param} ")):
         param = None
-    return Answered(f"{_joined(str(status), kind, error['code'], param)}: {error['message']}")
+    return RequestResult(f"{_joined(str(status), kind, error['code'], param)}: {error['message']}")
 
 
 def _joined(*parts: str | None) -> str:
     return " ".join(part for part in parts if part is not None)
 
 
-def _called(call: Callable[[LLM], Any], llm: LLM) -> Answered:
+def _called(call: Callable[[LLM], Any], llm: LLM) -> RequestResult:
     sequences: list[EngineSequence] = []
     _recorded.set(sequences)
     try:
         outputs = call(llm)
     except Exception as error:  # what a caller would see
-        return Answered(f"{type(error).__name__}: {_python_place(str(error))}")
+        return RequestResult(f"{type(error).__name__}: {_python_place(str(error))}")
     for output in outputs:
         if output.error is not None:
-            return Answered(f"{output.error.code}: {_python_place(str(output.error))}")
-    return Answered(sequences=sequences, body=outputs)
+            return RequestResult(f"{output.error.code}: {_python_place(str(output.error))}")
+    return RequestResult(sequences=sequences, body=outputs)
 
 
 def _python_place(text: str) -> str:
     return re.sub(r"prompts, row 0 \(counted from 0\)", "HERE", text)
 
 
-def shown(value: Any) -> str:
+def json_line(value: Any) -> str:
     """Return a value as JSON text of one line, shortened."""
-    return shortened(json.dumps(value, ensure_ascii=True, default=_plain), MAX_SHOWN_CHARS)
+    return shorten(json.dumps(value, ensure_ascii=True, default=_plain), MAX_SHOWN_CHARS)
 
 
-def shortened(text: str, max_chars: int) -> str:
+def shorten(text: str, max_chars: int) -> str:
     """Return a text without long runs of one character, and cut to a length."""
     num_chars = len(text)
     text = re.sub(r"(.)\1{11,}", lambda run: f"{run[1]}<{len(run[0])} times>", text)

@@ -18,7 +18,7 @@ from tests.support.kernels import DEVICE
 
 
 @dataclass(frozen=True)
-class Forest:
+class RandomTrees:
     """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
 
     rectangle: rows are B x N. unknown: the host does not know the lengths. stale: what positions hold that no sequence
@@ -43,16 +43,16 @@ class Forest:
     stored: torch.dtype | None = None
     seed: int = 0
 
-    def attended(self) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """[R, heads * value_dim] by the kernels, by the portable path in fp64, and which rows are real.
 
         In fp32 torch's own attention on a GPU may be as far from the exact numbers as the kernels.
         """
-        planted = self.planted()
-        ours, theirs = planted.by_kernels(), planted.by_torch()
-        return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), planted.real
+        layer = self.case()
+        ours, theirs = layer.by_kernels(), layer.by_torch()
+        return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), layer.real
 
-    def planted(self) -> Planted:
+    def case(self) -> AttentionCase:
         """Return one layer's trees, rows and caches."""
         torch.manual_seed(self.seed)
         cache, batch = self._filled(), DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
@@ -77,7 +77,7 @@ class Forest:
         kernels = TritonTreeMetadata(cache, unknown, cells, pack_ancestors(ancestors), depths, depths, rows, first)
         unpack = seq.clamp(min=0) * num_nodes + node
         portable = TreeMetadata(cache, batch, cells, ancestors, depths, depths, row_of, unpack, first)
-        return Planted(kernels, portable, query, key, value, attention, seq >= 0)
+        return AttentionCase(kernels, portable, query, key, value, attention, seq >= 0)
 
     def _filled(self) -> KVCache:
         """Every slot in blocks that lie anywhere, the columns past its length too."""
@@ -125,7 +125,7 @@ class Forest:
 
 
 @dataclass(frozen=True)
-class Planted:
+class AttentionCase:
     """A forest's rows [1, heads, R, d], and the two ways in which they attend over its cache."""
 
     kernels: TritonTreeMetadata
@@ -149,7 +149,7 @@ class Planted:
         return portable.attend(self.query.double(), self.key.double(), self.value.double(), self.attention)
 
 
-def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
+def kernel_trees(seq: torch.Tensor, batch: int) -> KernelTrees:
     """Nothing but where rows lie."""
     nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
     rows = PackedRows.of(seq, batch)
