@@ -1,8 +1,8 @@
 """Which pytest worker runs which tests, and in which order.
 
 `make test` starts pytest-xdist with one worker more than there are cores (`-n auto`). A module's tests run on one
-worker, so that they share its fixtures. All tests that start Ray run on one worker, which shares one Ray session. The
-longest modules start first, by what they took when tests/durations.json was written.
+worker, so that they share its fixtures. All tests that start Ray run on one worker, which shares one Ray session and
+runs nothing else. The longest modules start first, by what they took when tests/durations.json was written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -116,11 +117,19 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Return a scheduler that gives a lane to one worker."""
+    """Return a scheduler that gives a lane to one worker, and to the worker with Ray's lane no other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LaneScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return lane_of(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """Add work to a worker that is almost done. Tests outside Ray's lane expect a process without Ray."""
+            has_ray = RAY in self.assigned_work[node]
+            if not has_ray or len(self.nodes) == 1:
+                super()._reschedule(node)
+            elif not node.shutting_down:
+                node.shutdown()  # once it has run what it has
 
     return LaneScheduling(config, log)
