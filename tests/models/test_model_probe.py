@@ -43,7 +43,7 @@ def test_a_llama_is_what_its_config_says():
 
 
 def test_logits_that_are_changed_after_the_lm_head():
-    assert "Louder changes its logits after the lm_head" in refusal(ScaledLogitsModel(LlamaConfig(**LLAMA)))
+    assert "ScaledLogitsModel changes its logits after the lm_head" in refusal(ScaledLogitsModel(LlamaConfig(**LLAMA)))
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
+from transformers import PreTrainedModel, initialization
 
 from eagle_ray.assembly.assemble import build_rank
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -28,7 +30,7 @@ NAME = "eagle-ray-rank-"
 
 def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) -> list[Result]:
     """Return what each rank's work returns, by rank. Raises what the first to fail raises; the others learn of it."""
-    meeting, dtype = str(directory / "meeting"), torch.get_default_dtype()
+    meeting = str(directory / "meeting")
     errors: list[BaseException] = []
 
     def run(ranks: RankGroup) -> Result:
@@ -39,14 +41,30 @@ def on_ranks(size: int, directory: Path, work: Callable[[RankGroup], Result]) ->
             ranks.close()
             raise
 
+    with loading_undone(), ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(run, RankGroup(rank, size, meeting)) for rank in range(size)]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+@contextmanager
+def loading_undone() -> Iterator[None]:
+    """Restore at the end what transformers replaces while it loads a model: the default dtype, and functions.
+
+    It restores them itself, but if threads load at a time, one restores what another has replaced.
+    """
+    dtype = torch.get_default_dtype()
+    modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
+    places = [(PreTrainedModel, "tie_weights"), (PreTrainedModel, "init_weights")]
+    places += [(module, name) for module in modules for name in initialization.TORCH_INIT_FUNCTIONS]
+    functions = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     try:
-        with ThreadPoolExecutor(size) as threads:
-            futures = [threads.submit(run, RankGroup(rank, size, meeting)) for rank in range(size)]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
-    finally:  # transformers sets it while it makes a model, and a thread may put back what another has set
+        yield
+    finally:
         torch.set_default_dtype(dtype)
+        for place, name, function in functions:
+            setattr(place, name, function)
 
 
 def with_ranks(
