@@ -17,6 +17,7 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_convert_weight_to_int4pack_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
     "_weight_int4pack_mm_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
     "_execute_child": "subprocess: the one step of Popen that a warm process does in its place",
+    "_reschedule": "xdist: the step of its scheduler that gives a worker more tests",
     "_exit": "os: how a process dies",
     "_private": "ray: what this process is to a cluster",
     "_global_node": "ray: what this process is to a cluster",
