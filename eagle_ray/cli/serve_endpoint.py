@@ -26,7 +26,11 @@ from eagle_ray.serve.batches.batch_store import BatchStore
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-QUIET = {PROXY: "eagle_ray.serve.proxy_errors.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
+SERVE_VARIABLES = {
+    PROXY: "eagle_ray.serve.proxy_errors.middlewares",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # else a proxy that a busy machine starts in over 5 s is killed
+}
 EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 LOOK_EVERY_S = 1.0
 CONFIG_ERRORS = {kind.__name__ for kind in (ConfigError, UnfitDevice)}  # by which Serve's text names their class
@@ -47,7 +51,7 @@ def run_endpoint(config: ServeConfig) -> int:
     if (note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)) is not None:
         log.info("%s: %s", config.model.target, note)
     address = prepare_ray_environment(serving.ray_address)
-    for name, value in QUIET.items():
+    for name, value in SERVE_VARIABLES.items():
         os.environ.setdefault(name, value)
     log.info("getting Ray ready")
     from eagle_ray.batch.driver.cluster import connect
