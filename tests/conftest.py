@@ -21,6 +21,7 @@ import torch
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from tests.support.jobs import SPARE, MakeJob, small_job
+from tests.support.lanes import RAY
 from tests.support.messages import messages  # noqa: F401
 from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
 from tests.support.warm_python import WarmPopen, warm_python  # noqa: F401
@@ -49,6 +50,18 @@ def untouched_log() -> None:
     log = logging.getLogger("eagle_ray")
     log.setLevel(logging.NOTSET)
     log.propagate, log.disabled, log.handlers[:] = True, False, []
+
+
+@pytest.fixture(autouse=True)
+def no_ray_outside_its_lane(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a session of Ray open to tests that expect none."""
+    yield
+    if request.node.get_closest_marker(RAY) is None and "ray" in sys.modules:
+        import ray
+
+        is_open = ray.is_initialized()
+        ray.shutdown()
+        assert not is_open, "it starts Ray: add it to WITH_RAY in tests/support/lanes.py"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,7 +73,7 @@ def test_rows_are_checked_where_the_target_is_out_of_reach(no_hub, tmp_path, cap
     assert "prompt   the first, 'a', not looked at: it takes the target's tokenizer" in shown
 
 
-def test_a_run_does_not_start_without_its_models(no_hub, tmp_path, capsys):
+def test_a_run_does_not_start_without_its_models(ray_session, no_hub, tmp_path, capsys):
     assert cli.main(["run", *job(tmp_path, "org/target", "org/head")[1:]]) == 2
     assert "model.target: 'org/target' is not on this machine" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

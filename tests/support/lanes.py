@@ -33,6 +33,7 @@ WITH_RAY = (
     "serve/test_endpoint.py",
     "serve/test_node_address.py",
     "storage/",
+    "test_published_configs.py",
     "training/test_data_parallel.py",
 )
 WITHOUT_RAY = (
