@@ -22,10 +22,8 @@ def one_proxy(s3_server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def proxy(one_proxy, monkeypatch) -> Iterator[FaultProxy]:
-    """Between this process and the server; tries follow each other at once, and an answer is late after a second."""
+    """Between this process and the server; tries follow each other at once."""
     monkeypatch.setattr(s3, "WAITS_S", (0.01,) * len(s3.WAITS_S))
-    monkeypatch.setattr(s3, "READ_S", 1.0)
-    monkeypatch.setattr(s3, "CONNECT_S", 1.0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", one_proxy.url)
     yield one_proxy
     one_proxy.reset()
