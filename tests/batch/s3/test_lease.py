@@ -42,16 +42,15 @@ def test_second_driver_is_refused_until_the_first_releases_lease(bucket):
         assert holder(bucket) == name
 
 
-def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, caplog):
-    caplog.set_level(logging.INFO, "eagle_ray")
-    logging.getLogger("eagle_ray").addHandler(caplog.handler)
+def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, messages):
+    logging.getLogger("eagle_ray").setLevel(logging.INFO)
     (bucket / LOCK).write_atomic(DEAD)
     began = time.monotonic()
     with hold_output(bucket):
         assert time.monotonic() - began >= lock.LEASE_S
-    said = dict.fromkeys(r.getMessage().split(": ")[-1] for r in caplog.records if r.name == "eagle_ray")
+    own = [message for message in messages if message.startswith(f"{bucket}:") or message.startswith(f"{bucket} ")]
+    said = dict.fromkeys(message.split(": ")[-1] for message in own)
     assert list(said) == ["waiting 4 s for a sign of life", "taken over"]
-    logging.getLogger("eagle_ray").removeHandler(caplog.handler)
 
 
 def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
