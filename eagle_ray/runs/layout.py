@@ -189,36 +189,45 @@ def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it i
         return None
 
 
-def claim_output(config: JobConfig) -> None:
-    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards.
-
-    The first shard of an output claims it. Raises ConfigError if it cannot be written.
-    """
+def check_claim(config: JobConfig) -> None:
+    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards."""
     root = root_of(output_of(config))
     with wrap_os_errors(root):
         if config.execution.shard is None:
             check_not_sharded(root)
         else:
-            _claim_for_shard(root, JobShard.of(config.execution.shard), config)
+            _check_shard(root, JobShard.of(config.execution.shard), config)
 
 
-def _claim_for_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
-    if read_shard_plan(root) is None:
-        _check_unsharded_rows(root, shard)
+def claim_output(config: JobConfig) -> None:
+    """Claim the output for its shards, if this is the first one. Raises as check_claim does.
+
+    Raises ConfigError if it cannot be written.
+    """
+    check_claim(config)
+    root = root_of(output_of(config))
+    if config.execution.shard is None or read_shard_plan(root) is not None:
+        return
+    shard = JobShard.of(config.execution.shard)
+    with wrap_os_errors(root):
         (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
+        if read_shard_plan(root) is None:
+            raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
+        _check_shard(root, shard, config)  # another shard, or a run without shards, that began after the first look
+
+
+def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
     plan = read_shard_plan(root)
-    if plan is None:
-        raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
-    if plan["count"] != shard.count:
+    if plan is not None and plan["count"] != shard.count:
         raise OutputMismatch(
             f"{root} is written in {plan['count']} shards, and --shard {shard} has {shard.count}. Use "
             f"--shard i/{plan['count']}. {SHARDS_REMEDY} with {shard.count} shards."
         )
-    if keys := changed_keys(upgrade_config(plan["config"]), recorded(config)):
+    if plan is not None and (keys := changed_keys(upgrade_config(plan["config"]), recorded(config))):
         raise OutputMismatch(
             f"{root} belongs to shards of another configuration, which differs in {', '.join(keys)}. {SHARDS_REMEDY}."
         )
-    _check_unsharded_rows(root, shard)  # a run without shards that began between the first look and the claim
+    _check_unsharded_rows(root, shard)
 
 
 def check_not_sharded(root: StoragePath) -> None:

@@ -108,7 +108,7 @@ def test_shards_that_never_started_are_all_named(make_job):
 def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
     from eagle_ray.batch.driver import finish
 
-    summarize = finish.summarize_run
+    summarize = finish.summarize_rows
 
     def start_shard(*args):
         for config in shards:
@@ -116,7 +116,7 @@ def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
                 pass
         return summarize(*args)
 
-    monkeypatch.setattr(finish, "summarize_run", start_shard)
+    monkeypatch.setattr(finish, "summarize_rows", start_shard)
     assert finish_shards(root(shards[0]))["total"]["rows"] == 30
 
 

@@ -77,12 +77,12 @@ class PreviousRun:
     """What earlier attempts at an output left for the scan of its input.
 
     Attributes:
-        index: directory of the run's index.
+        index: directory of the run's index, None for one that is damaged.
         inputs: the fingerprints that it recorded, by path.
         finished_key: key of the plan whose rows the output holds, all of them, or None.
     """
 
-    index: StoragePath
+    index: StoragePath | None
     inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
     finished_key: str | None = None
 

@@ -177,7 +177,7 @@ def plan_input(
     detects = _detects_batches(config.input)
     settings = {"columns": columns, "n": config.sampling.n, "detects": detects, "version": __version__}
     index = InputIndex(index_key(settings))
-    if previous is not None:
+    if previous is not None and previous.index is not None:
         index = InputIndex.load(previous.index, index.key)
     if detects:
         files = _with_formats(files, prints, index)

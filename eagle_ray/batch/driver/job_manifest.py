@@ -1,7 +1,7 @@
 """The manifest of a job: what ``_run.json`` says of its configuration and inputs, and which job may resume it.
 
     with hold(output):
-        run = open_run(config, plan.fingerprints)
+        run = open_run(config, plan.fingerprints)     # check_run, which writes nothing, then begin_run
         with run.recorded_outcome():
             generate(...)
 
@@ -22,9 +22,9 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -56,9 +56,18 @@ from eagle_ray.runs.layout import (
     write_inputs,
 )
 from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
+from eagle_ray.runs.part_files import as_stored, part_files, read_part, schema_after, schema_of
 from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
-from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
+from eagle_ray.runs.run import (
+    FORMAT_VERSION,
+    Run,
+    RunState,
+    begin_attempt,
+    is_current,
+    overwritten,
+    remove_overwritten,
+    stale_files,
+)
 from eagle_ray.storage.model_files import gguf_file, stored_quantization
 from eagle_ray.storage.path import StoragePath
 
@@ -69,27 +78,66 @@ FILE = "finished.json"
 log = logging.getLogger("eagle_ray")
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """What an output holds before a start, which may begin there.
+
+    Attributes:
+        state: of its run, or of a new one.
+        inputs: fingerprints of the files that the run was made from.
+        erased: part files of the run that the start overwrites.
+    """
+
+    state: RunState
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    erased: Sequence[StoragePath] = ()
+
+
 def open_run(
     config: JobConfig,
     files: Mapping[str, Fingerprint],
     accepted: Container[str] = (),
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Start an attempt at config.output.path. The caller holds its lease, whose check is check_lock.
+    """Start an attempt at config.output.path: check_run, then begin_run, with their arguments."""
+    return begin_run(check_run(config, files, accepted), config, files, check_lock)
+
+
+def check_run(config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str] = ()) -> EarlierRun:
+    """Return what the output holds. Nothing is written.
 
     Args:
         files: fingerprints of the input files by path.
         accepted: paths of changed files whose rows were compared with the answers.
 
-    Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
-    StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
+    Raises ConfigError if there is output and if_exists is fail, or if the directory cannot be read; OutputMismatch if
+    it is another job's or another program's output.
     """
     output = output_of(config)
     with wrap_os_errors(output):
         if config.output.if_exists == "overwrite":
-            return begin_job(erase(output), config, files, check_lock)
+            state, erased = overwritten(output)
+            return EarlierRun(state, erased=erased)
         state, noted = _resumable(output, config, files, accepted)
-        return begin_job(state, config, {**noted, **files}, check_lock)
+        return EarlierRun(state, noted)
+
+
+def begin_run(
+    earlier: EarlierRun,
+    config: JobConfig,
+    files: Mapping[str, Fingerprint],
+    check_lock: Callable[[], None] | None = None,
+) -> Run:
+    """Begin an attempt at what check_run has found. The caller holds its lease, whose check is check_lock.
+
+    Raises OutputLocked if the run was written since, ConfigError if the directory is not writable, StorageUnavailable
+    if it cannot be written for now.
+    """
+    with wrap_os_errors(earlier.state.output):
+        run = begin_job(earlier.state, config, {**earlier.inputs, **files}, check_lock)
+        if config.output.if_exists == "overwrite":
+            remove_overwritten(run.output, earlier.erased)
+    return run
 
 
 def _resumable(
@@ -119,15 +167,14 @@ def preview_output(plan: InputPlan, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
     check_changes(plan, output)
-    state, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
+    state, noted = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
     if state.manifest is None:
         return f"a run would start it as configuration {config_hash(config)}"
-    OutputIndex.read(data_of(output))
-    run_id, attempt = state.manifest["run_id"], state.manifest["attempt"]
+    index = OutputIndex.read(data_of(output), ignored=stale_files(state))
+    run_id = state.manifest["run_id"]
     if plan.key != finished_key(output):
-        run = Run(output, run_id, attempt, config_hash(config))
-        check_sources(run, plan)
-        check_columns(run, plan)
+        check_sources(output, noted, plan, index.files, {})
+        check_columns(output, plan, index.files)
     return f"a run would resume run {run_id}"
 
 
@@ -137,15 +184,24 @@ def begin_job(
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Begin an attempt whatever the directory holds. The caller holds its lease.
+    """Begin an attempt whatever the directory holds. The caller holds its lease. If it fails, all is as it was.
+
+    First comes the list of input files, which nothing names yet; then ``_run.json``, which names it.
 
     inputs: all files of the run, also those of earlier attempts that are not asked for now.
     """
-    free_index_name(state.output)
     earlier_lists = input_lists(state.output)
-    facts = job_facts(state, config, inputs)
-    run = begin_attempt(state, facts)
+    try:
+        facts = job_facts(state, config, inputs)
+        run = begin_attempt(state, facts)
+    except BaseException:
+        with suppress(OSError):
+            if is_current(state):
+                for file in set(input_lists(state.output)) - set(earlier_lists):
+                    file.remove()
+        raise
     remove_unused_lists(earlier_lists, facts["inputs"]["list"])
+    free_index_name(state.output)
     return replace(run, check_lock=check_lock)
 
 
@@ -272,14 +328,19 @@ def _hardware() -> dict[str, Any]:
     return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()}
 
 
-def previous_run(config: JobConfig) -> PreviousRun:
-    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten."""
+def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousRun:
+    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten.
+
+    is_index_damaged: the index cannot be used, nor what it says of a finished run.
+    """
     output = output_of(config)
+    index = None if is_index_damaged else output / INDEX
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
             if manifest := Run.inspect(output).manifest:
-                return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
-    return PreviousRun(output / INDEX)
+                finished = None if is_index_damaged else finished_key(output)
+                return PreviousRun(index, read_inputs(output, manifest), finished)
+    return PreviousRun(index)
 
 
 def finished_key(output: StoragePath) -> str | None:
@@ -336,12 +397,22 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
         )
 
 
-def check_sources(run: Run, plan: InputPlan) -> None:
+def check_sources(
+    output: StoragePath,
+    recorded: Mapping[str, Fingerprint],
+    plan: InputPlan,
+    files: Iterable[StoragePath],
+    dropped: Mapping[StoragePath, Digests],
+) -> None:
     """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
 
     Ids and source files of the output's rows are read only if there may be such rows.
+
+    Args:
+        recorded: the input files that the rows were made from.
+        files: the part files with the rows.
+        dropped: ids, by part file, whose rows the start removes.
     """
-    recorded = read_inputs(run.output, manifest_of(run.output))
     contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
     suspects: dict[str, Digests | None] = {
         path: None  # any of its ids
@@ -349,28 +420,32 @@ def check_sources(run: Run, plan: InputPlan) -> None:
         if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
     }
     suspects |= plan.changes.absent
-    for table in read_tables(run.data, ["request_id", "source_file"]) if suspects else ():
+    for file in files if suspects else ():
+        table = read_part(file, ["request_id", "source_file"])
         for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
             request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
             is_other = plan.rows.contains(ids := digests(request_ids))
             if (others := suspects[path]) is not None:
                 is_other &= isin(ids, others)
+            if file in dropped:
+                is_other &= ~isin(ids, dropped[file])
             if is_other.any():
                 raise OutputMismatch(
-                    f"{run.output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
+                    f"{output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
                     f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
                 )
 
 
-def check_columns(run: Run, plan: InputPlan) -> None:
+def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StoragePath]) -> None:
     """Refuse an input whose columns differ from those in the files, because no reader could read both."""
-    there = stored_schema(run.data)
+    there = schema_of(files)
     if unread := plan.row_settings.intersection(unread_settings(there)):
         raise OutputMismatch(
-            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            f"{output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
             "Choose another output.path, or --overwrite."
         )
-    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
+    following = as_stored(schema_after(there, plan.carried_fields))
+    if there.names and (columns := schema_differences(there, following)):
         raise OutputMismatch(
-            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
+            f"{output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
         )
