@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import ANSWERS_WITHIN_S, LOCAL
 from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
+from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
 from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
@@ -75,12 +76,33 @@ def connect(address: str) -> None:
             log_while_waiting(waiting),
             time_limit(limit_s),
         ):
+            if "://" not in address:
+                options = options | {"job_config": job_config()}
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
         raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
         check_loopback(ray.util.get_node_ip_address())
     check_not_interrupted()
+
+
+class ModulePath(list[str]):
+    """The directories that Ray puts before a worker's own when it looks for modules.
+
+    Ray adds the driver's script directory and its working directory. A driver does not look for modules in its working
+    directory, unless it was started with `-m` or `-c`; then no worker does.
+    """
+
+    def extend(self, directories: Iterable[str]) -> None:
+        there = module_directories()
+        super().extend(directory for directory in directories if directory in there)
+
+
+def job_config() -> ray.job_config.JobConfig:
+    """Return the configuration of a driver whose workers look for modules where the driver does."""
+    config = ray.job_config.JobConfig()
+    config._py_driver_sys_path = ModulePath()
+    return config
 
 
 def start_error(error: Exception, limit_s: float) -> ClusterError:

@@ -24,6 +24,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from eagle_ray import __version__
+from eagle_ray.batch.driver.ray_environment import user_environment
 from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import RunResult
@@ -81,7 +82,7 @@ def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
     """Run the command with the facts in its environment and on its stdin; its output goes to stderr."""
     variables = {VARIABLE + name.upper(): "" if value is None else str(value) for name, value in facts.items()}
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=2, env=os.environ | variables, text=True, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=2, env=user_environment() | variables, text=True, start_new_session=True
     )
     try:
         process.communicate(json.dumps(facts), timeout=timeout_s)
