@@ -20,7 +20,8 @@ def command() -> int:
             code = main()
     except KeyboardInterrupt:
         ignore_until_exit()
-        print("eagle-ray: interrupted", file=sys.stderr)
+        with suppress(OSError):  # nothing reads it
+            print("eagle-ray: interrupted", file=sys.stderr)
         return INTERRUPTED
     if "ray" in sys.modules:
         _end_at_once(code)

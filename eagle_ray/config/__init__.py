@@ -16,7 +16,7 @@ from eagle_ray.config.job import (
     SpeculativeConfig,
 )
 from eagle_ray.config.load import load_config, load_serve_config, load_train_config
-from eagle_ray.config.records import changed_keys, config_hash, flatten_config, recorded, upgrade_config
+from eagle_ray.config.records import changed_keys, config_hash, flatten_config, hash_of_dump, recorded, upgrade_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "changed_keys",
     "config_hash",
     "flatten_config",
+    "hash_of_dump",
     "load_config",
     "load_serve_config",
     "load_train_config",

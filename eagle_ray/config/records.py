@@ -292,7 +292,12 @@ def config_hash(config: JobConfig) -> str:
 
     Keys of _ADDED count if they are set, so that rows of older releases have the hash of their configuration still.
     """
-    compared = _compared(config.model_dump(mode="json"))
+    return hash_of_dump(config.model_dump(mode="json"))
+
+
+def hash_of_dump(dump: dict) -> str:
+    """Return config_hash of the configuration with this dump, which this release has made."""
+    compared = _compared(dump)
     set_keys = {key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]}
     return hashlib.sha256(json.dumps(set_keys, sort_keys=True).encode()).hexdigest()[:16]
 

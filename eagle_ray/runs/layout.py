@@ -310,7 +310,7 @@ def _totals(inputs: Mapping[str, Fingerprint]) -> dict[str, int]:
 def _damaged(output: StoragePath, file: StoragePath, reason: str) -> OutputDamaged:
     return OutputDamaged(
         f"{file} is damaged ({reason}). It has the input files of {output}: put it back from a copy, record them as "
-        "they are now with eagle-ray repair, choose another output.path, or start again with --overwrite."
+        "they are now with eagle-ray repair, or choose another output.path."
     )
 
 

@@ -53,7 +53,6 @@ from eagle_ray.runs.job_errors import (
     outcome_of,
 )
 from eagle_ray.runs.layout import (
-    DATA,
     PROGRESS,
     REPORT,
     RUN,
@@ -77,10 +76,7 @@ log = logging.getLogger("eagle_ray")
 FORMAT_VERSION = 2  # of _run.json
 ERASED = "erased"  # files of an overwritten run whose names have no attempt, below data/
 MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
-REMEDY = (
-    "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again with "
-    f"--overwrite (deletes {DATA}/)"
-)
+RUN_REMEDY = "adopt its rows with eagle-ray repair, put it back from a copy, or choose another output.path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +151,7 @@ class Run:
 
         kind: what it must hold; a batch of the endpoint is a RunRecord.
         """
-        manifest, version = read_record_with_version(output / RUN, kind, REMEDY)
+        manifest, version = read_record_with_version(output / RUN, kind, RUN_REMEDY)
         return RunState(output, version, manifest)
 
     @classmethod
@@ -222,7 +218,7 @@ class Run:
         """
         if self.check_lock is not None:
             self.check_lock()
-        manifest = read_record(self.output / RUN, RunIdentity, REMEDY)
+        manifest = read_record(self.output / RUN, RunIdentity, RUN_REMEDY)
         if manifest is None:
             raise OutputDamaged(
                 f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
@@ -365,7 +361,7 @@ def overwritten(output: StoragePath) -> tuple[RunState, list[StoragePath]]:
     """
     version = version_of(output / RUN)
     try:
-        manifest = read_record(output / RUN, JobRecord, REMEDY)
+        manifest = read_record(output / RUN, JobRecord, RUN_REMEDY)
     except OutputDamaged:
         manifest = None
     data = data_of(output)

@@ -20,17 +20,10 @@ import numpy as np
 
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan
-from eagle_ray.batch.driver.job_manifest import (
-    EarlierRun,
-    begin_run,
-    check_changes,
-    check_columns,
-    check_run,
-    check_sources,
-    finished_key,
-)
+from eagle_ray.batch.driver.job_manifest import EarlierRun, begin_run, check_run, finished_key
 from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
+from eagle_ray.batch.driver.start_checks import check_changes, check_columns, check_sources
 from eagle_ray.runs.layout import SUMMARY, check_claim, claim_output, data_of
 from eagle_ray.runs.lease import Lease, free_lease, held, hold
 from eagle_ray.runs.output_index import OutputIndex, error_ids, excess_in, rows_by_id

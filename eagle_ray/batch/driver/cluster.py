@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.core.start_log import log_while_waiting
+from eagle_ray.core.start_log import Stderr, log_while_waiting
 from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
@@ -45,6 +46,8 @@ LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
+ASKED_TO_END = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
+LATEST = "session_latest"  # Ray's link to the directory of its latest session
 LOOPBACK_ADDRESS = "127.0.0.1"
 UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 LOCAL_OPTIONS: dict[str, Any] = {
@@ -83,7 +86,19 @@ def connect(address: str) -> None:
         raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
         check_loopback(ray.util.get_node_ip_address())
+        _let_agents_end_at_once()
     check_not_interrupted()
+
+
+def _let_agents_end_at_once() -> None:
+    """Let the agents of our raylet end with it.
+
+    If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
+    gone, too, and they would try for a minute.
+    """
+    logs = ray._private.worker._global_node.get_logs_dir_path()
+    with suppress(OSError), open(os.path.join(logs, "raylet.out"), "a") as log_file:
+        log_file.write(ASKED_TO_END)
 
 
 class ModulePath(list[str]):
@@ -243,7 +258,7 @@ def _silence_stderr() -> Iterator[None]:
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     handlers = [h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr]
-    with open(stderr, "w", errors="backslashreplace", buffering=1) as stream:
+    with Stderr.of(stderr) as stream:
         os.dup2(nowhere, 2)
         try:
             for handler in handlers:
@@ -270,6 +285,22 @@ def is_own_cluster() -> bool:
     """Return whether this process has started the cluster, which then has one node."""
     node = ray._private.worker._global_node
     return node is not None and node.is_head()
+
+
+def end_ray(keeps_logs: bool) -> None:
+    """End the cluster that this process has started, with its files, or leave the cluster that it has joined.
+
+    keeps_logs: leave the files of the session, in which its logs are.
+    """
+    session = ray._private.worker._global_node.get_session_dir_path() if is_own_cluster() else None
+    ray.shutdown()
+    if session is None or keeps_logs:
+        return
+    latest = os.path.join(os.path.dirname(session), LATEST)
+    with suppress(OSError):
+        if os.readlink(latest) == session:
+            os.unlink(latest)
+    shutil.rmtree(session, ignore_errors=True)
 
 
 def check_alive() -> None:

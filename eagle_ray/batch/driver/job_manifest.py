@@ -7,12 +7,6 @@
 
 **Finished runs**: the record of one names its plan by its key and the files in data/ by their states. It holds only
 while both are unchanged, and then a second start reads no row.
-
-**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone. Without an id column, an
-id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, has today's ids
-and would get today's output. An answer from a file that is no longer in the input stands if the input has its row under
-the same id, as after a move. Of a file that is not in the input's index, the whole content must be there under another
-name.
 """
 
 from __future__ import annotations
@@ -26,27 +20,19 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
-
 from eagle_ray.batch.driver.input_index import PreviousRun
-from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config import JobConfig, changed_keys, config_hash, hash_of_dump, recorded, upgrade_config
 from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_schema import schema_differences, unread_settings
-from eagle_ray.runs.job_errors import JobError, OutputMismatch
+from eagle_ray.runs.job_errors import JobError, OutputDamaged, OutputMismatch
 from eagle_ray.runs.layout import (
     FORMAT_WITH_INPUTS,
     RUN,
     Fingerprint,
     changed_files,
-    check_not_sharded,
-    content_of,
     data_of,
     input_lists,
     output_of,
@@ -55,24 +41,28 @@ from eagle_ray.runs.layout import (
     wrap_os_errors,
     write_inputs,
 )
-from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.part_files import as_stored, part_files, read_part, schema_after, schema_of
-from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
+from eagle_ray.runs.part_files import part_files
+from eagle_ray.runs.row_index import (
+    INDEX,
+    free_index_name,
+    read_index_file,
+    write_facts,
+)
 from eagle_ray.runs.run import (
     FORMAT_VERSION,
+    RUN_REMEDY,
     Run,
     RunState,
     begin_attempt,
     is_current,
     overwritten,
     remove_overwritten,
-    stale_files,
 )
 from eagle_ray.storage.model_files import gguf_file, stored_quantization
 from eagle_ray.storage.path import StoragePath
 
-REMEDY = "choose another output.path, or --overwrite"
-EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
+REMEDY = "choose another output.path, or --overwrite, which deletes its rows"
+EXISTS_REMEDY = "Choose another output.path, or --resume, or --overwrite, which deletes its rows"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 FILE = "finished.json"
 log = logging.getLogger("eagle_ray")
@@ -118,7 +108,7 @@ def check_run(config: JobConfig, files: Mapping[str, Fingerprint], accepted: Con
         if config.output.if_exists == "overwrite":
             state, erased = overwritten(output)
             return EarlierRun(state, erased=erased)
-        state, noted = _resumable(output, config, files, accepted)
+        state, noted = resumable(output, config, files, accepted)
         return EarlierRun(state, noted)
 
 
@@ -140,10 +130,10 @@ def begin_run(
     return run
 
 
-def _resumable(
+def resumable(
     output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
 ) -> tuple[RunState, dict[str, Fingerprint]]:
-    """Return what the output holds, and the input files that it was made from. Raises as open_run does."""
+    """Return what the output holds, and the input files that it was made from. Raises as check_run does."""
     state = Run.inspect(output)
     if state.manifest is None:
         check_no_foreign_data(output)
@@ -157,25 +147,6 @@ def _resumable(
     noted = read_inputs(output, state.manifest)
     check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
     return state, noted
-
-
-def preview_output(plan: InputPlan, config: JobConfig) -> str:
-    """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
-    output = output_of(config)
-    if config.execution.shard is None:
-        check_not_sharded(output)
-    if config.output.if_exists == "overwrite":
-        return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    check_changes(plan, output)
-    state, noted = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
-    if state.manifest is None:
-        return f"a run would start it as configuration {config_hash(config)}"
-    index = OutputIndex.read(data_of(output), ignored=stale_files(state))
-    run_id = state.manifest["run_id"]
-    if plan.key != finished_key(output):
-        check_sources(output, noted, plan, index.files, {})
-        check_columns(output, plan, index.files)
-    return f"a run would resume run {run_id}"
 
 
 def begin_job(
@@ -234,9 +205,22 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
+        check_config_hash(output, old)
         changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration ({changes}): {REMEDY}")
     _check_same_weights(output, old, _target_quantization(config))
+
+
+def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
+    """Raise OutputDamaged if the recorded configuration is not the one that was written, as its hash tells.
+
+    Nothing tells for a record of another release, whose hash may be of other keys.
+    """
+    is_own_release = record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
+    if is_own_release and hash_of_dump(record["config"]) != record["config_hash"]:
+        raise OutputDamaged(
+            f"{output / RUN} is damaged (its configuration has another hash than it says): {RUN_REMEDY}"
+        )
 
 
 def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | None) -> None:
@@ -371,81 +355,3 @@ def files_key(output: StoragePath) -> str:
     for file, state in data.list_states("**/*.parquet").items():
         content.update(f"{file.text.removeprefix(data.text)} {state}\n".encode())
     return content.hexdigest()
-
-
-def check_changes(plan: InputPlan, output: StoragePath) -> None:
-    """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
-    changed, gone = plan.changes.changed, plan.changes.gone
-    if number := sum(map(len, [*changed.values(), *gone.values()])):
-        names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
-        rows = (
-            f"row {row} of {path}, which is gone" for path, row_numbers in gone.items() for row in np.sort(row_numbers)
-        )
-        names += islice(rows, MAX_NAMES)
-        raise OutputMismatch(
-            f"input changed since {output} was made from it: {number} rows of "
-            f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
-            "same ids (-i FILE --retry-errors)."
-        )
-    for path in plan.changes.rewritten:
-        log.info(
-            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
-            "answered ones keep their carried columns",
-            path,
-            output.display_path,
-        )
-
-
-def check_sources(
-    output: StoragePath,
-    recorded: Mapping[str, Fingerprint],
-    plan: InputPlan,
-    files: Iterable[StoragePath],
-    dropped: Mapping[StoragePath, Digests],
-) -> None:
-    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
-
-    Ids and source files of the output's rows are read only if there may be such rows.
-
-    Args:
-        recorded: the input files that the rows were made from.
-        files: the part files with the rows.
-        dropped: ids, by part file, whose rows the start removes.
-    """
-    contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
-    suspects: dict[str, Digests | None] = {
-        path: None  # any of its ids
-        for path, was in recorded.items()
-        if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
-    }
-    suspects |= plan.changes.absent
-    for file in files if suspects else ():
-        table = read_part(file, ["request_id", "source_file"])
-        for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
-            request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
-            is_other = plan.rows.contains(ids := digests(request_ids))
-            if (others := suspects[path]) is not None:
-                is_other &= isin(ids, others)
-            if file in dropped:
-                is_other &= ~isin(ids, dropped[file])
-            if is_other.any():
-                raise OutputMismatch(
-                    f"{output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
-                    f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
-                )
-
-
-def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StoragePath]) -> None:
-    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
-    there = schema_of(files)
-    if unread := plan.row_settings.intersection(unread_settings(there)):
-        raise OutputMismatch(
-            f"{output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
-            "Choose another output.path, or --overwrite."
-        )
-    following = as_stored(schema_after(there, plan.carried_fields))
-    if there.names and (columns := schema_differences(there, following)):
-        raise OutputMismatch(
-            f"{output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
-        )

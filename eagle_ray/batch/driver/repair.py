@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.claim import count_done, free_output, hold_free
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
-from eagle_ray.batch.driver.job_manifest import begin_job, remove_finished
+from eagle_ray.batch.driver.job_manifest import begin_job, check_config_hash, remove_finished
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
@@ -96,6 +96,7 @@ def _damage_of(output: StoragePath) -> str | None:
         manifest = Run.inspect(output).manifest
         if manifest is None:
             return f"there was no {RUN}"
+        check_config_hash(output, manifest)
         read_inputs(output, manifest)
     except OutputDamaged as error:
         return f"{str(error).partition(' (')[0]}; the content of {RUN} is kept in {DAMAGED_COPY}"
