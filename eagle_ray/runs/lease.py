@@ -25,7 +25,7 @@ A start makes its checks before it takes the lease, so that a refusal changes no
 
     lease = free_lease(output)       # raises OutputLocked
     ...                              # reads, and may raise
-    with held(lease):
+    with hold_lease(lease):
         ...
 """
 
@@ -82,7 +82,7 @@ def hold(
         on_loss: called from another thread when the lease is lost; ends what this process does in the context.
         after_loss: called right before the reason is raised; ends the effect of on_loss.
     """
-    with held(Lease.of(output, on_loss), after_loss) as lease:
+    with hold_lease(Lease.of(output, on_loss), after_loss) as lease:
         yield lease
 
 
@@ -98,7 +98,7 @@ def free_lease(output: StoragePath, on_loss: Callable[[], None] = do_nothing) ->
 
 
 @contextmanager
-def held(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Iterator[Lease]:
+def hold_lease(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Iterator[Lease]:
     """Take a lease and hold it, as `hold` does."""
     with wrap_os_errors(lease.output):
         lease.take()

@@ -102,7 +102,8 @@ def _check_length(metadata: pq.FileMetaData, num_bytes: int | None) -> None:
         return
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    end = max((_start_of(column) + column.total_compressed_size for column in columns), default=MAGIC_BYTES)
+    ends = [_start_of(column) + column.total_compressed_size for column in columns if column.total_compressed_size]
+    end = max(ends, default=MAGIC_BYTES)
     if end != num_bytes:
         raise pa.ArrowInvalid(f"it has {num_bytes:,} bytes before its footer, and {end:,} were written")
 

@@ -198,4 +198,5 @@ def test_rows_that_are_gone_are_named_by_their_ids(make_job: MakeJob, engine, tm
     with pytest.raises(OutputMismatch) as refused:
         run_job(config)
     place = "of .*in.jsonl, which is gone"
-    assert re.search(rf"'second' \(row 1 {place}\), 'third' \(row 2 {place}\), row 3 {place}\.", str(refused.value))
+    says = rf"row 1 {place} \(id 'second'\), row 2 {place} \(id 'third'\), row 3 {place}\."
+    assert re.search(says, str(refused.value))

@@ -88,7 +88,7 @@ def test_agents_of_a_raylet_that_has_ended_do_not_wait_for_the_gcs(own_node, mon
     (own_node.session / "logs" / "raylet.out").write_text("")
     process_watcher.report_raylet_error_logs(own_node.get_logs_dir_path(), None)
     assert len(published) == 1  # which takes a minute without a GCS
-    cluster._let_agents_end_at_once()
+    cluster.end_agents_with_raylet()
     process_watcher.report_raylet_error_logs(own_node.get_logs_dir_path(), None)
     assert len(published) == 1
 

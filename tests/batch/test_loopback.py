@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from eagle_ray.batch.driver import ray_environment
-from eagle_ray.batch.driver.cluster import check_loopback, job_config
+from eagle_ray.batch.driver.cluster import ModulePath, check_loopback
 from eagle_ray.batch.driver.ray_environment import (
     LOCAL,
     LOOPBACK_VARIABLES,
@@ -93,7 +93,7 @@ def no_token(monkeypatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(ray_environment, "_before", {})
+    monkeypatch.setattr(ray_environment, "variables_before", {})
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "writable", "of a user with a token"])
@@ -118,7 +118,7 @@ def test_a_hook_of_the_user_gets_the_environment_of_the_user(no_token, monkeypat
 def test_workers_of_ray_do_not_look_in_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["/scripts", *sys.path])
-    directories = job_config()._py_driver_sys_path
+    directories = ModulePath()
     directories.extend(["/scripts", str(tmp_path)])  # as Ray does
     assert directories == ["/scripts"]
 

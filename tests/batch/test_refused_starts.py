@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,6 @@ from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.runs.part_files import attempt_of, part_files
-from eagle_ray.storage import local
 from eagle_ray.storage.path import StoragePath
 from tests.support.jobs import PAIR
 from tests.support.starts import answered_prompts, append, rows
@@ -168,30 +168,27 @@ def overwrite_a_foreign_file(output: Output) -> list[str]:
     return ["--overwrite"]
 
 
+def refuse_writes(output: Output, refuses: Callable[[str], bool]) -> None:
+    """Let there be no room on the disk for files with these paths."""
+    flush = os.fsync
+
+    def refuse(number: int) -> None:
+        if refuses(os.readlink(f"/proc/self/fd/{number}")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(number)
+
+    output.monkeypatch.setattr(os, "fsync", refuse)
+
+
 def fill_the_disk(output: Output) -> list[str]:
-    """Every file that is written below the output is refused."""
-    write = local._write_synced
-
-    def refuse(temp: str, data: bytes, path: str, mode: int) -> None:
-        if path.startswith(str(output.path)):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-        write(temp, data, path, mode)
-
-    output.monkeypatch.setattr(local, "_write_synced", refuse)
+    refuse_writes(output, lambda path: path.startswith(str(output.path)))
     output.add_row()
     return []
 
 
 def fill_the_disk_at_the_record(output: Output) -> list[str]:
     """There is room for the list of input files, and then no more."""
-    write = local._write_synced
-
-    def refuse(temp: str, data: bytes, path: str, mode: int) -> None:
-        if path.endswith("_run.json"):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-        write(temp, data, path, mode)
-
-    output.monkeypatch.setattr(local, "_write_synced", refuse)
+    refuse_writes(output, lambda path: "_run.json" in path)
     output.add_row()
     return []
 

@@ -324,7 +324,7 @@ def test_a_run_whose_result_nobody_reads_is_not_restarted(job, tmp_path, warm_py
 
 
 def test_a_start_of_ray_without_a_reader_of_stderr_is_no_error(monkeypatch):
-    from eagle_ray.batch.driver.cluster import _silence_stderr
+    from eagle_ray.batch.driver.cluster import silence_stderr
 
     kept = os.dup(2)
     reader, writer = os.pipe()
@@ -334,7 +334,7 @@ def test_a_start_of_ray_without_a_reader_of_stderr_is_no_error(monkeypatch):
         handler = logging.StreamHandler(sys.stderr)
         monkeypatch.setattr(sys, "stderr", handler.stream)
         monkeypatch.setattr(logging.getLogger("eagle_ray"), "handlers", [handler])
-        with _silence_stderr():
+        with silence_stderr():
             logging.getLogger("eagle_ray").warning("starting Ray: 10 s")
     finally:
         os.dup2(kept, 2)

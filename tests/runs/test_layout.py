@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eagle_ray.batch.driver.claim import count_done
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.config import load_config

@@ -46,7 +46,7 @@ LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
-ASKED_TO_END = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
+SIGTERM_LINE = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
 LATEST = "session_latest"  # Ray's link to the directory of its latest session
 LOOPBACK_ADDRESS = "127.0.0.1"
 UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
@@ -73,24 +73,24 @@ def connect(address: str) -> None:
     take_ray_messages()
     try:
         with (
-            _silence_stderr(),
+            silence_stderr(),
             _preserve_sigterm(),
             _without_unused_processes(),
             log_while_waiting(waiting),
             time_limit(limit_s),
         ):
             if "://" not in address:
-                options = options | {"job_config": job_config()}
+                options = options | {"job_config": driver_config()}
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
         raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
         check_loopback(ray.util.get_node_ip_address())
-        _let_agents_end_at_once()
+        end_agents_with_raylet()
     check_not_interrupted()
 
 
-def _let_agents_end_at_once() -> None:
+def end_agents_with_raylet() -> None:
     """Let the agents of our raylet end with it.
 
     If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
@@ -98,7 +98,7 @@ def _let_agents_end_at_once() -> None:
     """
     logs = ray._private.worker._global_node.get_logs_dir_path()
     with suppress(OSError), open(os.path.join(logs, "raylet.out"), "a") as log_file:
-        log_file.write(ASKED_TO_END)
+        log_file.write(SIGTERM_LINE)
 
 
 class ModulePath(list[str]):
@@ -113,7 +113,7 @@ class ModulePath(list[str]):
         super().extend(directory for directory in directories if directory in there)
 
 
-def job_config() -> ray.job_config.JobConfig:
+def driver_config() -> ray.job_config.JobConfig:
     """Return the configuration of a driver whose workers look for modules where the driver does."""
     config = ray.job_config.JobConfig()
     config._py_driver_sys_path = ModulePath()
@@ -250,7 +250,7 @@ def _without_unused_processes() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_stderr() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
 
     Log lines of this package still appear.

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import count_done, hold_output
+from eagle_ray.batch.driver.claim import hold_output
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.job_manifest import begin_job
 from eagle_ray.batch.driver.settle import end_run

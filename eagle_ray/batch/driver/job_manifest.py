@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.batch.driver.input_index import PreviousRun
-from eagle_ray.config import JobConfig, changed_keys, config_hash, hash_of_dump, recorded, upgrade_config
+from eagle_ray.config import (
+    JobConfig,
+    changed_keys,
+    config_hash,
+    flatten_config,
+    hash_of_dump,
+    recorded,
+    upgrade_config,
+)
 from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import JobError, OutputDamaged, OutputMismatch
@@ -216,8 +224,11 @@ def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
 
     Nothing tells for a record of another release, whose hash may be of other keys.
     """
-    is_own_release = record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
-    if is_own_release and hash_of_dump(record["config"]) != record["config_hash"]:
+    dump = record["config"]
+    upgraded = upgrade_config(dump)
+    has_our_keys = upgraded is dump or flatten_config(upgraded | dump).keys() == flatten_config(upgraded).keys()
+    is_own_release = has_our_keys and record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
+    if is_own_release and hash_of_dump(dump) != record["config_hash"]:
         raise OutputDamaged(
             f"{output / RUN} is damaged (its configuration has another hash than it says): {RUN_REMEDY}"
         )

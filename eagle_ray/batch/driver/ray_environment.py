@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
@@ -38,8 +39,9 @@ SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store" 
 MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
 MAX_TMPDIR_BYTES = MAX_SOCKET_BYTES - len(SOCKET)
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp")
+MODULES = "PYTHONPATH"
 MODE = "RAY_AUTH_MODE"  # which Ray sets when it starts a cluster
-_before: dict[str, str | None] = {}  # what the user had set for the variables that were set here
+variables_before: dict[str, str | None] = {}  # what the user had set for the variables that were set here
 
 
 def prepare_ray_environment(address: str) -> str:
@@ -51,11 +53,11 @@ def prepare_ray_environment(address: str) -> str:
     address = resolve_address(address)
     variables = {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
     if address == LOCAL:
-        variables |= LOOPBACK_VARIABLES | _directory_variable() | _token_variable()
+        variables |= LOOPBACK_VARIABLES | _directory_variable() | _token_variable() | _module_variable()
     elif _is_on_loopback_alone(address):
         variables |= LOOPBACK_VARIABLES
     for name in (*variables, MODE):
-        _before.setdefault(name, os.environ.get(name))
+        variables_before.setdefault(name, os.environ.get(name))
     os.environ.update(variables)
     return address
 
@@ -64,8 +66,8 @@ def user_environment() -> dict[str, str]:
     """Return the environment as the user set it, for a command of the user: with our token it would reach no cluster
     of theirs.
     """
-    environment = dict(os.environ) | {name: value for name, value in _before.items() if value is not None}
-    return {name: value for name, value in environment.items() if _before.get(name, value) is not None}
+    environment = dict(os.environ) | {name: value for name, value in variables_before.items() if value is not None}
+    return {name: value for name, value in environment.items() if variables_before.get(name, value) is not None}
 
 
 def resolve_address(address: str) -> str:
@@ -112,6 +114,11 @@ def _directory_variable() -> dict[str, str]:
         return {}
     log.info("TMPDIR: %s. Ray keeps its files in %s/ray.", _problem_of(wanted), directory)
     return {TMPDIR: directory}
+
+
+def _module_variable() -> dict[str, str]:
+    """Return this process's module path if it was told to ignore PYTHONPATH (``python -I``): Ray's workers were not."""
+    return {MODULES: os.pathsep.join(module_directories())} if sys.flags.ignore_environment else {}
 
 
 def _token_variable() -> dict[str, str]:

@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import count_done, free_output, hold_free
+from eagle_ray.batch.driver.claim import free_output, hold_free
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
 from eagle_ray.batch.driver.job_manifest import begin_job, check_config_hash, remove_finished
 from eagle_ray.config import JobConfig, config_hash

@@ -1,4 +1,6 @@
-"""Checks of a start against what its output holds: the input's rows, the files that they came from, their columns.
+"""Checks of a start: what it would make of its output, and whether it may. They read, and write nothing.
+
+    check_start(plan).needs_rows       # True
 
 **Changed inputs**: a row of a changed file must be the one that it was, and none may be gone. Without an id column, an
 id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, has today's ids
@@ -12,20 +14,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 import pyarrow.compute as pc
 
+from eagle_ray.batch.driver.completeness import Completeness, count_done
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.batch.driver.job_manifest import REMEDY, finished_key, resumable
+from eagle_ray.batch.driver.job_manifest import REMEDY, EarlierRun, check_run, finished_key, resumable
+from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import Fingerprint, check_not_sharded, content_of, data_of, output_of
-from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.part_files import as_stored, part_files, read_part, schema_after, schema_of
-from eagle_ray.runs.row_index import EMPTY, Digests, Table, digests, isin
+from eagle_ray.runs.layout import Fingerprint, check_claim, check_not_sharded, content_of, data_of, output_of
+from eagle_ray.runs.output_index import OutputIndex, error_ids, own_files, rows_by_id
+from eagle_ray.runs.part_files import as_stored, check_part, part_files, read_part, schema_after, schema_of
+from eagle_ray.runs.row_index import EMPTY, INDEX, Digests, Table, digests, isin
 from eagle_ray.runs.run import stale_files
 from eagle_ray.storage.path import StoragePath
 
@@ -73,36 +78,35 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
 
 
 def _names_of_gone(gone: Mapping[str, Table], output: StoragePath) -> Iterator[str]:
-    """Yield the id and the place of each row that is gone from its file, those with a known id first.
+    """Yield the place of each row that is gone from its file, and its id, those with a known id first.
 
     The index has digests of ids. The ids themselves are in the output, if the rows were answered.
     """
     wanted = np.sort(np.concatenate([rows["id"] for rows in gone.values()])) if gone else EMPTY
     ids = _answered_ids(output, wanted)
-    places = [
-        (ids.get(each), path, row) for path, rows in gone.items() for each, row in zip(*_by_row(rows), strict=True)
-    ]
-    for request_id, path, row in sorted(places, key=lambda place: place[0] is None):
-        place = f"row {row} of {path}, which is gone"
-        yield place if request_id is None else f"{request_id!r} ({place})"
-
-
-def _by_row(rows: Table) -> tuple[list[bytes], list[int]]:
-    order = np.argsort(rows["row"], kind="stable")
-    return rows["id"][order].tolist(), rows["row"][order].tolist()
+    without_id = []
+    for path, rows in gone.items():
+        for index in np.argsort(rows["row"], kind="stable"):
+            place = f"row {rows['row'][index]} of {path}, which is gone"
+            request_id = ids.get(rows["id"][index].item())
+            if request_id is None:
+                without_id.append(place)
+            else:
+                yield f"{place} (id {request_id!r})"
+    yield from without_id
 
 
 def _answered_ids(output: StoragePath, wanted: Digests) -> dict[bytes, str]:
     """Return a few of these ids, by digest, that the output has rows of."""
-    found: dict[bytes, str] = {}
+    answered: dict[bytes, str] = {}
     with suppress(OutputDamaged, OSError):  # the places of the rows say enough
         for file in part_files(data_of(output)) if len(wanted) else ():
             ids = read_part(file, ["request_id"])["request_id"].to_pylist()
             known = digests(ids)
-            found |= {known[i].item(): ids[i] for i in np.flatnonzero(isin(known, wanted)).tolist()}
-            if len(found) >= MAX_NAMES:
-                return found
-    return found
+            answered |= {known[i].item(): ids[i] for i in np.flatnonzero(isin(known, wanted)).tolist()}
+            if len(answered) >= MAX_NAMES:
+                return answered
+    return answered
 
 
 def check_sources(
@@ -157,3 +161,76 @@ def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StorageP
         raise OutputMismatch(
             f"{output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStart:
+    """A start that has passed every check, and has written nothing yet.
+
+    Attributes:
+        earlier: what the output holds.
+        index: the ids in its files; None if the output was found complete for this input.
+        missing: what the files hold if rows are to be generated; None if they are to be counted first.
+        errors: ids of the error rows to drop, by file.
+        needs_rows: whether rows are to be generated.
+    """
+
+    earlier: EarlierRun
+    index: OutputIndex | None = None
+    missing: Completeness | None = None
+    errors: Mapping[StoragePath, Digests] = field(default_factory=dict)
+    needs_rows: bool = False
+
+
+def check_start(plan: JobPlan) -> CheckedStart:
+    """Make every check of a start. It only reads, so a start that is refused changes nothing.
+
+    Raises OutputMismatch if the output is another job's, OutputDamaged, InputChanged, and ConfigError if the models
+    cannot work here.
+    """
+    output, input_plan = plan.output, plan.input
+    check_claim(plan.config)
+    check_changes(input_plan, output)
+    earlier = check_run(plan.config, input_plan.fingerprints, input_plan.changes.accepted)
+    input_plan.check_unchanged()
+    is_resumed = earlier.state.manifest is not None and not plan.overwrites
+    stale = stale_files(earlier.state) if is_resumed else []
+    is_finished = plan.is_finished and finished_key(output) == input_plan.key
+    if is_finished and not plan.retry_errors:
+        return CheckedStart(earlier)
+
+    index = OutputIndex.read(data_of(output), output / INDEX, ignored={*stale, *earlier.erased})
+    errors = _error_rows(index, input_plan) if plan.retry_errors else {}
+    if is_finished and not errors:
+        return CheckedStart(earlier)
+    if is_resumed and earlier.state.is_complete:
+        for file in index.unknown:  # of which only the ids were read
+            check_part(file)
+
+    if is_resumed:
+        check_sources(output, earlier.inputs, input_plan, index.files, errors)
+    there = count_done(input_plan.rows, index)
+    if not errors:
+        log.info("%d rows asked for, %d already there", there.num_rows, there.num_done_rows)
+    needs_rows = bool(errors) or there.num_done_rows < there.num_rows
+    if needs_rows:
+        plan.log_settings()
+        if is_resumed:
+            check_columns(output, input_plan, [file for file in index.files if _keeps_rows(file, errors)])
+        plan.check_models()
+    return CheckedStart(earlier, index, None if errors else there, errors, needs_rows)
+
+
+def _error_rows(index: OutputIndex, plan: InputPlan) -> dict[StoragePath, Digests]:
+    """Return the ids of the plan's error rows by file, each file read whole. Error rows of other inputs stay."""
+    errors = {}
+    for file in index.files:
+        wrong = error_ids(file)
+        if len(wrong := wrong[plan.rows.contains(wrong)]):
+            check_part(file)
+            errors[file] = wrong
+    return errors
+
+
+def _keeps_rows(file: StoragePath, errors: Mapping[StoragePath, Digests]) -> bool:
+    return file not in errors or len(rows_by_id(file, 0)["id"]) > len(errors[file])
