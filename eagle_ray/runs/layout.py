@@ -41,7 +41,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
+from eagle_ray.config import JobConfig, changed_keys, config_hash, is_hash_of_another, recorded, upgrade_config
 from eagle_ray.config.job import parse_shard
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
@@ -59,6 +59,7 @@ SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 SHARD_PLAN = "_shards.json"
 SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
+PLAN_REMEDY = "delete it, and the next shard writes it again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
 _WORD = 8  # bytes of a digest that are read as a number
 INPUTS = "_inputs-{}.json"
@@ -210,7 +211,8 @@ def claim_output(config: JobConfig) -> None:
         return
     shard = JobShard.of(config.execution.shard)
     with wrap_os_errors(root):
-        (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
+        plan = {"count": shard.count, "config": recorded(config), "config_hash": config_hash(config)}
+        (root / SHARD_PLAN).create(json_bytes(plan))
         if read_shard_plan(root) is None:
             raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
         _check_shard(root, shard, config)  # another shard, or a run without shards, that began after the first look
@@ -224,6 +226,9 @@ def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
             f"--shard i/{plan['count']}. {SHARDS_REMEDY} with {shard.count} shards."
         )
     if plan is not None and (keys := changed_keys(upgrade_config(plan["config"]), recorded(config))):
+        if (written := plan.get("config_hash")) and is_hash_of_another(plan["config"], written):
+            reason = "its config is not what config_hash says"
+            raise OutputDamaged(f"{root / SHARD_PLAN} is damaged ({reason}): {PLAN_REMEDY}")
         raise OutputMismatch(
             f"{root} belongs to shards of another configuration, which differs in {', '.join(keys)}. {SHARDS_REMEDY}."
         )
@@ -245,7 +250,7 @@ def read_shard_plan(root: StoragePath) -> dict[str, Any] | None:
 
     Raises OutputDamaged if the file cannot be read.
     """
-    return read_record(root / SHARD_PLAN, ShardPlanRecord, "delete it, and the next shard writes it again")
+    return read_record(root / SHARD_PLAN, ShardPlanRecord, PLAN_REMEDY)
 
 
 def _check_unsharded_rows(root: StoragePath, shard: JobShard) -> None:

@@ -125,7 +125,10 @@ def is_damage(error: Exception) -> bool:
 
 def damage_text(file: object, error: Exception) -> str:
     """Return what is wrong with a part file of a run, and what to do."""
-    return f"{file} is damaged ({one_line(error)}): delete it, and the command of its run makes its rows again"
+    return (
+        f"{file} is damaged ({one_line(error)}): put it back from a copy, or delete it, and the command of its run "
+        "makes its rows again"
+    )
 
 
 class SingleThreadedParquetFile(pq.ParquetFile):

@@ -28,8 +28,7 @@ from eagle_ray.config import (
     JobConfig,
     changed_keys,
     config_hash,
-    flatten_config,
-    hash_of_dump,
+    is_hash_of_another,
     recorded,
     upgrade_config,
 )
@@ -224,11 +223,8 @@ def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
 
     Nothing tells for a record of another release, whose hash may be of other keys.
     """
-    dump = record["config"]
-    upgraded = upgrade_config(dump)
-    has_our_keys = upgraded is dump or flatten_config(upgraded | dump).keys() == flatten_config(upgraded).keys()
-    is_own_release = has_our_keys and record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
-    if is_own_release and hash_of_dump(dump) != record["config_hash"]:
+    is_own_release = record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
+    if is_own_release and is_hash_of_another(record["config"], record["config_hash"]):
         raise OutputDamaged(
             f"{output / RUN} is damaged (its configuration has another hash than it says): {RUN_REMEDY}"
         )

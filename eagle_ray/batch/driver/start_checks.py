@@ -27,7 +27,7 @@ from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import Fingerprint, check_claim, check_not_sharded, content_of, data_of, output_of
+from eagle_ray.runs.layout import Fingerprint, check_claim, content_of, data_of, output_of
 from eagle_ray.runs.output_index import OutputIndex, error_ids, own_files, rows_by_id
 from eagle_ray.runs.part_files import as_stored, check_part, part_files, read_part, schema_after, schema_of
 from eagle_ray.runs.row_index import EMPTY, INDEX, Digests, Table, digests, isin
@@ -40,8 +40,7 @@ log = logging.getLogger("eagle_ray")
 def preview_output(plan: InputPlan, config: JobConfig) -> str:
     """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
     output = output_of(config)
-    if config.execution.shard is None:
-        check_not_sharded(output)
+    check_claim(config)
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
     check_changes(plan, output)
