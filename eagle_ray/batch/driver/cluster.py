@@ -96,8 +96,9 @@ def end_agents_with_raylet() -> None:
     If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
     gone, too, and they would try for a minute.
     """
-    logs = ray._private.worker._global_node.get_logs_dir_path()
-    with suppress(OSError), open(os.path.join(logs, "raylet.out"), "a") as log_file:
+    node: Any = ray._private.worker._global_node
+    log_path = os.path.join(node.get_logs_dir_path(), "raylet.out")
+    with suppress(OSError), open(log_path, "a") as log_file:
         log_file.write(SIGTERM_LINE)
 
 
@@ -292,7 +293,8 @@ def end_ray(keeps_logs: bool) -> None:
 
     keeps_logs: leave the files of the session, in which its logs are.
     """
-    session = ray._private.worker._global_node.get_session_dir_path() if is_own_cluster() else None
+    node: Any = ray._private.worker._global_node
+    session = node.get_session_dir_path() if is_own_cluster() else None
     ray.shutdown()
     if session is None or keeps_logs:
         return
