@@ -311,7 +311,7 @@ class Run:
 def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
     """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage.
 
-    The manifest is the one write that decides: if it fails, the directory is as it was. ``_SUCCESS`` goes after it.
+    The manifest is the one write that decides. ``_SUCCESS`` goes after it. If either fails, the manifest is as it was.
     """
     output = state.output
     manifest = {**(state.manifest or new_manifest()), **facts}
@@ -326,13 +326,27 @@ def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
     manifest["attempts"] = [*manifest["attempts"], this_attempt]
     if names := [name for name in manifest.pop(ERASED, ()) if (data_of(output) / name).exists()]:
         manifest[ERASED] = names
-    write_manifest(replace(state, manifest=manifest))
-    for directory in (root_of(output), output):  # the whole output's, and the shard's
-        (directory / SUCCESS).remove()
+    with _put_back_on_error(output / RUN):
+        write_manifest(replace(state, manifest=manifest))
+        for directory in (root_of(output), output):  # the whole output's, and the shard's
+            (directory / SUCCESS).remove()
     data_of(output).make_directory()
     for directory in (output, data_of(output)):
         directory.remove_temporary()
     return Run(output, manifest["run_id"], manifest["attempt"], manifest.get("config_hash", ""))
+
+
+@contextmanager
+def _put_back_on_error(file: StoragePath) -> Iterator[None]:
+    """Put back what the file held if the storage fails, as where files may be written and not deleted."""
+    before = file.read_bytes() if file.exists() else None
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            if before is not None and file.read_bytes() != before:
+                file.write_atomic(before)
+        raise
 
 
 def is_current(state: RunState) -> bool:

@@ -77,7 +77,7 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
 
 
 def _names_of_gone(gone: Mapping[str, Table], output: StoragePath) -> Iterator[str]:
-    """Yield the place of each row that is gone from its file, and its id, those with a known id first.
+    """Yield the id of each row that is gone from its file, and its place; after those the rows without a known id.
 
     The index has digests of ids. The ids themselves are in the output, if the rows were answered.
     """
@@ -91,7 +91,7 @@ def _names_of_gone(gone: Mapping[str, Table], output: StoragePath) -> Iterator[s
             if request_id is None:
                 without_id.append(place)
             else:
-                yield f"{place} (id {request_id!r})"
+                yield f"{request_id} ({place})"
     yield from without_id
 
 
