@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import NoReturn
 
 from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
+from eagle_ray.core.start_log import open_streams
 
 INTERRUPTED = 130  # job_errors has it, and imports much
 
 
 def command() -> int:
     """Run the command of this process. It may be interrupted while its modules are imported, too."""
+    open_streams()
     try:
         with interruptible():
             from eagle_ray.cli.main import main
@@ -20,7 +22,8 @@ def command() -> int:
             code = main()
     except KeyboardInterrupt:
         ignore_until_exit()
-        print("eagle-ray: interrupted", file=sys.stderr)
+        with suppress(OSError):  # nothing reads it
+            print("eagle-ray: interrupted", file=sys.stderr)
         return INTERRUPTED
     if "ray" in sys.modules:
         _end_at_once(code)

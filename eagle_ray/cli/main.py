@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
-import os
 import re
 import resource
 import signal
@@ -34,9 +33,10 @@ from importlib import import_module
 
 from eagle_ray import __version__
 from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
-from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
+from eagle_ray.core.start_log import Stderr, Stdout, StdoutClosed, StdoutError, discard_stdout, open_streams
 from eagle_ray.runs.job_errors import (
     CONFIGURATION,
+    DONE,
     EXPECTED_ERRORS,
     INTERRUPTED,
     PERMANENT,
@@ -46,6 +46,7 @@ from eagle_ray.runs.job_errors import (
     outcome_of,
 )
 
+CLUSTER = "eagle_ray.batch.driver.cluster"  # imports Ray
 COMMANDS = {  # command: (its module, which has a function add_COMMAND, and what it does)
     "demo": ("job_commands", "the embedded pair on bundled prompts: CPU, no network"),
     "run": ("job_commands", "generate completions for every row of the input"),
@@ -78,23 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: None for this process's own, which ends with the command.
     """
-    _print_anything()
+    _print_anything(is_own_process=argv is None)
     args = _parse(argv)
-    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = Stdout.over(sys.stdout)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
+    code = None
     try:
         code = _exit_code_of(args)
         return _code_for_supervisor(code) if getattr(args, "exit_zero_if_permanent", False) else code
     finally:
         if argv is None:
             ignore_until_exit()
-            _end_ray()
+            _end_ray(keeps_logs=code != DONE.code)
 
 
-def _end_ray() -> None:
-    """End or leave the cluster, if Ray was imported. Ray itself would first wait for log lines that we do not show."""
-    if "ray" in sys.modules:
+def _end_ray(keeps_logs: bool) -> None:
+    """End or leave the cluster, if Ray was imported. Ray itself would first wait for log lines that we do not show.
+
+    The logs of a cluster of our own are kept if the command has failed.
+    """
+    if CLUSTER in sys.modules:
+        sys.modules[CLUSTER].end_ray(keeps_logs)
+    elif "ray" in sys.modules:
         sys.modules["ray"].shutdown()
 
 
@@ -106,8 +111,9 @@ def _exit_code_of(args: argparse.Namespace) -> int:
         with interruptible():
             code = args.command(args)
         sys.stdout.flush()
-        return code
-    except BrokenPipeError:
+        has_lost_reader = code == DONE.code and getattr(sys.stdout, "has_lost_reader", False)
+        return _end_quietly() if has_lost_reader else code
+    except StdoutClosed:
         return _end_quietly()
     except StdoutError as error:
         discard_stdout()
@@ -133,15 +139,18 @@ def _code_for_supervisor(code: int) -> int:
     return 0
 
 
-def _print_anything() -> None:
+def _print_anything(is_own_process: bool) -> None:
     """Print characters that the terminal's encoding lacks as escapes; completions may be in any script.
 
-    Output to a closed stream (``>&-``) is discarded.
+    Output to a closed stream (``>&-``) is discarded, and so is the log once nothing reads it.
     """
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+        if is_own_process:
+            sys.stdout = Stdout.over(sys.stdout)
+    if is_own_process and isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = Stderr.over(sys.stderr)
 
 
 def _end_quietly() -> int:

@@ -40,7 +40,7 @@ from eagle_ray.report.summary import as_text
 from eagle_ray.report.text import run_table, side_by_side_table
 from eagle_ray.requests.answers import COLUMNS, Spell, output_line
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.runs.layout import REPORT, RUN, SUCCESS, SUMMARY, data_of, read_derived_record, read_inputs
+from eagle_ray.runs.layout import REPORT, RUN, SUMMARY, data_of, read_derived_record, read_inputs
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import has_column, read_tables, stored_schema
 from eagle_ray.runs.run import Run
@@ -100,9 +100,10 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
 
 def load_summary(output: StoragePath) -> dict[str, Any]:
     """Return ``_summary.json`` of a finished run, or compute it now for another. Raises ConfigError."""
-    record = state_of(output).record
-    if (output / SUCCESS).exists() and (summary := stored_summary(output)):
+    state = state_of(output)
+    if state.is_complete and (summary := stored_summary(output)):
         return summary
+    record = state.record
     return summarize_run(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
 
 
@@ -234,10 +235,11 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
     target, unless it is the run's own file. Raises ConfigError, and OutputDamaged for a file that cannot be read.
     """
-    record, data = state_of(run).record, data_of(run)
+    state, data = state_of(run), data_of(run)
+    record = state.record
     if target is not None:
         _check_free(target, run, record, overwrite)
-    if not partial and not (run / SUCCESS).exists():
+    if not partial and not state.is_complete:
         raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
     _check_whole(run, 0 if partial else _num_recorded_rows(run))
     lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)

@@ -23,9 +23,9 @@ from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.assembly.hub import check_models, cpu_model_len, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.assembly.load_models import check_device, runs_on_gpu
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of, row_settings_line
-from eagle_ray.batch.driver.job_manifest import preview_output
 from eagle_ray.batch.driver.job_plan import plan_for_validation
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
+from eagle_ray.batch.driver.start_checks import preview_output
 from eagle_ray.batch.reader.input_columns import CarriedColumn
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened

@@ -16,7 +16,14 @@ from eagle_ray.config.job import (
     SpeculativeConfig,
 )
 from eagle_ray.config.load import load_config, load_serve_config, load_train_config
-from eagle_ray.config.records import changed_keys, config_hash, flatten_config, recorded, upgrade_config
+from eagle_ray.config.records import (
+    changed_keys,
+    config_hash,
+    flatten_config,
+    is_hash_of_another,
+    recorded,
+    upgrade_config,
+)
 from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
@@ -38,6 +45,7 @@ __all__ = [
     "changed_keys",
     "config_hash",
     "flatten_config",
+    "is_hash_of_another",
     "load_config",
     "load_serve_config",
     "load_train_config",

@@ -168,10 +168,11 @@ class FingerprintsRecord(RootModel[dict[str, FingerprintRecord]]):
 
 
 class ShardPlanRecord(Record):
-    """``_shards.json``."""
+    """``_shards.json``. config_hash: None in older records."""
 
     count: PositiveInt
     config: dict[str, Any]
+    config_hash: str | None = None
 
 
 class EstimateRecord(Record):
@@ -292,9 +293,24 @@ def config_hash(config: JobConfig) -> str:
 
     Keys of _ADDED count if they are set, so that rows of older releases have the hash of their configuration still.
     """
-    compared = _compared(config.model_dump(mode="json"))
+    return hash_of_dump(config.model_dump(mode="json"))
+
+
+def hash_of_dump(dump: dict) -> str:
+    """Return config_hash of the configuration with this dump, which this release has made."""
+    compared = _compared(dump)
     set_keys = {key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]}
     return hashlib.sha256(json.dumps(set_keys, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_hash_of_another(dump: dict, written_hash: str) -> bool:
+    """Return whether a dump of this release is not the one whose hash was written with it: then it is damaged.
+
+    A dump with the keys of another release tells nothing, since its hash may be of other keys.
+    """
+    upgraded = upgrade_config(dump)
+    has_our_keys = upgraded is dump or flatten_config(upgraded | dump).keys() == flatten_config(upgraded).keys()
+    return has_our_keys and hash_of_dump(dump) != written_hash
 
 
 def upgrade_config(dump: dict) -> dict:

@@ -18,6 +18,26 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+# Python puts '' first for `-c`, and a user's copy.py or random.py may be in the working directory.
+WITHOUT_WORKING_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path); "
+
+
+def module_directories() -> list[str]:
+    """Return the directories in which this process looks for modules, as another process can use them."""
+    return [os.path.abspath(directory) for directory in sys.path]
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python process that runs the code. Its environment is child_environment's.
+
+    It looks for modules where this process does, and not in the working directory unless this process does.
+    """
+    return [sys.executable, "-c", WITHOUT_WORKING_DIRECTORY + code, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment, with its module path."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(module_directories())}
 
 
 def start_child(
@@ -42,8 +62,8 @@ def start_child(
     here, there = Pipe()
     with there, _sigint_blocked():
         process = subprocess.Popen(
-            [sys.executable, "-c", command, name, argument, str(there.fileno())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(environment or {}),
+            python_command(command, name, argument, str(there.fileno())),
+            env=child_environment() | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno(), *files],
             start_new_session=is_apart,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -39,13 +40,20 @@ class StdoutError(OSError):
     """Stdout cannot be written, as on a full disk."""
 
 
+class StdoutClosed(BrokenPipeError):
+    """The reader of stdout has gone, as after ``| head``. Another file or socket may raise BrokenPipeError, too."""
+
+
 class Stdout(io.TextIOWrapper):
     """A stdout whose errors cannot be taken for those of another file.
 
-    before: it writes where this one does, and would close the file with its own end.
+    Attributes:
+        before: it writes where this one does, and would close the file with its own end.
+        has_lost_reader: whether a write has found that nothing reads it.
     """
 
     before: io.TextIOWrapper
+    has_lost_reader = False
 
     @classmethod
     def over(cls, stdout: io.TextIOWrapper) -> Stdout:
@@ -55,39 +63,115 @@ class Stdout(io.TextIOWrapper):
         return wrapper
 
     def write(self, text: str, /) -> int:
-        with stdout_errors():
+        with self._errors():
             return super().write(text)
 
     def flush(self) -> None:
-        with stdout_errors():
+        with self._errors():
             super().flush()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with stdout_errors():
+                yield
+        except StdoutClosed:
+            self.has_lost_reader = True
+            raise
+
+
+class Stderr(io.TextIOWrapper):
+    """A stderr that never fails. What cannot be written is lost, and so is all that follows.
+
+    Attributes:
+        before: as that of Stdout.
+    """
+
+    before: io.TextIOWrapper
+
+    @classmethod
+    def over(cls, stderr: io.TextIOWrapper) -> Stderr:
+        """Return one that writes where this one does."""
+        wrapper = cls(stderr.buffer, stderr.encoding, stderr.errors, line_buffering=True)
+        wrapper.before = stderr
+        return wrapper
+
+    @classmethod
+    def of(cls, number: int) -> Stderr:
+        """Return one that writes to the open file of this number, and closes it."""
+        return cls(os.fdopen(number, "wb"), errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            send_to_nowhere(self.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            send_to_nowhere(self.fileno())
+            super().flush()
+
+
+def open_streams() -> None:
+    """Let stdin, stdout and stderr go to nowhere where the shell has closed them (``2>&-``).
+
+    Otherwise the next file that is opened has their number, and gets what is meant for them.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            send_to_nowhere(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def send_to_nowhere(number: int) -> None:
+    """Let the file of this number be /dev/null, from now on and for processes that are started."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    os.set_inheritable(number, True)
 
 
 @contextmanager
 def stdout_errors() -> Iterator[None]:
-    """Raise StdoutError for an error in writing to stdout, except for a reader that has gone."""
+    """Raise StdoutError for an error in writing to stdout, StdoutClosed for a reader that has gone."""
     try:
         yield
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError as error:
+        raise StdoutClosed(error.errno, error.strerror) from None
     except OSError as error:
         raise StdoutError(error.errno, error.strerror) from None
 
 
 def print_result(text: str) -> None:
-    """Print what is stored elsewhere, too. A stdout that cannot be written, as on a full disk, is one warning."""
+    """Print what is stored elsewhere, too. A stdout that cannot be written, as on a full disk, is one warning; without
+    a reader it is discarded.
+    """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        log.warning("stdout cannot be written: %s", error.strerror)
+        if not isinstance(error, BrokenPipeError):
+            log.warning("stdout cannot be written: %s", error.strerror)
         discard_stdout()
 
 
 def discard_stdout() -> None:
     """Send stdout, and what it has buffered, to nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    send_to_nowhere(sys.stdout.fileno())
+
+
+def has_reader(number: int) -> bool:
+    """Return whether the pipe of this number has a reader; other files have one."""
+    poll = select.poll()
+    poll.register(number, 0)
+    return all(not events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
 
 @contextmanager

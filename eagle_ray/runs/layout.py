@@ -41,7 +41,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
+from eagle_ray.config import JobConfig, changed_keys, config_hash, is_hash_of_another, recorded, upgrade_config
 from eagle_ray.config.job import parse_shard
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
@@ -59,6 +59,7 @@ SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 SHARD_PLAN = "_shards.json"
 SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
+PLAN_REMEDY = "delete it, and the next shard writes it again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
 _WORD = 8  # bytes of a digest that are read as a number
 INPUTS = "_inputs-{}.json"
@@ -189,36 +190,49 @@ def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it i
         return None
 
 
-def claim_output(config: JobConfig) -> None:
-    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards.
-
-    The first shard of an output claims it. Raises ConfigError if it cannot be written.
-    """
+def check_claim(config: JobConfig) -> None:
+    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards."""
     root = root_of(output_of(config))
     with wrap_os_errors(root):
         if config.execution.shard is None:
             check_not_sharded(root)
         else:
-            _claim_for_shard(root, JobShard.of(config.execution.shard), config)
+            _check_shard(root, JobShard.of(config.execution.shard), config)
 
 
-def _claim_for_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
-    if read_shard_plan(root) is None:
-        _check_unsharded_rows(root, shard)
-        (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
+def claim_output(config: JobConfig) -> None:
+    """Claim the output for its shards, if this is the first one. Raises as check_claim does.
+
+    Raises ConfigError if it cannot be written.
+    """
+    check_claim(config)
+    root = root_of(output_of(config))
+    if config.execution.shard is None or read_shard_plan(root) is not None:
+        return
+    shard = JobShard.of(config.execution.shard)
+    with wrap_os_errors(root):
+        plan = {"count": shard.count, "config": recorded(config), "config_hash": config_hash(config)}
+        (root / SHARD_PLAN).create(json_bytes(plan))
+        if read_shard_plan(root) is None:
+            raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
+        _check_shard(root, shard, config)  # another shard, or a run without shards, that began after the first look
+
+
+def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
     plan = read_shard_plan(root)
-    if plan is None:
-        raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
-    if plan["count"] != shard.count:
+    if plan is not None and plan["count"] != shard.count:
         raise OutputMismatch(
             f"{root} is written in {plan['count']} shards, and --shard {shard} has {shard.count}. Use "
             f"--shard i/{plan['count']}. {SHARDS_REMEDY} with {shard.count} shards."
         )
-    if keys := changed_keys(upgrade_config(plan["config"]), recorded(config)):
+    if plan is not None and (keys := changed_keys(upgrade_config(plan["config"]), recorded(config))):
+        if (written := plan.get("config_hash")) and is_hash_of_another(plan["config"], written):
+            reason = "its config is not what config_hash says"
+            raise OutputDamaged(f"{root / SHARD_PLAN} is damaged ({reason}): {PLAN_REMEDY}")
         raise OutputMismatch(
             f"{root} belongs to shards of another configuration, which differs in {', '.join(keys)}. {SHARDS_REMEDY}."
         )
-    _check_unsharded_rows(root, shard)  # a run without shards that began between the first look and the claim
+    _check_unsharded_rows(root, shard)
 
 
 def check_not_sharded(root: StoragePath) -> None:
@@ -236,7 +250,7 @@ def read_shard_plan(root: StoragePath) -> dict[str, Any] | None:
 
     Raises OutputDamaged if the file cannot be read.
     """
-    return read_record(root / SHARD_PLAN, ShardPlanRecord, "delete it, and the next shard writes it again")
+    return read_record(root / SHARD_PLAN, ShardPlanRecord, PLAN_REMEDY)
 
 
 def _check_unsharded_rows(root: StoragePath, shard: JobShard) -> None:
@@ -301,7 +315,7 @@ def _totals(inputs: Mapping[str, Fingerprint]) -> dict[str, int]:
 def _damaged(output: StoragePath, file: StoragePath, reason: str) -> OutputDamaged:
     return OutputDamaged(
         f"{file} is damaged ({reason}). It has the input files of {output}: put it back from a copy, record them as "
-        "they are now with eagle-ray repair, choose another output.path, or start again with --overwrite."
+        "they are now with eagle-ray repair, or choose another output.path."
     )
 
 

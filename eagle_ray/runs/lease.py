@@ -20,6 +20,13 @@ After OUTAGE_S the holder gives up with a transient error.
 
     with hold(StoragePath.of("s3://bucket/runs/a"), on_loss=interrupt) as lease:
         lease.check()
+
+A start makes its checks before it takes the lease, so that a refusal changes nothing, not even the lock:
+
+    lease = free_lease(output)       # raises OutputLocked
+    ...                              # reads, and may raise
+    with hold_lease(lease):
+        ...
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ from uuid import uuid4
 import psutil
 
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
-from eagle_ray.runs.layout import wrap_os_errors
+from eagle_ray.runs.layout import RUN, wrap_os_errors
 from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
 from eagle_ray.storage.store import FileVersion, check_bucket, disable_extended_retries, is_bucket_missing
 
@@ -53,6 +60,7 @@ OUTAGE_S = 600.0  # a holder that could not renew for so long stops
 POLL_S = 1.0
 CHANGES_OF_THE_LIVING = 2  # a dead holder may have one PUT under way, no more
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
+MAX_LOCK_BYTES = 1024  # of a lock file: the name of a process
 
 SAME_START_S = 1.5  # start times of one process that are read at different times: the system's are rounded
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -74,8 +82,25 @@ def hold(
         on_loss: called from another thread when the lease is lost; ends what this process does in the context.
         after_loss: called right before the reason is raised; ends the effect of on_loss.
     """
+    with hold_lease(Lease.of(output, on_loss), after_loss) as lease:
+        yield lease
+
+
+def free_lease(output: StoragePath, on_loss: Callable[[], None] = do_nothing) -> Lease:
+    """Return the lease of a run directory, which no live process holds now. Nothing is written.
+
+    Raises OutputLocked if another process holds it.
+    """
     lease = Lease.of(output, on_loss)
     with wrap_os_errors(output):
+        lease.wait_until_free()
+    return lease
+
+
+@contextmanager
+def hold_lease(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Iterator[Lease]:
+    """Take a lease and hold it, as `hold` does."""
+    with wrap_os_errors(lease.output):
         lease.take()
     try:
         yield lease
@@ -98,6 +123,8 @@ class Lease:
         self.lost: JobError | None = None
         self.holder = ""  # of another process, as the last try has found it
         self._handle: int | None = None
+        self._content = b""  # of the lock file before this process took it
+        self._is_new = False  # whether this process has made the lock file
 
     @staticmethod
     def of(output: StoragePath, on_loss: Callable[[], None] = do_nothing) -> Lease:
@@ -107,28 +134,53 @@ class Lease:
         """Take the lease if it is free or stale; return whether this process holds it. Does not wait."""
         self.output.make_directory()
         path = str(self.output / LOCK)
+        is_new = not os.path.exists(path)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600 if self.output.is_private else 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_at(path, handle):  # deleted meanwhile: other processes lock another file
                 os.close(handle)
                 return self.try_take()
-            os.ftruncate(handle, 0)
-            os.write(handle, _myself().encode())
+            content = os.pread(handle, MAX_LOCK_BYTES, 0)
+            _overwrite(handle, _myself().encode())
         except BlockingIOError:
-            self.holder = os.pread(handle, 1024, 0).decode(errors="replace").strip()
+            self.holder = _text_in(handle)
             os.close(handle)
             return False
         except BaseException:
             os.close(handle)
             raise
         self._handle = handle
+        self._content = content
+        self._is_new = is_new
         return True
+
+    def is_free(self) -> bool:
+        """Return whether the lease is free or stale. Nothing is written."""
+        try:
+            handle = os.open(str(self.output / LOCK), os.O_RDONLY)
+        except OSError:  # no lock yet, or one that try_take names
+            return True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            self.holder = _text_in(handle)
+            return False
+        finally:
+            os.close(handle)
+
+    def wait_until_free(self) -> None:
+        """Wait as `take` does, without taking the lease. Raises OutputLocked if the holder is alive."""
+        self._wait_for(self.is_free)
 
     def take(self) -> None:
         """Take the lease, waiting for a silent holder's to become stale. Raises OutputLocked if the holder is alive."""
+        self._wait_for(self.try_take)
+
+    def _wait_for(self, attempt: Callable[[], bool]) -> None:
         is_waiting = False
-        while not self.try_take():
+        while not attempt():
             if self.is_holder_alive():
                 holder = self.holder or "another driver"
                 raise OutputLocked(f"{self.output} is being written by {holder}: wait for it to end")
@@ -145,8 +197,16 @@ class Lease:
         """Return if no other process can hold the lease now. Waits while that is uncertain; raises if it is lost."""
 
     def release(self) -> None:
-        """Give the lease back if this process holds it. A bucket that does not answer keeps it until it is stale."""
+        """Give the lease back if this process holds it. A bucket that does not answer keeps it until it is stale.
+
+        The lock file has its former content again, and one that was made here goes if no run has begun, so that a start
+        that was refused leaves no trace.
+        """
         if self._handle is not None:
+            with suppress(OSError):
+                _overwrite(self._handle, self._content)
+                if self._is_new and not (self.output / RUN).exists():
+                    os.unlink(str(self.output / LOCK))
             os.close(self._handle)
             self._handle = None
 
@@ -168,20 +228,31 @@ class BucketLease(Lease):
         self._threads: list[threading.Thread] = []
 
     def try_take(self) -> bool:
+        is_free, stamp = self._look()
+        if not is_free or not self._write(stamp):
+            return False
+        if self._seen is not None:
+            log.info("%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder)
+        return self._begin()
+
+    def is_free(self) -> bool:
+        return self._look()[0]
+
+    def _look(self) -> tuple[bool, FileVersion | None]:
+        """Return whether the lease is free or stale, and its version; None if there is no object."""
         try:
             record, stamp = self._read()
         except FileNotFoundError as error:
             check_bucket(error)
-            return self._write(None) and self._begin()
+            self._seen = None
+            return True, None
         if record["holder"] is None:
-            return self._write(stamp) and self._begin()
+            self._seen = None
+            return True, stamp
         self.holder = record["holder"]
         self._seen = self._seen or Watched(record["token"], stamp, time.monotonic())
         self._seen.update(record["token"], stamp)
-        if not (self._seen.is_stale() or _has_ended_here(record)) or not self._write(stamp):
-            return False
-        log.info("%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder)
-        return self._begin()
+        return self._seen.is_stale() or _has_ended_here(record), stamp
 
     def take(self) -> None:
         self.output.check_writable()  # a server that ignores conditions has no lease to give
@@ -388,6 +459,17 @@ def _is_at(path: str, handle: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(handle))
     return False
+
+
+def _overwrite(handle: int, content: bytes) -> None:
+    """Replace the content of an open file; if the disk is full it stays as it is."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, content)
+    os.ftruncate(handle, len(content))
+
+
+def _text_in(handle: int) -> str:
+    return os.pread(handle, MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
 
 
 def _myself() -> str:

@@ -1,16 +1,19 @@
 """OutputIndex: which ids are done, read from the files in ``OUT/data``.
 
 An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the run's index until
-the file changes. Duplicates of an id are removed.
+the file changes. Duplicates of an id are removed. Reading changes nothing; `save` writes what was read into the run's
+index.
 
     index = OutputIndex.read(run.data, run.output / INDEX)
     count_done(plan.rows, index).num_done                       # 480
+    index.save(run.output / INDEX)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -57,42 +60,51 @@ class OutputIndex:
         files: in the order in which they were made.
         tables: rows sorted by id within each table: an id, the number of a file, and the rows of the id there.
         ranks: by number of a file: its index in `files`, or -1 for a file that changed or is gone.
+        unknown: those of `files` that the index did not have, in any state.
+        known: the index of the files.
     """
 
     files: list[StoragePath]
     tables: list[Table]
     ranks: np.ndarray
+    unknown: list[StoragePath] = field(default_factory=list)
+    known: KnownFiles = field(default_factory=lambda: KnownFiles())
 
     @classmethod
-    def read(cls, data: StoragePath, directory: StoragePath | None = None) -> OutputIndex:
-        """Read the files, or from an index directory what it has of them; files that it lacks are added to it.
+    def read(
+        cls, data: StoragePath, directory: StoragePath | None = None, ignored: Container[StoragePath] = ()
+    ) -> OutputIndex:
+        """Read the files, or from an index directory what it has of them. Nothing is written there.
 
         Only the ids of a file are read. A file that changed since it was indexed may be damaged, so it is read whole.
 
-        If a directory is named, the caller holds the lease. Raises OutputMismatch for a file of another major version
-        or of another program, and OutputDamaged for a damaged file.
+        ignored: files that are not read. Raises OutputMismatch for a file of another major version or of another
+        program, and OutputDamaged for a damaged file.
         """
         states = data.list_states("**/*.parquet")
-        files = [file for file in part_files(data) if file in states]
-        known = KnownFiles({}, [], [], 0) if directory is None else KnownFiles.load(directory, data)
+        files = [file for file in part_files(data) if file in states and file not in ignored]
+        known = KnownFiles() if directory is None else KnownFiles.load(directory, data)
         numbers = {file: number for file in files if (number := known.number_of(file, states[file])) is not None}
         new = [file for file in files if file not in numbers]
         for file in sorted(known.files.keys() & set(new)):
             check_part(file)
+        unknown = [file for file in new if file not in known.files]
         numbers |= {file: known.next_number + i for i, file in enumerate(new)}
         next_number = known.next_number + len(new)
         added = (rows_by_id(file, numbers[file]) for file in new)
         if directory is None:
             tables = [sorted_by_id(join(list(added), NO_ROWS))]
-        elif new or len(known.files) != len(files):
-            known = known.saved(directory, data, {file: (numbers[file], states[file]) for file in files}, added)
-            tables = known.tables
         else:
+            known = known.with_files({file: (numbers[file], states[file]) for file in files}, added)
             tables = known.tables
         ranks = np.full(next_number, -1)
         for rank, file in enumerate(files):
             ranks[numbers[file]] = rank
-        return cls(files, tables, ranks)
+        return cls(files, tables, ranks, unknown, known)
+
+    def save(self, directory: StoragePath, data: StoragePath) -> None:
+        """Write what was read into the index directory it was read with. The caller holds the lease."""
+        self.known.save(directory, data)
 
     @property
     def num_rows(self) -> int:
@@ -121,12 +133,23 @@ class OutputIndex:
 
 @dataclass(frozen=True, slots=True)
 class KnownFiles:
-    """The part of the index on disk. files: number and state of each file that it has, by its path below data/."""
+    """The index on disk, and what was read since.
 
-    files: dict[StoragePath, tuple[int, str]]
-    segments: list[Segment]
-    tables: list[Table]
-    next_number: int
+    Attributes:
+        files: number and state of each file, by path.
+        segments: on disk, with the directory of each.
+        tables: the rows of the segments.
+        next_number: of the next file.
+        is_saved: whether the index on disk is this one.
+        temporary: the directory of the segments that are not in the index yet.
+    """
+
+    files: dict[StoragePath, tuple[int, str]] = field(default_factory=dict)
+    segments: list[tuple[StoragePath, Segment]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    next_number: int = 0
+    is_saved: bool = False
+    temporary: tempfile.TemporaryDirectory | None = None
 
     @classmethod
     def load(cls, directory: StoragePath, data: StoragePath) -> KnownFiles:
@@ -134,44 +157,63 @@ class KnownFiles:
         facts = read_index_file(directory / FILE)
         try:
             if facts is None or facts["version"] != VERSION:
-                return cls({}, [], [], 0)
+                return cls()
             files = {data / name: (number, state) for name, number, state in facts["files"]}
-            segments = segments_in(facts["segments"])
-            return cls(files, segments, [read_segment(directory, each) for each in segments], facts["next_number"])
+            segments = [(directory, segment) for segment in segments_in(facts["segments"])]
+            return cls(files, segments, _tables_of(segments), facts["next_number"], is_saved=True)
         except (IndexDamaged, KeyError, TypeError, ValueError):
-            return cls({}, [], [], 0)
+            return cls()
 
     def number_of(self, file: StoragePath, state: str) -> int | None:
         """Return the file's number, or None if the index does not have the file as it is now."""
         number, known_state = self.files.get(file, (None, ""))
         return number if known_state == state else None
 
-    def saved(
-        self,
-        directory: StoragePath,
-        data: StoragePath,
-        files: dict[StoragePath, tuple[int, str]],
-        added: Iterable[Table],
-    ) -> KnownFiles:
-        """Write the index of these files. The segments come first, so that a kill leaves the old index."""
-        segments = [*self.segments, *write_rows(directory, KIND, added)]
-        tables = [read_segment(directory, segment) for segment in segments]
-        numbers = [number for number, _ in files.values()]
-        if has_many_segments(len(segments), sum(segment.num_rows for segment in segments)):
-            alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(tables, NO_ROWS))
-            segments = write_rows(directory, KIND, alive)
-            tables = [read_segment(directory, segment) for segment in segments]
-        next_number = max([self.next_number, *(number + 1 for number in numbers)])
-        names = [(str(file.text.removeprefix(data.text + "/")), *entry) for file, entry in files.items()]
+    def with_files(self, files: dict[StoragePath, tuple[int, str]], added: Iterable[Table]) -> KnownFiles:
+        """Return the index of these files. The rows of those that it lacks are `added`; they go to temporary files."""
+        if files == self.files:
+            return self
+        temporary = tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
+        directory = StoragePath.of(temporary.name)
+        new = [(directory, segment) for segment in write_rows(directory, KIND, added)]
+        numbers = [number + 1 for number, _ in files.values()]
+        return KnownFiles(
+            files=files,
+            segments=[*self.segments, *new],
+            tables=[*self.tables, *_tables_of(new)],
+            next_number=max([self.next_number, *numbers]),
+            temporary=temporary,
+        )
+
+    def save(self, directory: StoragePath, data: StoragePath) -> None:
+        """Write the index. The segments come first, so that a kill leaves the old index."""
+        if self.is_saved:
+            return
+        segments = self._segments_in(directory)
+        names = [(str(file.text.removeprefix(data.text + "/")), *entry) for file, entry in self.files.items()]
         facts = {
             "version": VERSION,
-            "next_number": next_number,
+            "next_number": self.next_number,
             "files": names,
             "segments": [segment.as_json() for segment in segments],
         }
         write_facts(directory / FILE, facts)
         remove_unused(directory, KIND, segments)
-        return KnownFiles(files, segments, tables, next_number)
+
+    def _segments_in(self, directory: StoragePath) -> list[Segment]:
+        """Write the segments that are elsewhere into the directory, or all rows as few segments. Return them all."""
+        if has_many_segments(len(self.segments), sum(segment.num_rows for _, segment in self.segments)):
+            numbers = [number for number, _ in self.files.values()]
+            alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(self.tables, NO_ROWS))
+            return write_rows(directory, KIND, alive)
+        for place, segment in self.segments:
+            if place != directory:
+                (directory / segment.name).write_atomic((place / segment.name).read_bytes())
+        return [segment for _, segment in self.segments]
+
+
+def _tables_of(segments: Iterable[tuple[StoragePath, Segment]]) -> list[Table]:
+    return [read_segment(directory, segment) for directory, segment in segments]
 
 
 def excess_in(table: Table, is_complete: np.ndarray) -> Table:

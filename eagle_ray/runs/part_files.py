@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -300,7 +300,12 @@ def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
 
 def stored_schema(data: StoragePath) -> pa.Schema:
     """Return the columns of the files, partition columns last; all files of a run have the same."""
-    for file in part_files(data)[:1]:
+    return schema_of(part_files(data))
+
+
+def schema_of(files: Sequence[StoragePath]) -> pa.Schema:
+    """Return the columns of these files of a run, partition columns last. No files have none."""
+    for file in files[:1]:
         with open_part(file) as parquet:
             schema = parquet.schema_arrow
             partition_schema = partition_types(schema)
@@ -310,7 +315,12 @@ def stored_schema(data: StoragePath) -> pa.Schema:
 
 def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
-    schema, absent = output_schema(carried), missing_columns(stored_schema(data))
+    return schema_after(stored_schema(data), carried)
+
+
+def schema_after(stored: pa.Schema, carried: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of the next file of a run whose files have the columns `stored`."""
+    schema, absent = output_schema(carried), missing_columns(stored)
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 

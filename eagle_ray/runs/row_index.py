@@ -179,12 +179,6 @@ def free_index_name(output: StoragePath) -> None:
         place.remove()
 
 
-def remove_index(output: StoragePath) -> None:
-    """Delete the index of an output, so that it is built again. Its segments go when the next index is written."""
-    for file in (output / INDEX).glob("*.json"):
-        file.remove()
-
-
 def write_rows(directory: StoragePath, kind: str, tables: Iterable[Table]) -> list[Segment]:
     """Write tables in any order as segments of at most SEGMENT_ROWS rows, each sorted."""
     segments: list[Segment] = []

@@ -22,7 +22,8 @@ one rename or PUT. That harm is limited:
   recount before ``_SUCCESS`` removes the duplicates. On S3 a PUT takes time, so ``settle`` waits until the PUTs that
   were under way when this attempt began must be over. A local rename takes no time.
 - A late file of a run that was overwritten would have another configuration's output. Attempt numbers keep counting,
-  so its name is below this run's first attempt, and ``remove_stale_files`` deletes it before each count.
+  so its name is below this run's first attempt, and ``remove_stale_files`` deletes it before each count. The files that
+  were there when the run was overwritten go the same way, so a kill at any moment leaves the old run or the new one.
 One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after ``_SUCCESS`` may
 add a file. The next start of the same command removes its duplicates; no row is lost or wrong.
 """
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -52,7 +53,6 @@ from eagle_ray.runs.job_errors import (
     outcome_of,
 )
 from eagle_ray.runs.layout import (
-    DATA,
     PROGRESS,
     REPORT,
     RUN,
@@ -69,16 +69,14 @@ from eagle_ray.runs.output_index import own_files, without_ids
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
 from eagle_ray.runs.row_index import INDEX, Digests
 from eagle_ray.storage.checked_parquet import parquet_bytes
-from eagle_ray.storage.path import StoragePath, json_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
 from eagle_ray.storage.store import StorageError, check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 FORMAT_VERSION = 2  # of _run.json
+ERASED = "erased"  # files of an overwritten run whose names have no attempt, below data/
 MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
-REMEDY = (
-    "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again with "
-    f"--overwrite (deletes {DATA}/)"
-)
+RUN_REMEDY = "adopt its rows with eagle-ray repair, put it back from a copy, or choose another output.path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +112,17 @@ class RunState:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the run has ended with all that it was asked for."""
-        return (self.output / SUCCESS).exists()
+        """Return whether the run has ended with all that it was asked for.
+
+        A start that is killed right after it has recorded its attempt leaves ``_SUCCESS`` of an earlier one, and the
+        summary of that one. An attempt without an outcome has a summary of its own before its ``_SUCCESS``.
+        """
+        if not (self.output / SUCCESS).exists():
+            return False
+        if "outcome" in self.last_attempt:
+            return True
+        summary = read_json_object(self.output / SUMMARY) or {}
+        return summary.get("attempt", self.last_attempt["attempt"]) == self.last_attempt["attempt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class Run:
 
         kind: what it must hold; a batch of the endpoint is a RunRecord.
         """
-        manifest, version = read_record_with_version(output / RUN, kind, REMEDY)
+        manifest, version = read_record_with_version(output / RUN, kind, RUN_REMEDY)
         return RunState(output, version, manifest)
 
     @classmethod
@@ -211,7 +218,7 @@ class Run:
         """
         if self.check_lock is not None:
             self.check_lock()
-        manifest = read_record(self.output / RUN, RunIdentity, REMEDY)
+        manifest = read_record(self.output / RUN, RunIdentity, RUN_REMEDY)
         if manifest is None:
             raise OutputDamaged(
                 f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
@@ -295,32 +302,17 @@ class Run:
         self.publish(SUCCESS, b"")
 
     def remove_stale_files(self) -> None:
-        """Delete the files that writers of an overwritten run published after it was deleted.
-
-        Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
-        """
-        first = manifest_of(self.output)["attempts"][0]["attempt"]
-        for file in part_files(self.data):
-            attempt = attempt_of(file)
-            if attempt is not None and attempt < first:
-                if self._has_rows_in(file):
-                    raise OutputDamaged(
-                        f"{self.output / RUN} is damaged (it lacks attempt {attempt}, which made {file.name}): put it "
-                        "back from a copy, or delete it and adopt the rows with eagle-ray repair"
-                    )
-                log.warning("%s is a late file of a run that was overwritten: deleted", file)
-                file.remove()
-
-    def _has_rows_in(self, file: StoragePath) -> bool:
-        """Return whether a row names this run. A file that cannot be read has none that could be kept."""
-        try:
-            return self.run_id in pc.unique(read_part(file, ["run_id"])["run_id"]).to_pylist()
-        except OutputDamaged:
-            return False
+        """Delete the files of an overwritten run. Raises as stale_files does."""
+        for file in stale_files(Run.inspect(self.output, RunRecord)):
+            log.warning("%s is a late file of a run that was overwritten: deleted", file)
+            file.remove()
 
 
 def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
-    """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage."""
+    """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage.
+
+    The manifest is the one write that decides. ``_SUCCESS`` goes after it. If either fails, the manifest is as it was.
+    """
     output = state.output
     manifest = {**(state.manifest or new_manifest()), **facts}
     manifest["format_version"] = FORMAT_VERSION
@@ -332,13 +324,34 @@ def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
         "driver": uuid4().hex[:12],  # no two drivers ever write the same bytes
     }
     manifest["attempts"] = [*manifest["attempts"], this_attempt]
-    for directory in (root_of(output), output):  # the whole output's, and the shard's
-        (directory / SUCCESS).remove()  # first: a missing one is made again, one that is no longer true is believed
-    write_manifest(replace(state, manifest=manifest))
+    if names := [name for name in manifest.pop(ERASED, ()) if (data_of(output) / name).exists()]:
+        manifest[ERASED] = names
+    with _put_back_on_error(output / RUN):
+        write_manifest(replace(state, manifest=manifest))
+        for directory in (root_of(output), output):  # the whole output's, and the shard's
+            (directory / SUCCESS).remove()
     data_of(output).make_directory()
     for directory in (output, data_of(output)):
         directory.remove_temporary()
     return Run(output, manifest["run_id"], manifest["attempt"], manifest.get("config_hash", ""))
+
+
+@contextmanager
+def _put_back_on_error(file: StoragePath) -> Iterator[None]:
+    """Put back what the file held if the storage fails, as where files may be written and not deleted."""
+    before = file.read_bytes() if file.exists() else None
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            if before is not None and file.read_bytes() != before:
+                file.write_atomic(before)
+        raise
+
+
+def is_current(state: RunState) -> bool:
+    """Return whether ``_run.json`` is as it was when the state was read."""
+    return version_of(state.output / RUN) == state.version
 
 
 def new_manifest(attempt: int = 0) -> dict[str, Any]:
@@ -353,21 +366,65 @@ def write_manifest(state: RunState) -> None:
         raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
 
-def erase(output: StoragePath) -> RunState:
-    """Delete what a run writes, _SUCCESS first, and nothing else. Return the state from which the next claim begins.
+def overwritten(output: StoragePath) -> tuple[RunState, list[StoragePath]]:
+    """Return the state from which a claim begins that overwrites what the directory holds, and the part files there.
 
-    ``_run.json`` stays until that claim replaces it. Attempt numbers go on counting.
+    Nothing is deleted here. The claim's manifest names a new run, whose attempt numbers go on. From then on the files
+    are those of an overwritten run, which `stale_files` knows by their attempts, or because the manifest names them.
+    Raises OutputMismatch for files of other programs.
     """
     version = version_of(output / RUN)
     try:
-        manifest = read_record(output / RUN, JobRecord, REMEDY)
+        manifest = read_record(output / RUN, JobRecord, RUN_REMEDY)
     except OutputDamaged:
         manifest = None
-    rows = own_files(data_of(output))
-    attempts = [attempt_of(file) or 0 for file in part_files(data_of(output))]
-    for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:
-        path.remove()
-    return RunState(output, version, new_manifest(manifest["attempt"] if manifest else max(attempts, default=0)))
+    data = data_of(output)
+    files = own_files(data)
+    attempts = [attempt_of(file) or 0 for file in files]
+    number = max([manifest["attempt"] if manifest else 0, *attempts])
+    unnumbered = [_name_below(data, file) for file in files if attempt_of(file) is None]
+    return RunState(output, version, new_manifest(number) | {ERASED: unnumbered}), files
+
+
+def remove_overwritten(output: StoragePath, files: Iterable[StoragePath]) -> None:
+    """Delete the records and these files of a run that was overwritten."""
+    for file in [*(output / name for name in (SUMMARY, PROGRESS, REPORT)), *files]:
+        file.remove()
+
+
+def _name_below(data: StoragePath, file: StoragePath) -> str:
+    return file.text.removeprefix(data.text + "/")
+
+
+def stale_files(state: RunState) -> list[StoragePath]:
+    """Return the files of an overwritten run, also those that its writers published after it was overwritten.
+
+    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
+    """
+    output, record = state.output, state.record
+    first = record["attempts"][0]["attempt"] if record["attempts"] else record["attempt"] + 1
+    data = data_of(output)
+    stale = []
+    for file in part_files(data):
+        attempt = attempt_of(file)
+        if _name_below(data, file) in record.get(ERASED, ()):
+            stale.append(file)
+        elif attempt is not None and attempt < first:
+            if _has_rows_of(file, record["run_id"]):
+                raise OutputDamaged(
+                    f"{output / RUN} is damaged (it lacks attempt {attempt}, which made {file.name}): put it "
+                    "back from a copy, or delete it and adopt the rows with eagle-ray repair"
+                )
+            stale.append(file)
+    return stale
+
+
+def _has_rows_of(file: StoragePath, run_id: str) -> bool:
+    """Return whether a row names this run. A file that cannot be read has none that could be kept."""
+    try:
+        return run_id in pc.unique(read_part(file, ["run_id"])["run_id"]).to_pylist()
+    except OutputDamaged:
+        return False
 
 
 def manifest_of(output: StoragePath) -> dict[str, Any]:

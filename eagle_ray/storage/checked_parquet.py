@@ -31,6 +31,7 @@ from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import StorageError
 
 FOOTER_MARK = b"footer checksum:"  # in a Parquet file, before the CRC-32 of its footer
+MAGIC_BYTES = 4  # Parquet's magic number, which begins the file
 FOOTER_END_BYTES = 8  # the footer's size and Parquet's magic number, which end the file
 CHECKSUM_BYTES = len(FOOTER_MARK) + 4
 TAIL_BYTES = 64 << 10  # read at once, like Arrow's first read of a file
@@ -58,19 +59,24 @@ def open_parquet(file: StoragePath) -> Iterator[pq.ParquetFile]:
     """
     if file.is_local:
         with open(file.text, "rb") as opened:
-            _check_footer(opened)
+            num_bytes = _check_footer(opened)
         with pq.ParquetFile(file.text, page_checksum_verification=True) as parquet:
+            _check_length(parquet.metadata, num_bytes)
             yield parquet
     else:
         options = {"pre_buffer": False, "page_checksum_verification": True}
         with file.open() as opened:
-            _check_footer(opened)
+            num_bytes = _check_footer(opened)
             with SingleThreadedParquetFile(opened, **options) as parquet:
+                _check_length(parquet.metadata, num_bytes)
                 yield parquet
 
 
-def _check_footer(opened: BinaryIO) -> None:
-    """Raise ArrowInvalid if the footer is not the one that `parquet_bytes` wrote."""
+def _check_footer(opened: BinaryIO) -> int | None:
+    """Return how many bytes stand before the footer that `parquet_bytes` wrote, or None for a file of another program.
+
+    Raises ArrowInvalid if the footer is not the one that was written.
+    """
     num_bytes = opened.seek(0, io.SEEK_END)
     opened.seek(max(0, num_bytes - TAIL_BYTES))
     tail = opened.read()
@@ -80,8 +86,31 @@ def _check_footer(opened: BinaryIO) -> None:
         tail = opened.read()
     opened.seek(0)
     mark, footer = tail[-size - CHECKSUM_BYTES : -size], tail[-size:]
-    if mark.startswith(FOOTER_MARK) and mark[len(FOOTER_MARK) :] != zlib.crc32(footer).to_bytes(4, "little"):
+    if not mark.startswith(FOOTER_MARK):
+        return None
+    if mark[len(FOOTER_MARK) :] != zlib.crc32(footer).to_bytes(4, "little"):
         raise pa.ArrowInvalid("its footer is not the one that was written")
+    return num_bytes - size - CHECKSUM_BYTES
+
+
+def _check_length(metadata: pq.FileMetaData, num_bytes: int | None) -> None:
+    """Raise ArrowInvalid if the pages that the footer names do not fill the bytes before it.
+
+    A file that stands twice in one, for instance, has a whole footer, and pages whose checksums are right.
+    """
+    if num_bytes is None:
+        return
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    ends = [_start_of(column) + column.total_compressed_size for column in columns if column.total_compressed_size]
+    end = max(ends, default=MAGIC_BYTES)
+    if end != num_bytes:
+        raise pa.ArrowInvalid(f"it has {num_bytes:,} bytes before its footer, and {end:,} were written")
+
+
+def _start_of(column: pq.ColumnChunkMetaData) -> int:
+    """Return the offset of a column's first page."""
+    return min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
 
 
 def is_damage(error: Exception) -> bool:
@@ -96,7 +125,10 @@ def is_damage(error: Exception) -> bool:
 
 def damage_text(file: object, error: Exception) -> str:
     """Return what is wrong with a part file of a run, and what to do."""
-    return f"{file} is damaged ({one_line(error)}): delete it, and the command of its run makes its rows again"
+    return (
+        f"{file} is damaged ({one_line(error)}): put it back from a copy, or delete it, and the command of its run "
+        "makes its rows again"
+    )
 
 
 class SingleThreadedParquetFile(pq.ParquetFile):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +22,7 @@ from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.row_index import INDEX
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
+    DriverKilled,
     answered_prompts,
     append,
     delete_segments,
@@ -132,7 +135,7 @@ def test_a_file_of_any_format_may_grow(make_job: MakeJob, engine, tmp_path, name
         else:
             pq.write_table(table, path)
         if names == "abcx":
-            with pytest.raises(OutputMismatch, match=r"1 rows of .*: row 3 of .*, which is gone"):
+            with pytest.raises(OutputMismatch, match=r"1 rows of .*: d \(row 3 of .*, which is gone\)"):
                 run_job(config)
         else:
             run_job(config)
@@ -171,7 +174,7 @@ def test_a_row_may_move_to_another_file(make_job: MakeJob, engine, tmp_path):
     run_job(config)
     assert sorted(engine.made) == list("abcxyz")
     append(inputs / "b.jsonl", rows(*"xyz", text="Other"))
-    with pytest.raises(OutputMismatch, match=r"4 rows of .*b.jsonl are other rows now: x, y, z, row 3"):
+    with pytest.raises(OutputMismatch, match=r"4 rows of .*b.jsonl are other rows now: x, y, z, c \(row 3"):
         run_job(config)
 
 
@@ -183,3 +186,17 @@ def test_answered_rows_keep_carried_columns_and_the_log_says_so(make_job: MakeJo
     path.write_text(path.read_text().replace("one", "two"))
     run_job(config)
     assert "in.jsonl was rewritten" in caplog.text and "answered ones keep their carried columns" in caplog.text
+
+
+def test_rows_that_are_gone_are_named_by_their_ids(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows("first", "second", "third", "fourth"))
+    engine.rows_per_file, engine.max_files = 3, 1
+    with suppress(DriverKilled):
+        run_job(config)
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
+    with pytest.raises(OutputMismatch) as refused:
+        run_job(config)
+    place = "of .*in.jsonl, which is gone"
+    says = rf"second \(row 1 {place}\), third \(row 2 {place}\), row 3 {place}\."
+    assert re.search(says, str(refused.value))

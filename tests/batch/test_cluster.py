@@ -4,10 +4,12 @@ import errno
 import queue
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
+from ray._private import process_watcher
 from ray.exceptions import RayError
 
 from eagle_ray.batch.driver import cluster
@@ -52,6 +54,50 @@ def test_an_actor_holds_a_window_of_rows_to_order(order, actors, num_rows, calls
 def test_few_rows_are_spread_over_all_actors():
     assert plan_batch_size(slots=16, actors=4, num_rows=16) == 2
     assert plan_batch_size(slots=16, actors=4, num_rows=1) == 1
+
+
+class OwnNode:
+    """A Ray that this process has started, as its files know it."""
+
+    def __init__(self, directory: Path):
+        self.session = directory / "session_1"
+        (self.session / "logs").mkdir(parents=True)
+        (directory / "session_latest").symlink_to(self.session)
+
+    def is_head(self) -> bool:
+        return True
+
+    def get_session_dir_path(self) -> str:
+        return str(self.session)
+
+    def get_logs_dir_path(self) -> str:
+        return str(self.session / "logs")
+
+
+@pytest.fixture
+def own_node(tmp_path, monkeypatch) -> OwnNode:
+    node = OwnNode(tmp_path)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return node
+
+
+def test_agents_of_a_raylet_that_has_ended_do_not_wait_for_the_gcs(own_node, monkeypatch):
+    published = []
+    monkeypatch.setattr(ray._private.utils, "publish_error_to_driver", lambda *args, **named: published.append(args))
+    (own_node.session / "logs" / "raylet.out").write_text("")
+    process_watcher.report_raylet_error_logs(own_node.get_logs_dir_path(), None)
+    assert len(published) == 1  # which takes a minute without a GCS
+    cluster.end_agents_with_raylet()
+    process_watcher.report_raylet_error_logs(own_node.get_logs_dir_path(), None)
+    assert len(published) == 1
+
+
+def test_files_of_our_own_ray_go_with_it_unless_something_failed(own_node, tmp_path):
+    cluster.end_ray(keeps_logs=True)
+    assert own_node.session.exists()
+    cluster.end_ray(keeps_logs=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])

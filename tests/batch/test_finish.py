@@ -105,10 +105,28 @@ def test_shards_that_never_started_are_all_named(make_job):
     assert "1 of 3 shards complete, run the others with their --shard" in sharded_status_text(root(config))
 
 
+def test_a_refused_finish_changes_no_byte_of_the_output(shards):
+    """Before the first finish, and of a finished output that a later one refuses."""
+    output = Path(shards[0].output.path)
+    foreign = output / "data" / "theirs.parquet"
+
+    def snapshot() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+
+    for _ in range(2):
+        before = snapshot()
+        foreign.write_bytes(b"theirs")
+        with pytest.raises(OutputMismatch, match="theirs"):
+            finish_shards(root(shards[0]))
+        foreign.unlink()
+        assert snapshot() == before
+        finish_shards(root(shards[0]))
+
+
 def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
     from eagle_ray.batch.driver import finish
 
-    summarize = finish.summarize_run
+    summarize = finish.summarize_rows
 
     def start_shard(*args):
         for config in shards:
@@ -116,7 +134,7 @@ def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
                 pass
         return summarize(*args)
 
-    monkeypatch.setattr(finish, "summarize_run", start_shard)
+    monkeypatch.setattr(finish, "summarize_rows", start_shard)
     assert finish_shards(root(shards[0]))["total"]["rows"] == 30
 
 

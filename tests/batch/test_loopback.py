@@ -10,13 +10,14 @@ import pytest
 import ray
 
 from eagle_ray.batch.driver import ray_environment
-from eagle_ray.batch.driver.cluster import check_loopback
+from eagle_ray.batch.driver.cluster import ModulePath, check_loopback
 from eagle_ray.batch.driver.ray_environment import (
     LOCAL,
     LOOPBACK_VARIABLES,
     MAX_TMPDIR_BYTES,
     prepare_ray_environment,
     temporary_directory,
+    user_environment,
 )
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
@@ -87,14 +88,39 @@ def test_long_tmpdir_is_replaced_and_long_ray_tmpdir_is_refused(tmp_path):
         temporary_directory({"RAY_TMPDIR": "/dev/null/ray"})
 
 
-@pytest.mark.parametrize("home", ["/dev/null", "writable"])
-def test_a_home_directory_that_cannot_keep_a_token_is_not_needed(monkeypatch, tmp_path, home):
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
+@pytest.fixture
+def no_token(monkeypatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path) if home == "writable" else home)
+    monkeypatch.setattr(ray_environment, "variables_before", {})
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "writable", "of a user with a token"])
+def test_a_local_ray_leaves_no_token_in_the_home_directory(no_token, monkeypatch, tmp_path, home):
+    monkeypatch.setenv("HOME", home if home.startswith("/") else str(tmp_path))
+    if has_token := home == "of a user with a token":
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("theirs")
     prepare_ray_environment(LOCAL)
-    assert ("RAY_AUTH_TOKEN" in os.environ) == (home != "writable")
+    assert ("RAY_AUTH_TOKEN" in os.environ) == (not has_token)  # Ray makes a file if it finds none
+
+
+def test_a_hook_of_the_user_gets_the_environment_of_the_user(no_token, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    before = dict(os.environ)
+    prepare_ray_environment(LOCAL)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # by Ray, once it starts
+    assert os.environ["RAY_AUTH_TOKEN"] and user_environment() == before
+
+
+def test_workers_of_ray_do_not_look_in_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/scripts", *sys.path])
+    directories = ModulePath()
+    directories.extend(["/scripts", str(tmp_path)])  # as Ray does
+    assert directories == ["/scripts"]
 
 
 def test_a_local_ray_on_another_address_is_ended_and_refused(monkeypatch):

@@ -68,6 +68,25 @@ def record(config: JobConfig) -> Path:
     return Path((output_of(config) / RUN).text)
 
 
+def test_a_record_whose_configuration_was_damaged_is_repaired(job):
+    text = record(job).read_text()
+    record(job).write_text(text.replace('"tool_choice"', '"tool_choic%"', 1))
+    with pytest.raises(OutputDamaged, match="eagle-ray repair"):
+        open_run(job, plan_input(job).fingerprints)
+    assert "adopted run" in repair_output(job)
+    assert open_run(job, plan_input(job).fingerprints).attempt == 5
+
+
+def test_a_refused_repair_changes_nothing(job):
+    record(job).unlink()
+    output = Path(output_of(job).text)
+    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    other = job.model_copy(update={"seed": 9})
+    with pytest.raises(OutputMismatch, match="made with configuration"):
+        repair_output(other)
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
+
+
 def test_a_lost_manifest_is_written_from_the_rows(job):
     before = Run.inspect(output_of(job)).manifest
     record(job).unlink()

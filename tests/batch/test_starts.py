@@ -219,12 +219,12 @@ def test_row_changed_before_it_was_answered_is_refused(make_job: MakeJob, engine
         run_job(config)
 
 
-def test_rows_that_are_gone_are_refused_by_their_place(make_job: MakeJob, engine, tmp_path):
+def test_rows_that_are_gone_are_refused_by_id_and_place(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcd"))
     run_job(config)
     path = tmp_path / "in.jsonl"
     make_job([*rows("a"), *rows("c", text="Ho"), *rows("d", "e")])
-    with pytest.raises(OutputMismatch, match=rf"2 rows of {path} are .*: c, row 1 of {path}, which is gone\."):
+    with pytest.raises(OutputMismatch, match=rf"2 rows of {path} are .*: c, b \(row 1 of {path}, which is gone\)\."):
         run_job(config)
     make_job(rows("e", *"dcba"))  # in any order
     run_job(config)

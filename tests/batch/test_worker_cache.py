@@ -90,6 +90,20 @@ def test_workers_of_a_run_measure_costs_once_on_any_machine(machines, make_job):
     assert file.name.startswith("costs-") and "verify" in json.loads(file.read_bytes())["costs"]
 
 
+def test_a_file_in_place_of_the_cache_costs_a_visible_line(machines, make_job, caplog):
+    config = make_job(token_rows(2))
+    run = start(config)
+    (run.output / CACHE).write_atomic(b"\xff" * 100)
+    assert machines.start_worker("a", config, run) == 1
+    learned = learned_state.LearnedState(run, {})
+    for _ in range(2):
+        learned.store({"a": torch.zeros(1)})
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        sum(f"{run.output / CACHE}: nothing is kept there" in line for line in lines) == 2
+    )  # one of each kind of file
+
+
 def test_costs_that_the_first_machine_had_are_left_for_others(machines, make_job):
     config = make_job(token_rows(2))
     assert machines.start_worker("a", config, start(config)) == 1

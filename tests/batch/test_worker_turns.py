@@ -9,7 +9,7 @@ import pytest
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver import verification
-from eagle_ray.batch.driver.claim import count_done
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.request import Request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -293,6 +294,50 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command,
     with open(writer, "w") as stdout:
         done = subprocess.run(line, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def nothing_to_do(job: list[str], tmp_path: Path, *flags: str) -> list[str]:
+    """Return the command of a run without rows, which starts no Ray."""
+    (tmp_path / "rows.jsonl").write_text("")
+    return [sys.executable, "-m", "eagle_ray.cli", "run", *job, "--allow-empty", *flags]
+
+
+@pytest.mark.parametrize("flags", [[], ["--keep-going"]])
+def test_a_run_whose_log_nobody_reads_goes_on(job, tmp_path, flags, warm_python):
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = nothing_to_do(job, tmp_path, *flags)
+    with open(writer, "w") as stderr:
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0 and "rows in" in done.stdout
+
+
+def test_a_run_whose_result_nobody_reads_is_not_restarted(job, tmp_path, warm_python):
+    reader, writer = os.pipe()
+    os.close(reader)
+    hook = json.dumps(["sh", "-c", f"echo said; cat > {tmp_path}/told"])
+    line = nothing_to_do(job, tmp_path, "--keep-going", "--set", f"on_finish.command={hook}")
+    with open(writer, "w") as both:
+        assert subprocess.run(line, stdout=both, stderr=both, cwd=ROOT, check=False).returncode == 0
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["outcome"], told["restarts"]) == ("done", 0)
+
+
+def test_a_start_of_ray_without_a_reader_of_stderr_is_no_error(monkeypatch):
+    from eagle_ray.batch.driver.cluster import silence_stderr
+
+    kept = os.dup(2)
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        handler = logging.StreamHandler(sys.stderr)
+        monkeypatch.setattr(sys, "stderr", handler.stream)
+        monkeypatch.setattr(logging.getLogger("eagle_ray"), "handlers", [handler])
+        with silence_stderr():
+            logging.getLogger("eagle_ray").warning("starting Ray: 10 s")
+    finally:
+        os.dup2(kept, 2)
 
 
 @pytest.mark.parametrize(("command", "code"), [("validate", 2), ("run", 0)])

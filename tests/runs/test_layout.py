@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from eagle_ray.batch.driver.claim import count_done
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import OutputMismatch
+from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.layout import JobShard, claim_output, data_of, output_of, root_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.row_index import digests
@@ -110,6 +110,16 @@ def test_output_has_one_number_of_shards_and_one_configuration(make_job):
         claim_output(make_job(**{"execution.shard": "2/3", "sampling.max_tokens": 5}))
     with pytest.raises(OutputMismatch, match=r"Give this run one of them with --shard i/3, or .* eagle-ray finish"):
         claim_output(make_job())
+
+
+def test_a_flipped_bit_in_the_plan_of_shards_is_damage(make_job, tmp_path):
+    claim_output(make_job(token_rows(2), **{"execution.shard": "1/3"}))
+    file = tmp_path / "out" / "_shards.json"
+    file.write_text(file.read_text().replace('"tool_choice"', '"tool_choic%"', 1))
+    with pytest.raises(
+        OutputDamaged, match=r"_shards\.json is damaged .*: delete it, and the next shard writes it again"
+    ):
+        claim_output(make_job(**{"execution.shard": "2/3"}))
 
 
 @pytest.mark.parametrize("left", ["data/part-001-000000.parquet", "_run.json"])

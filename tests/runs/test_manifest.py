@@ -299,12 +299,26 @@ def test_keys_of_a_newer_release_are_no_damage(make_job):
     assert status_of(run.output).state == "running" and start(make_job()).attempt == 2
 
 
+@pytest.mark.parametrize("place", ['"tool_choice"', '"seed": 0', '"temperature": 0.0'])
+def test_a_flipped_bit_in_the_configuration_is_damage(make_job, place):
+    run = start(make_job(token_rows(2)))
+    file = local_path(run.output) / RUN
+    text = file.read_text()
+    assert text.count(place) >= 1
+    flipped = place[:-2] + chr(ord(place[-2]) ^ 1) + place[-1] if place.endswith('"') else place[:-1] + "1"
+    file.write_text(text.replace(place, flipped, 1))
+    with pytest.raises(OutputDamaged, match=rf"{file} is damaged .*repair, put it back") as refused:
+        start(make_job())
+    assert "--overwrite" not in str(refused.value)
+
+
 @pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", "", "null", DEEP])
 def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     first = start(make_job(token_rows(2)))
     (local_path(first.output) / RUN).write_text(text)
-    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*--overwrite"):
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*eagle-ray repair") as refused:
         start(make_job())
+    assert "--overwrite" not in str(refused.value)  # which deletes the rows
     second = start(make_job(**{"output.if_exists": "overwrite"}))
     assert second.run_id != first.run_id
     second.check_current()

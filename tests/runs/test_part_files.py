@@ -93,3 +93,27 @@ def test_an_error_of_the_storage_is_no_damage(path):
         pass
     with pytest.raises(OSError, match="Input/output"), open_part(StoragePath.of(path)):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_file_that_stands_several_times_in_one_is_damaged(tmp_path, times):
+    file = StoragePath.of(tmp_path / "part-001-000000.parquet")
+    data = parquet_bytes(pa.table(COLUMNS), "zstd")
+    file.write_atomic(data * times)
+    with (
+        pytest.raises(OutputDamaged, match=r"part-001-000000\.parquet is damaged .*before its footer"),
+        open_part(file),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("num_rows", [0, 1, 400])
+def test_a_whole_file_has_the_length_that_its_footer_says(tmp_path, compression, num_rows):
+    file = StoragePath.of(tmp_path / "part-001-000000.parquet")
+    table = pa.table({**COLUMNS, "nulls": pa.nulls(400), "lists": [[i] * (i % 3) for i in range(400)]}).slice(
+        0, num_rows
+    )
+    file.write_atomic(parquet_bytes(table, compression))
+    with open_part(file) as parquet:
+        assert read_columns(parquet).num_rows == num_rows

@@ -42,6 +42,7 @@ WITHOUT_RAY = (
     "batch/test_engine_",
     "batch/test_finish.py",
     "batch/test_on_finish.py",
+    "batch/test_refused_starts.py",
     "batch/test_repair.py",
     "batch/test_run_input.py",
     "batch/test_spare_engine.py",

@@ -12,7 +12,8 @@ import pytest
 
 from eagle_ray.batch.driver import execute, job_plan
 from eagle_ray.batch.driver import input_plan as plan_module
-from eagle_ray.batch.driver.claim import Claim, Completeness
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.reader import scan as scan_module
 from eagle_ray.runs import output_index
 from eagle_ray.runs.part_files import next_schema, part_name

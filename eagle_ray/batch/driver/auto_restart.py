@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from eagle_ray.batch.driver.signals import accept_interrupt, check_not_interrupted
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
+from eagle_ray.core.child_process import child_environment, python_command
 from eagle_ray.runs.job_errors import (
     DEFECT,
     INTERRUPTED,
@@ -42,6 +42,7 @@ from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
+RUN = "from eagle_ray.cli.__main__ import command; raise SystemExit(command())"
 RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
 
 
@@ -131,8 +132,7 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
         flags = ["--no-keep-going", "--no-exit-zero-if-permanent", "--parent", str(os.getpid()), "--ending", str(path)]
-        command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *flags]
-        child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        child = subprocess.Popen(python_command(RUN, "run", *arguments, *flags), env=child_environment())
         is_interrupted = False
         try:
             code = child.wait()

@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,8 +28,9 @@ from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import ANSWERS_WITHIN_S, LOCAL
 from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
+from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.core.start_log import log_while_waiting
+from eagle_ray.core.start_log import Stderr, log_while_waiting
 from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
@@ -44,6 +46,8 @@ LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
+SIGTERM_LINE = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
+LATEST = "session_latest"  # Ray's link to the directory of its latest session
 LOOPBACK_ADDRESS = "127.0.0.1"
 UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 LOCAL_OPTIONS: dict[str, Any] = {
@@ -69,18 +73,52 @@ def connect(address: str) -> None:
     take_ray_messages()
     try:
         with (
-            _silence_stderr(),
+            silence_stderr(),
             _preserve_sigterm(),
             _without_unused_processes(),
             log_while_waiting(waiting),
             time_limit(limit_s),
         ):
+            if "://" not in address:
+                options = options | {"job_config": driver_config()}
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
         raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
         check_loopback(ray.util.get_node_ip_address())
+        end_agents_with_raylet()
     check_not_interrupted()
+
+
+def end_agents_with_raylet() -> None:
+    """Let the agents of our raylet end with it.
+
+    If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
+    gone, too, and they would try for a minute.
+    """
+    node: Any = ray._private.worker._global_node
+    log_path = os.path.join(node.get_logs_dir_path(), "raylet.out")
+    with suppress(OSError), open(log_path, "a") as log_file:
+        log_file.write(SIGTERM_LINE)
+
+
+class ModulePath(list[str]):
+    """The directories that Ray puts before a worker's own when it looks for modules.
+
+    Ray adds the driver's script directory and its working directory. A driver does not look for modules in its working
+    directory, unless it was started with `-m` or `-c`; then no worker does.
+    """
+
+    def extend(self, directories: Iterable[str]) -> None:
+        there = module_directories()
+        super().extend(directory for directory in directories if directory in there)
+
+
+def driver_config() -> ray.job_config.JobConfig:
+    """Return the configuration of a driver whose workers look for modules where the driver does."""
+    config = ray.job_config.JobConfig()
+    config._py_driver_sys_path = ModulePath()
+    return config
 
 
 def start_error(error: Exception, limit_s: float) -> ClusterError:
@@ -213,7 +251,7 @@ def _without_unused_processes() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_stderr() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
 
     Log lines of this package still appear.
@@ -221,7 +259,7 @@ def _silence_stderr() -> Iterator[None]:
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     handlers = [h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr]
-    with open(stderr, "w", errors="backslashreplace", buffering=1) as stream:
+    with Stderr.of(stderr) as stream:
         os.dup2(nowhere, 2)
         try:
             for handler in handlers:
@@ -248,6 +286,23 @@ def is_own_cluster() -> bool:
     """Return whether this process has started the cluster, which then has one node."""
     node = ray._private.worker._global_node
     return node is not None and node.is_head()
+
+
+def end_ray(keeps_logs: bool) -> None:
+    """End the cluster that this process has started, with its files, or leave the cluster that it has joined.
+
+    keeps_logs: leave the files of the session, in which its logs are.
+    """
+    node: Any = ray._private.worker._global_node
+    session = node.get_session_dir_path() if is_own_cluster() else None
+    ray.shutdown()
+    if session is None or keeps_logs:
+        return
+    latest = os.path.join(os.path.dirname(session), LATEST)
+    with suppress(OSError):
+        if os.readlink(latest) == session:
+            os.unlink(latest)
+    shutil.rmtree(session, ignore_errors=True)
 
 
 def check_alive() -> None:

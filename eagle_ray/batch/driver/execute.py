@@ -18,8 +18,9 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
-from eagle_ray.batch.driver.claim import Claim, Completeness
+from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.cluster import is_own_cluster, plan_workers, reason_of
+from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.batch.reader.file_slices import read_requests
 from eagle_ray.batch.worker.actor import EngineActor

@@ -1,7 +1,8 @@
 """Complete an output that shards have written: verify all of them, then settle it as a run without shards.
 
 It holds the lease of the output and of every shard, so that no row changes between the count and ``_SUCCESS``. The
-input is read, because it says which ids there must be.
+input is read, because it says which ids there must be. Everything is verified before anything is written, so a refusal
+changes nothing.
 
     print(finish_text(finish_shards(StoragePath.of("runs/a"))))
     # shard  ids  rows  errors  attempts  finished
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import count_done, hold_output
+from eagle_ray.batch.driver.claim import hold_output
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.job_manifest import begin_job
 from eagle_ray.batch.driver.settle import end_run
-from eagle_ray.batch.driver.status import status_of, summarize_run
+from eagle_ray.batch.driver.status import facts_of_attempt, status_of, summarize_rows
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.text import number, render, run_table
@@ -39,7 +41,7 @@ from eagle_ray.runs.layout import (
     shard_outputs,
 )
 from eagle_ray.runs.output_index import OutputIndex
-from eagle_ray.runs.part_files import read_tables
+from eagle_ray.runs.part_files import part_files, read_tables
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath
@@ -77,11 +79,15 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
         plan.check_unchanged()
         for shard, state in shards.items():
             _check_same_input(shard, read_inputs(state.output, state.record), plan.fingerprints)
+        _check_only_shards(root, shards)
+        with extended_retries():
+            verified = [_verify(shard, state, plan) for shard, state in shards.items()]
+            counts = summarize_rows(data_of(root), bool(config.input.columns.turns)) | {"shards": verified}
+
         run = begin_job(Run.inspect(root), config, plan.fingerprints, partial(_check_all, checks))
         with run.recorded_outcome(), extended_retries():
-            _check_only_shards(run, shards)
-            counts = [_verify(shard, state, plan) for shard, state in shards.items()]
-            summary = summarize_run(run, [state.output for state in shards.values()]) | {"shards": counts}
+            outputs = [state.output for state in shards.values()]
+            summary = counts | facts_of_attempt(run, counts["total"], outputs)
             end_run(config, run, summary, at_end)
         return summary
 
@@ -174,12 +180,12 @@ def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict
         )
 
 
-def _check_only_shards(run: Run, shards: Shards) -> None:
+def _check_only_shards(root: StoragePath, shards: Shards) -> None:
     """Raise OutputMismatch for files in data/ that are not below a shard's directory."""
     own = [data_of(state.output) for state in shards.values()]
-    for file in run.files:
+    for file in part_files(data_of(root)):
         if all(file.relative_to(directory) is None for directory in own):
-            raise OutputMismatch(f"{file} was not made by a shard of this output: move it out of {run.data}")
+            raise OutputMismatch(f"{file} was not made by a shard of this output: move it out of {data_of(root)}")
 
 
 def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]:

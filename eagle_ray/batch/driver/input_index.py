@@ -77,12 +77,12 @@ class PreviousRun:
     """What earlier attempts at an output left for the scan of its input.
 
     Attributes:
-        index: directory of the run's index.
+        index: directory of the run's index, None for one that is damaged.
         inputs: the fingerprints that it recorded, by path.
         finished_key: key of the plan whose rows the output holds, all of them, or None.
     """
 
-    index: StoragePath
+    index: StoragePath | None
     inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
     finished_key: str | None = None
 
@@ -256,9 +256,9 @@ class InputIndex:
 
     def compare(
         self, earlier: Mapping[str, int], current: Iterable[int]
-    ) -> tuple[dict[str, Digests], dict[str, np.ndarray]]:
-        """Return earlier rows whose request is another one now (their ids, sorted), and those that are gone (which of
-        their file's), by path.
+    ) -> tuple[dict[str, Digests], dict[str, Table]]:
+        """Return earlier rows whose request is another one now (their ids, sorted), and those that are gone (their ids
+        and which of their file's they were), by path.
 
         earlier: the number that the rows of each file have. current: numbers of the input's files.
         """
@@ -271,7 +271,8 @@ class InputIndex:
             requests = np.append(now["request"], np.uint64(0))[index]  # -1, of no place, is the last
             changed.append(take(before, (index >= 0) & (requests != before["request"])))
             gone.append(take(before, index < 0))
-        return _by_path(join(changed, NO_ROWS), "id", earlier), _by_path(join(gone, NO_ROWS), "row", earlier)
+        changed_rows = _by_path(join(changed, NO_ROWS), earlier)
+        return {path: rows["id"] for path, rows in changed_rows.items()}, _by_path(join(gone, NO_ROWS), earlier)
 
     def save(self, directory: StoragePath) -> None:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
@@ -406,10 +407,7 @@ def index_key(settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=16).hexdigest()
 
 
-def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Return a column of the rows of each file that has some."""
+def _by_path(table: Table, numbers: Mapping[str, int]) -> dict[str, Table]:
+    """Return the rows of each file that has some, in their order."""
     paths = {number: path for path, number in numbers.items()}
-    order = np.argsort(table["file"], kind="stable")
-    present, starts = np.unique(table["file"][order], return_index=True)
-    values = np.split(table[column][order], starts[1:])
-    return {paths[number]: part for number, part in zip(present.tolist(), values, strict=False)}
+    return {paths[number]: take(table, table["file"] == number) for number in np.unique(table["file"]).tolist()}

@@ -46,7 +46,7 @@ from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.requests.request import InputRow, Request, id_of, parse_row
 from eagle_ray.requests.row_schema import RESERVED
 from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
-from eagle_ray.runs.row_index import Digests, digests, isin
+from eagle_ray.runs.row_index import Digests, Table, digests, isin
 
 log = logging.getLogger("eagle_ray")
 MAX_NAMES = 3  # in a message
@@ -143,14 +143,14 @@ class InputChanges:
         grown: paths of files that begin with what they were.
         rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their rows are the same.
         changed: ids of rows of each changed file that make another request now, sorted, by path.
-        gone: which rows of each changed file are not in the input any more, by path.
+        gone: rows of each changed file that are not in the input any more, by path: columns id and row, its place.
         absent: ids as in `changed`, of files that the input does not have.
     """
 
     grown: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
     changed: Mapping[str, Digests] = field(default_factory=dict)
-    gone: Mapping[str, np.ndarray] = field(default_factory=dict)
+    gone: Mapping[str, Table] = field(default_factory=dict)
     absent: Mapping[str, Digests] = field(default_factory=dict)
 
     @property
@@ -177,7 +177,7 @@ def plan_input(
     detects = _detects_batches(config.input)
     settings = {"columns": columns, "n": config.sampling.n, "detects": detects, "version": __version__}
     index = InputIndex(index_key(settings))
-    if previous is not None:
+    if previous is not None and previous.index is not None:
         index = InputIndex.load(previous.index, index.key)
     if detects:
         files = _with_formats(files, prints, index)

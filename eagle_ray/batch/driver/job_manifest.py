@@ -1,18 +1,12 @@
 """The manifest of a job: what ``_run.json`` says of its configuration and inputs, and which job may resume it.
 
     with hold(output):
-        run = open_run(config, plan.fingerprints)
+        run = open_run(config, plan.fingerprints)     # check_run, which writes nothing, then begin_run
         with run.recorded_outcome():
             generate(...)
 
 **Finished runs**: the record of one names its plan by its key and the files in data/ by their states. It holds only
 while both are unchanged, and then a second start reads no row.
-
-**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone. Without an id column, an
-id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, has today's ids
-and would get today's output. An answer from a file that is no longer in the input stands if the input has its row under
-the same id, as after a move. Of a file that is not in the input's index, the whole content must be there under another
-name.
 """
 
 from __future__ import annotations
@@ -22,31 +16,30 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
-
 from eagle_ray.batch.driver.input_index import PreviousRun
-from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config import (
+    JobConfig,
+    changed_keys,
+    config_hash,
+    is_hash_of_another,
+    recorded,
+    upgrade_config,
+)
 from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_schema import schema_differences, unread_settings
-from eagle_ray.runs.job_errors import JobError, OutputMismatch
+from eagle_ray.runs.job_errors import JobError, OutputDamaged, OutputMismatch
 from eagle_ray.runs.layout import (
     FORMAT_WITH_INPUTS,
     RUN,
     Fingerprint,
     changed_files,
-    check_not_sharded,
-    content_of,
     data_of,
     input_lists,
     output_of,
@@ -55,18 +48,46 @@ from eagle_ray.runs.layout import (
     wrap_os_errors,
     write_inputs,
 )
-from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
-from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
-from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
+from eagle_ray.runs.part_files import part_files
+from eagle_ray.runs.row_index import (
+    INDEX,
+    free_index_name,
+    read_index_file,
+    write_facts,
+)
+from eagle_ray.runs.run import (
+    FORMAT_VERSION,
+    RUN_REMEDY,
+    Run,
+    RunState,
+    begin_attempt,
+    is_current,
+    overwritten,
+    remove_overwritten,
+)
 from eagle_ray.storage.model_files import gguf_file, stored_quantization
 from eagle_ray.storage.path import StoragePath
 
-REMEDY = "choose another output.path, or --overwrite"
-EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
+REMEDY = "choose another output.path, or --overwrite, which deletes its rows"
+EXISTS_REMEDY = "Choose another output.path, or --resume, or --overwrite, which deletes its rows"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 FILE = "finished.json"
 log = logging.getLogger("eagle_ray")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """What an output holds before a start, which may begin there.
+
+    Attributes:
+        state: of its run, or of a new one.
+        inputs: fingerprints of the files that the run was made from.
+        erased: part files of the run that the start overwrites.
+    """
+
+    state: RunState
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    erased: Sequence[StoragePath] = ()
 
 
 def open_run(
@@ -75,27 +96,51 @@ def open_run(
     accepted: Container[str] = (),
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Start an attempt at config.output.path. The caller holds its lease, whose check is check_lock.
+    """Start an attempt at config.output.path: check_run, then begin_run, with their arguments."""
+    return begin_run(check_run(config, files, accepted), config, files, check_lock)
+
+
+def check_run(config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str] = ()) -> EarlierRun:
+    """Return what the output holds. Nothing is written.
 
     Args:
         files: fingerprints of the input files by path.
         accepted: paths of changed files whose rows were compared with the answers.
 
-    Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
-    StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
+    Raises ConfigError if there is output and if_exists is fail, or if the directory cannot be read; OutputMismatch if
+    it is another job's or another program's output.
     """
     output = output_of(config)
     with wrap_os_errors(output):
         if config.output.if_exists == "overwrite":
-            return begin_job(erase(output), config, files, check_lock)
-        state, noted = _resumable(output, config, files, accepted)
-        return begin_job(state, config, {**noted, **files}, check_lock)
+            state, erased = overwritten(output)
+            return EarlierRun(state, erased=erased)
+        state, noted = resumable(output, config, files, accepted)
+        return EarlierRun(state, noted)
 
 
-def _resumable(
+def begin_run(
+    earlier: EarlierRun,
+    config: JobConfig,
+    files: Mapping[str, Fingerprint],
+    check_lock: Callable[[], None] | None = None,
+) -> Run:
+    """Begin an attempt at what check_run has found. The caller holds its lease, whose check is check_lock.
+
+    Raises OutputLocked if the run was written since, ConfigError if the directory is not writable, StorageUnavailable
+    if it cannot be written for now.
+    """
+    with wrap_os_errors(earlier.state.output):
+        run = begin_job(earlier.state, config, {**earlier.inputs, **files}, check_lock)
+        if config.output.if_exists == "overwrite":
+            remove_overwritten(run.output, earlier.erased)
+    return run
+
+
+def resumable(
     output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
 ) -> tuple[RunState, dict[str, Fingerprint]]:
-    """Return what the output holds, and the input files that it was made from. Raises as open_run does."""
+    """Return what the output holds, and the input files that it was made from. Raises as check_run does."""
     state = Run.inspect(output)
     if state.manifest is None:
         check_no_foreign_data(output)
@@ -111,41 +156,30 @@ def _resumable(
     return state, noted
 
 
-def preview_output(plan: InputPlan, config: JobConfig) -> str:
-    """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
-    output = output_of(config)
-    if config.execution.shard is None:
-        check_not_sharded(output)
-    if config.output.if_exists == "overwrite":
-        return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    check_changes(plan, output)
-    state, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
-    if state.manifest is None:
-        return f"a run would start it as configuration {config_hash(config)}"
-    OutputIndex.read(data_of(output))
-    run_id, attempt = state.manifest["run_id"], state.manifest["attempt"]
-    if plan.key != finished_key(output):
-        run = Run(output, run_id, attempt, config_hash(config))
-        check_sources(run, plan)
-        check_columns(run, plan)
-    return f"a run would resume run {run_id}"
-
-
 def begin_job(
     state: RunState,
     config: JobConfig,
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Begin an attempt whatever the directory holds. The caller holds its lease.
+    """Begin an attempt whatever the directory holds. The caller holds its lease. If it fails, all is as it was.
+
+    First comes the list of input files, which nothing names yet; then ``_run.json``, which names it.
 
     inputs: all files of the run, also those of earlier attempts that are not asked for now.
     """
-    free_index_name(state.output)
     earlier_lists = input_lists(state.output)
-    facts = job_facts(state, config, inputs)
-    run = begin_attempt(state, facts)
+    try:
+        facts = job_facts(state, config, inputs)
+        run = begin_attempt(state, facts)
+    except BaseException:
+        with suppress(OSError):
+            if is_current(state):
+                for file in set(input_lists(state.output)) - set(earlier_lists):
+                    file.remove()
+        raise
     remove_unused_lists(earlier_lists, facts["inputs"]["list"])
+    free_index_name(state.output)
     return replace(run, check_lock=check_lock)
 
 
@@ -178,9 +212,22 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
+        check_config_hash(output, old)
         changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration ({changes}): {REMEDY}")
     _check_same_weights(output, old, _target_quantization(config))
+
+
+def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
+    """Raise OutputDamaged if the recorded configuration is not the one that was written, as its hash tells.
+
+    Nothing tells for a record of another release, whose hash may be of other keys.
+    """
+    is_own_release = record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
+    if is_own_release and is_hash_of_another(record["config"], record["config_hash"]):
+        raise OutputDamaged(
+            f"{output / RUN} is damaged (its configuration has another hash than it says): {RUN_REMEDY}"
+        )
 
 
 def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | None) -> None:
@@ -272,14 +319,19 @@ def _hardware() -> dict[str, Any]:
     return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()}
 
 
-def previous_run(config: JobConfig) -> PreviousRun:
-    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten."""
+def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousRun:
+    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten.
+
+    is_index_damaged: the index cannot be used, nor what it says of a finished run.
+    """
     output = output_of(config)
+    index = None if is_index_damaged else output / INDEX
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
             if manifest := Run.inspect(output).manifest:
-                return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
-    return PreviousRun(output / INDEX)
+                finished = None if is_index_damaged else finished_key(output)
+                return PreviousRun(index, read_inputs(output, manifest), finished)
+    return PreviousRun(index)
 
 
 def finished_key(output: StoragePath) -> str | None:
@@ -310,67 +362,3 @@ def files_key(output: StoragePath) -> str:
     for file, state in data.list_states("**/*.parquet").items():
         content.update(f"{file.text.removeprefix(data.text)} {state}\n".encode())
     return content.hexdigest()
-
-
-def check_changes(plan: InputPlan, output: StoragePath) -> None:
-    """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
-    changed, gone = plan.changes.changed, plan.changes.gone
-    if number := sum(map(len, [*changed.values(), *gone.values()])):
-        names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
-        rows = (
-            f"row {row} of {path}, which is gone" for path, row_numbers in gone.items() for row in np.sort(row_numbers)
-        )
-        names += islice(rows, MAX_NAMES)
-        raise OutputMismatch(
-            f"input changed since {output} was made from it: {number} rows of "
-            f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
-            "same ids (-i FILE --retry-errors)."
-        )
-    for path in plan.changes.rewritten:
-        log.info(
-            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
-            "answered ones keep their carried columns",
-            path,
-            output.display_path,
-        )
-
-
-def check_sources(run: Run, plan: InputPlan) -> None:
-    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
-
-    Ids and source files of the output's rows are read only if there may be such rows.
-    """
-    recorded = read_inputs(run.output, manifest_of(run.output))
-    contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
-    suspects: dict[str, Digests | None] = {
-        path: None  # any of its ids
-        for path, was in recorded.items()
-        if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
-    }
-    suspects |= plan.changes.absent
-    for table in read_tables(run.data, ["request_id", "source_file"]) if suspects else ():
-        for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
-            request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
-            is_other = plan.rows.contains(ids := digests(request_ids))
-            if (others := suspects[path]) is not None:
-                is_other &= isin(ids, others)
-            if is_other.any():
-                raise OutputMismatch(
-                    f"{run.output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
-                    f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
-                )
-
-
-def check_columns(run: Run, plan: InputPlan) -> None:
-    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
-    there = stored_schema(run.data)
-    if unread := plan.row_settings.intersection(unread_settings(there)):
-        raise OutputMismatch(
-            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
-            "Choose another output.path, or --overwrite."
-        )
-    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
-        raise OutputMismatch(
-            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
-        )

@@ -32,6 +32,7 @@ class JobPlan:
     Attributes:
         output: the directory of the run's record, that of the shard if the job has one.
         retry_errors: drop error rows first, so that they are generated again.
+        is_finished: whether the output is on record as complete for this input.
         spare: the process that checks the models, and from which engines' processes are forked.
     """
 
@@ -39,6 +40,7 @@ class JobPlan:
     output: StoragePath
     input: InputPlan
     retry_errors: bool = False
+    is_finished: bool = False
     spare: SpareEngine = field(default_factory=SpareEngine)
 
     @property
@@ -70,19 +72,24 @@ class JobPlan:
             log.info("%s: %s", self.config.model.target, note)
 
 
-def plan_job(config: JobConfig, spare: SpareEngine, retry_errors: bool = False) -> JobPlan:
-    """Scan the input and check it against the output. Raises ConfigError for what cannot work.
+def plan_job(
+    config: JobConfig, spare: SpareEngine, retry_errors: bool = False, is_index_damaged: bool = False
+) -> JobPlan:
+    """Scan the input and check it against the output. Nothing is written. Raises ConfigError for what cannot work.
 
-    spare: not started yet; the caller ends it.
+    Args:
+        spare: not started yet; the caller ends it.
+        is_index_damaged: make the plan without the run's index.
     """
     log.info("reading the input")
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
-    previous = previous_run(config)
+    previous = previous_run(config, is_index_damaged)
     if previous.finished_key is None:
         spare.start(config)  # rows are missing, it seems
     input_plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
-    return _checked(JobPlan(config, output, input_plan, retry_errors, spare), previous.finished_key)
+    is_finished = input_plan.key == previous.finished_key
+    return _checked(JobPlan(config, output, input_plan, retry_errors, is_finished, spare))
 
 
 def plan_for_validation(config: JobConfig) -> JobPlan:
@@ -90,12 +97,12 @@ def plan_for_validation(config: JobConfig) -> JobPlan:
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
     previous = replace(previous_run(config), finished_key=None)
-    return _checked(JobPlan(config, output, plan_input(config, previous)), None)
+    return _checked(JobPlan(config, output, plan_input(config, previous)))
 
 
-def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
+def _checked(plan: JobPlan) -> JobPlan:
     check_not_empty(plan.input, plan.config)
-    if plan.input.key != finished_key:
+    if not plan.is_finished:
         plan.partitions.check_values(request_rows(plan.input))
     check_not_run_output(plan.input.files, root_of(plan.output))
     return plan

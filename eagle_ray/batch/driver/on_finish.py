@@ -24,11 +24,14 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from eagle_ray import __version__
+from eagle_ray.batch.driver.ray_environment import user_environment
 from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.config import JobConfig
+from eagle_ray.core.start_log import has_reader
 from eagle_ray.runs.job_errors import RunResult
 
 log = logging.getLogger("eagle_ray")
+STDERR = 2  # the number of the file
 VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
 
 
@@ -80,8 +83,15 @@ class HookError(Exception):
 def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
     """Run the command with the facts in its environment and on its stdin; its output goes to stderr."""
     variables = {VARIABLE + name.upper(): "" if value is None else str(value) for name, value in facts.items()}
+    output = STDERR if has_reader(STDERR) else subprocess.DEVNULL  # SIGPIPE would end the command
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=2, env=os.environ | variables, text=True, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=user_environment() | variables,
+        text=True,
+        start_new_session=True,
     )
     try:
         process.communicate(json.dumps(facts), timeout=timeout_s)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
@@ -38,6 +39,9 @@ SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store" 
 MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
 MAX_TMPDIR_BYTES = MAX_SOCKET_BYTES - len(SOCKET)
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp")
+MODULES = "PYTHONPATH"
+MODE = "RAY_AUTH_MODE"  # which Ray sets when it starts a cluster
+variables_before: dict[str, str | None] = {}  # what the user had set for the variables that were set here
 
 
 def prepare_ray_environment(address: str) -> str:
@@ -47,13 +51,23 @@ def prepare_ray_environment(address: str) -> str:
     if Ray cannot be started on this machine.
     """
     address = resolve_address(address)
-    for name, value in QUIET_VARIABLES.items():
-        os.environ.setdefault(name, value)
+    variables = {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
     if address == LOCAL:
-        os.environ.update(LOOPBACK_VARIABLES | _directory_variable() | _token_variable())
+        variables |= LOOPBACK_VARIABLES | _directory_variable() | _token_variable() | _module_variable()
     elif _is_on_loopback_alone(address):
-        os.environ.update(LOOPBACK_VARIABLES)
+        variables |= LOOPBACK_VARIABLES
+    for name in (*variables, MODE):
+        variables_before.setdefault(name, os.environ.get(name))
+    os.environ.update(variables)
     return address
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment as the user set it, for a command of the user: with our token it would reach no cluster
+    of theirs.
+    """
+    environment = dict(os.environ) | {name: value for name, value in variables_before.items() if value is not None}
+    return {name: value for name, value in environment.items() if variables_before.get(name, value) is not None}
 
 
 def resolve_address(address: str) -> str:
@@ -102,13 +116,20 @@ def _directory_variable() -> dict[str, str]:
     return {TMPDIR: directory}
 
 
+def _module_variable() -> dict[str, str]:
+    """Return this process's module path if it was told to ignore PYTHONPATH (``python -I``): Ray's workers were not."""
+    return {MODULES: os.pathsep.join(module_directories())} if sys.flags.ignore_environment else {}
+
+
 def _token_variable() -> dict[str, str]:
-    """Return a token for Ray's authentication, if the home directory, where Ray keeps its own, cannot be written."""
+    """Return a token for Ray's authentication if the user has none: Ray would leave one in the home directory.
+
+    There, a `ray start` of this user takes it, and then refuses every driver that does not.
+    """
     if any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH")):
         return {}
     with suppress(RuntimeError):  # no home directory at all
-        token = Path.home() / ".ray" / "auth_token"
-        if os.access(token, os.R_OK) or _can_be_written(token.parent):
+        if os.access(Path.home() / ".ray" / "auth_token", os.R_OK):
             return {}
     return {TOKEN: secrets.token_hex(32)}
 

@@ -15,9 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import count_done, hold_output
+from eagle_ray.batch.driver.claim import free_output, hold_free
+from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
-from eagle_ray.batch.driver.job_manifest import begin_job, remove_finished
+from eagle_ray.batch.driver.job_manifest import begin_job, check_config_hash, remove_finished
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
@@ -28,6 +29,7 @@ from eagle_ray.runs.layout import (
     SHARD_DATA_PREFIX,
     SUCCESS,
     SUMMARY,
+    check_claim,
     check_not_sharded,
     claim_output,
     data_of,
@@ -66,19 +68,25 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
         check_not_sharded(root_of(output))
     if not part_files(data_of(output)):
         raise ConfigError(f"{output}: there are no rows in {data_of(output)}: nothing to adopt. Run the job.")
-    with hold_output(output) as lease:
-        damage = _damage_of(output)
-        if damage is None:
-            return f"{output / RUN} can be read: there is nothing to repair"
-        index, origins = _origins_in(output)
-        _check_one_run(output, origins)
-        _check_config(output, origins, config, trust_config)
-        plan = plan_input(config)
-        plan.check_unchanged()
-        _check_sources(output, origins, plan)
+    free = free_output(output)
+    damage = _damage_of(output)
+    if damage is None:
+        return f"{output / RUN} can be read: there is nothing to repair"
+    index, origins = _origins_in(output)
+    _check_one_run(output, origins)
+    _check_config(output, origins, config, trust_config)
+    plan = plan_input(config)
+    plan.check_unchanged()
+    _check_sources(output, origins, plan)
+    check_claim(config)
+    is_complete = (output / SUCCESS).exists()
+    state = _state_from(output, origins)
+
+    with hold_free(free) as lease:
         claim_output(config)
-        is_complete = (output / SUCCESS).exists()
-        run = begin_job(_state_from(output, origins), config, plan.fingerprints, lease.check)
+        if state.version is not None:
+            (output / DAMAGED_COPY).write_atomic((output / RUN).read_bytes())
+        run = begin_job(state, config, plan.fingerprints, lease.check)
         remove_finished(output)
         run.record({"finished_at": now_text(), "outcome": OUTCOME})
         return "\n".join([f"{output.display_path}: {damage}", *_report(run, origins, plan, index, is_complete)])
@@ -89,6 +97,7 @@ def _damage_of(output: StoragePath) -> str | None:
         manifest = Run.inspect(output).manifest
         if manifest is None:
             return f"there was no {RUN}"
+        check_config_hash(output, manifest)
         read_inputs(output, manifest)
     except OutputDamaged as error:
         return f"{str(error).partition(' (')[0]}; the content of {RUN} is kept in {DAMAGED_COPY}"
@@ -156,15 +165,13 @@ def _check_sources(output: StoragePath, origins: pa.Table, plan: InputPlan) -> N
 
 
 def _state_from(output: StoragePath, origins: pa.Table) -> RunState:
-    """Return the manifest as far as the rows tell it. The one that is there is kept as DAMAGED_COPY."""
+    """Return the manifest as far as the rows tell it."""
     version = version_of(output / RUN)
     [run_id] = _values(origins, "run_id")
     attempts = _attempts_in(origins)
     notes = [read_json_object(output / name) or {} for name in (PROGRESS, SUMMARY, RUN)]
     noted = [note.get("attempt") for note in notes if note.get("run_id") == run_id]  # one may have made no row
     last = max(number for number in [*noted, attempts[-1]["attempt"]] if isinstance(number, int))
-    if version is not None:
-        (output / DAMAGED_COPY).write_atomic((output / RUN).read_bytes())
     facts = {"run_id": run_id, "created_at": attempts[0]["started_at"], "attempts": attempts}
     return RunState(output, version, new_manifest(last) | facts)
 

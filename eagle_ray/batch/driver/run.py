@@ -37,7 +37,7 @@ from eagle_ray.runs.job_errors import (
     RunResult,
 )
 from eagle_ray.runs.layout import SUMMARY, JobShard, data_of, output_of, root_of
-from eagle_ray.runs.row_index import IndexDamaged, remove_index
+from eagle_ray.runs.row_index import IndexDamaged
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -57,14 +57,13 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
         return _run_attempt(config, retry_errors)
     except IndexDamaged as error:
         log.warning("the index of %s is built again: %s", config.output.path, error)
-    remove_index(output_of(config))
     resumed = config.output.model_copy(update={"if_exists": "resume"})  # what the attempt has made stays
-    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors)
+    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors, is_index_damaged=True)
 
 
-def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
+def _run_attempt(config: JobConfig, retry_errors: bool, is_index_damaged: bool = False) -> dict[str, Any]:
     """Do what run_job does. Raises IndexDamaged, too."""
-    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as claimed:
+    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors, is_index_damaged)) as claimed:
         if (missing := claimed.missing()) is not None:
             from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
 

@@ -27,7 +27,7 @@ from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryReco
 from eagle_ray.core.errors import ConfigError, one_line, shortened
 from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.html import page
-from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
+from eagle_ray.report.summary import budgets, summarise, summary_json
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.runs.job_errors import RESUME
@@ -261,11 +261,19 @@ def stored_summary(output: StoragePath) -> dict[str, Any] | None:
 
 def summarize_run(run: Run, parts: Sequence[StoragePath] = ()) -> dict[str, Any]:
     """Return the content of ``_summary.json`` for what the files hold now. parts: as of facts_of_attempt."""
-    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
-    read = partial(read_tables, run.data)
+    columns = manifest_of(run.output)["config"]["input"].get("columns", {})
+    counts = summarize_rows(run.data, bool(columns.get("turns")))
+    return counts | facts_of_attempt(run, counts["total"], parts)
+
+
+def summarize_rows(data: StoragePath, has_turns: bool) -> dict[str, Any]:
+    """Return the part of ``_summary.json`` that is counted from the rows. has_turns: whether they are conversations."""
+    by = GROUP_BY if has_column(data, GROUP_BY) else None
+    read = partial(read_tables, data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
     counts = summary_json(summarise(read, by), by)
-    return counts | _turns(run, read) | over_time | facts_of_attempt(run, counts["total"], parts)
+    turns = {"turns": {turn: each.as_json() for turn, each in summarise(read, TURN).items()}} if has_turns else {}
+    return counts | turns | over_time
 
 
 def facts_of_attempt(run: Run, total: dict[str, Any], parts: Sequence[StoragePath] = ()) -> dict[str, Any]:
@@ -309,13 +317,6 @@ def _usage(work: Mapping[StoragePath, Mapping[str, Any] | None]) -> dict[str, fl
         "worker_s": sum(usage["worker_s"] for usage in usages),
         "gpus_per_worker": usages[0]["gpus_per_worker"],
     }
-
-
-def _turns(run: Run, read: ReadColumns) -> dict[str, Any]:
-    """Return the counts of each turn, if the run's rows are conversations."""
-    if not manifest_of(run.output)["config"]["input"].get("columns", {}).get("turns"):
-        return {}
-    return {"turns": {turn: counts.as_json() for turn, counts in summarise(read, TURN).items()}}
 
 
 def store_report(run: Run, summary: dict[str, Any]) -> None:

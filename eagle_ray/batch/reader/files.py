@@ -37,7 +37,7 @@ UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in othe
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 CHANGED_REMEDY = (
     "Run the same command again once the file is as it should be: new rows are answered, and it is refused only if an "
-    "answered row changed. --overwrite answers the whole file as it is now."
+    "answered row changed. --overwrite deletes the rows that are there and answers the file as it is now."
 )
 _ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
 EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}

@@ -61,6 +61,7 @@ class LearnedState:
         self._interval_s = IDLE_INTERVAL_S
         self._written_at = -math.inf
         self._is_writing = False
+        self._has_warned = False
 
     def load(self, engine: Engine) -> None:
         """Let the engine's drafter go on from the newest files of its models, the newest last."""
@@ -68,7 +69,7 @@ class LearnedState:
             self._run.check_current()
             versions = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")
         except (JobError, OSError) as error:
-            log.debug("%s: nothing is read there: %s", self._directory, one_line(error))
+            self._log(error)
             return
         num_loaded = sum(self._load_file(file, versions[file], engine) for file in _newest(versions))
         self._read = versions
@@ -111,7 +112,13 @@ class LearnedState:
             self._file.write_atomic(save(state), self._run.check_current)
             self._remove_read()
         except (JobError, OSError) as error:
-            log.debug("%s: nothing is kept there: %s", self._directory, one_line(error))
+            self._log(error)
+
+    def _log(self, error: Exception) -> None:
+        """Log once why nothing is read or kept. A JobError ends the worker's attempt, which says it."""
+        level = logging.DEBUG if self._has_warned or isinstance(error, JobError) else logging.WARNING
+        self._has_warned = self._has_warned or level == logging.WARNING
+        log.log(level, "%s: nothing is kept there: %s", self._directory, one_line(error))
 
     def _remove_read(self) -> None:
         """Remove the files whose content is now in this worker's own, unless they were written since."""

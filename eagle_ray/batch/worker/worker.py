@@ -345,5 +345,7 @@ class StartCache:
     def _ignoring_errors(self) -> Iterator[None]:
         try:
             yield
-        except (JobError, OSError) as error:
+        except JobError as error:  # which ends the attempt, and is said there
             log.debug("%s: nothing is kept there: %s", self._directory, one_line(error))
+        except OSError as error:
+            log.warning("%s: nothing is kept there: %s", self._directory, one_line(error))

@@ -1,0 +1,87 @@
+"""Completeness: which of the rows that the input asks for are in the files of the output.
+
+The rows are compared a range of ids at a time. An id has a row for each sample of each turn; they are in one file once
+they are done. Memory holds one range, and a byte for each row of the input, which is in a temporary file if there are
+many.
+
+    count_done(plan.rows, OutputIndex.read(run.data)).num_missing      # 0
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle_ray.batch.driver.input_index import ExpectedRows
+from eagle_ray.runs.output_index import OutputIndex, excess_in
+from eagle_ray.runs.row_index import EMPTY, Digests, index_of, num_ranges
+from eagle_ray.storage.path import StoragePath
+
+MAX_ROWS_IN_MEMORY = 1 << 24
+MISSING_SHOWN = 4  # ids that are kept for a message
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What the files hold of the expected rows.
+
+    Attributes:
+        done: for each row of the input, in its order, whether its output rows are all in one file. Rows of other shards
+            of the job count as done.
+        num_rows: output rows that the input asks for.
+        num_done_rows: those of them that are done.
+        num_missing: ids that are not done.
+        missing: a few of those.
+        excess: the ids to remove from each file so that every id is in one file.
+        num_others: ids in the files that are not expected, as after a run with another input.
+    """
+
+    done: np.ndarray
+    num_rows: int
+    num_done_rows: int
+    num_missing: int
+    missing: Digests
+    excess: Mapping[StoragePath, Digests]
+    num_others: int
+
+
+def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
+    """Return what the files hold, in one pass over both indexes."""
+    done = _flags(expected.num_input_rows, fill=expected.shard is not None)
+    num_rows = num_done_rows = num_missing = num_others = 0
+    missing = EMPTY
+    excess: dict[StoragePath, list[Digests]] = {}
+    parts = num_ranges(expected.num_input_rows + output.num_entries)
+    for expected_rows, stored_rows in zip(expected.by_range(parts), output.by_range(parts), strict=True):
+        index = index_of(stored_rows["id"], expected_rows["id"])
+        default = np.uint32(expected.default_rows)
+        wanted = np.append(expected_rows["rows"], default)[index]  # -1, of no place, is the last
+        is_complete = stored_rows["rows"] == wanted
+        is_done = np.zeros(len(expected_rows["id"]), bool)
+        is_done[index[is_complete & (index >= 0)]] = True
+        done[expected_rows["place"]] = is_done
+        num_others += len(np.unique(stored_rows["id"][index < 0]))
+        num_rows += int(expected_rows["rows"].sum())
+        num_done_rows += int(expected_rows["rows"][is_done].sum())
+        left = expected_rows["id"][~is_done]
+        num_missing += len(left)
+        missing = np.concatenate([missing, left[: MISSING_SHOWN - len(missing)]])
+        extra = excess_in(stored_rows, is_complete)
+        for rank in np.unique(extra["file"]):
+            excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
+    joined = {file: np.concatenate(ids) for file, ids in excess.items()}
+    return Completeness(done, num_rows, num_done_rows, num_missing, missing, joined, num_others)
+
+
+def _flags(number: int, fill: bool) -> np.ndarray:
+    """Return this many flags, all set or all unset."""
+    if number <= MAX_ROWS_IN_MEMORY:
+        return np.full(number, fill)
+    with tempfile.TemporaryFile(prefix="eagle-ray-") as file:
+        flags = np.memmap(file, bool, "w+", shape=number)  # all unset
+        if fill:
+            flags[:] = True
+        return flags
