@@ -30,7 +30,7 @@ from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns
 from eagle_ray.requests.row_schema import JSON, ROW_FIELDS
 
-RENAME_PREFIX = "input_"  # of a carried column with a name that the job uses itself
+RENAME_PREFIX = "input_"  # of a carried column with a name that the output has already
 # Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
 CSV_TEXT = pa.large_string()
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -55,26 +55,35 @@ class CarriedColumn:
         return field_of(self.name, self.type)
 
 
-def output_names(sources: Iterable[str], reserved: Container[str]) -> dict[str, str]:
+def output_names(sources: Iterable[str], reserved: Iterable[str]) -> dict[str, str]:
     """Return the output name of each carried column.
 
     A name that the job uses itself gets the prefix ``input_``. If the input has a column of that name too, a number
-    follows: ``input_text_2``.
+    follows: ``input_text_2``. SQL does not tell names apart that differ by case alone, so neither do these: of
+    several such columns the later ones get the prefix.
 
         >>> output_names(["text", "input_text", "score"], {"text"})
         {'text': 'input_text_2', 'input_text': 'input_text', 'score': 'score'}
+        >>> output_names(["Text", "score", "Score"], {"text"})
+        {'Text': 'input_Text', 'score': 'score', 'Score': 'input_Score'}
     """
     sources = list(sources)
-    names = {source: source for source in sources if source not in reserved}
+    taken = {name.casefold() for name in reserved}
+    names: dict[str, str] = {}
+    for source in sources:
+        if source.casefold() not in taken:
+            names[source] = source
+            taken.add(source.casefold())
     for source in sources:
         if source not in names:
-            names[source] = _unused_name(RENAME_PREFIX + source, {*names.values()}, reserved)
+            names[source] = _unused_name(RENAME_PREFIX + source, taken)
+            taken.add(names[source].casefold())
     return {source: names[source] for source in sources}
 
 
-def _unused_name(name: str, taken: Container[str], reserved: Container[str]) -> str:
+def _unused_name(name: str, taken: Container[str]) -> str:
     candidates = chain([name], (f"{name}_{number}" for number in count(2)))
-    return next(candidate for candidate in candidates if candidate not in taken and candidate not in reserved)
+    return next(candidate for candidate in candidates if candidate.casefold() not in taken)
 
 
 def type_of(value: Any) -> pa.DataType:
@@ -327,6 +336,10 @@ def _example(types: dict[str, pa.DataType], has_csv: bool) -> str:
     """Return the key for the only column of texts, or what a CSV file without a header looks like; "" otherwise."""
     if has_csv and any(name.isdecimal() for name in types):
         return ". If these are values, the file lacks a header: its first line must name the columns"
+    alike = [(name, prompt) for name in types for prompt in PROMPTS if name.casefold() == prompt]
+    if alike:
+        [(name, prompt), *_] = alike
+        return f". For example: --set {shlex.quote(f'input.columns.{prompt}={name}')}"
     texts = [name for name, kind in types.items() if name != "id" and kind in (pa.string(), CSV_TEXT)]
     return f". For example: --set {shlex.quote(f'input.columns.prompt={texts[0]}')}" if len(texts) == 1 else ""
 
