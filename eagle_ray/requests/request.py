@@ -260,9 +260,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     if isinstance(value, RequestError):
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
-        raise RequestError(
-            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
-        )
+        wrong = f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if isinstance(value, str) and not value.strip():
         raise RequestError(
             "empty_id",
@@ -270,6 +269,13 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
             "null, which makes one from its file and row.",
         )
     return None if value is None else str(whole_number(value))
+
+
+def _fix_of_bytes(value: Any) -> str:
+    """Return what to do about bytes that the reader could not take for a text, to stand behind a message."""
+    if not isinstance(value, bytes):
+        return ""
+    return ". They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL, or name another column"
 
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
@@ -296,7 +302,8 @@ def _column_and_key(name: str, path: ColumnPath) -> str:
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_value(value)}")
+        wrong = f"column {column!r} must be a text, got {describe_value(value)}"
+        raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value
