@@ -14,10 +14,10 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
-from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
+from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import prompt_text_of, text_options
@@ -73,6 +73,8 @@ class OutputRows:
     def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
         """Return the error row of one sample of the request, or of one turn of a conversation."""
         prompt = request.prompt if self.config.output.store_prompt else None
+        if request.error is None and not self.config.output.store_prompt:  # the reader's own errors quote nothing
+            error = without_values(error, ROW_PARAMETERS)
         failure = {"error_code": error.code, "error_message": request.error_text(error)}
         return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | failure
 
@@ -104,7 +106,7 @@ class OutputRows:
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
             "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
-            **_prompt_logprobs(sequence),
+            **_prompt_logprobs(sequence, self.config.output.store_prompt),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
         }
@@ -159,14 +161,17 @@ def controls_json(sampling: SamplingParams) -> str | None:
     return json.dumps(own, ensure_ascii=False) if own else None
 
 
-def _prompt_logprobs(sequence: Sequence) -> OutputRow:
-    """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
+def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:
+    """Return the prompt's log-probabilities, if requested; before its first token stands nothing.
+
+    has_tokens: with the likeliest tokens, among which the prompt's own are.
+    """
     sampling = sequence.sampling
     if not sampling.wants_prompt_logprobs:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs and has_tokens else None,
     }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation, location_of
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, SamplingParams, merged_values, two_forms
@@ -199,8 +199,8 @@ UNCARRIED = "__uncarried__"
 """Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
-def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
-    """Return the request of one row, without carried columns."""
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation, is_private: bool = False) -> Request:
+    """Return the request of one row, without carried columns. is_private: its error quotes no value of the row."""
     parsed: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
@@ -213,7 +213,8 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
     except RequestError as error:
-        bad = RequestError(error.code, f"{location}: {error}")
+        shown = without_values(error, columns.needed) if is_private else error
+        bad = RequestError(error.code, f"{location}: {shown}")
     return Request(
         id=id_of(row, columns, location),
         source_file=location.path,

@@ -46,7 +46,7 @@ from eagle_ray.batch.reader.text_files import (
 from eagle_ray.core.errors import ConfigError, RequestError, one_line
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.request import UNCARRIED, InputRow, parse_row, table_of_requests
+from eagle_ray.requests.request import UNCARRIED, InputRow, Request, parse_row, table_of_requests
 from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import JobShard
@@ -303,12 +303,14 @@ class RequestReader:
         columns: what requests are made of.
         carried_columns: in order.
         job_shard: the part of the rows that this process runs; None for all.
+        is_private: errors of rows quote none of their values.
     """
 
     files: tuple[InputFile, ...]
     columns: RequestColumns
     carried_columns: tuple[CarriedColumn, ...]
     job_shard: JobShard | None = None
+    is_private: bool = False
 
     def rows(self, file_slice: FileSlice) -> Iterator[tuple[InputRow, RowLocation]]:
         """Yield the rows of a slice as they are read, with their places."""
@@ -320,11 +322,15 @@ class RequestReader:
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
             locations = (file_slice.file.location_of(position) for position, _ in chunk.rows)
             rows = (row for _, row in chunk.rows)
-            requests = [parse_row(row, self.columns, place) for row, place in zip(rows, locations, strict=True)]
+            requests = [self.parse(row, place) for row, place in zip(rows, locations, strict=True)]
             table = table_of_requests(requests)
             for column in self.carried_columns:
                 table = table.append_column(column.name, chunk.carried[column.source])
             yield table
+
+    def parse(self, row: InputRow, location: RowLocation) -> Request:
+        """Return the request of a row."""
+        return parse_row(row, self.columns, location, self.is_private)
 
     @property
     def carried_fields(self) -> list[pa.Field]:

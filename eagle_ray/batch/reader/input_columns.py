@@ -344,16 +344,27 @@ def _example(types: dict[str, pa.DataType], has_csv: bool) -> str:
     return f". For example: --set {shlex.quote(f'input.columns.prompt={texts[0]}')}" if len(texts) == 1 else ""
 
 
-def carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
-    """Return the columns that input.passthrough names. Raises ConfigError for one that no file has."""
+def carried_names(
+    config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType], is_private: bool = False
+) -> list[str]:
+    """Return the columns that input.passthrough names. Raises ConfigError for one that no file has.
+
+    is_private: "all" leaves out the columns that prompts are made of, also in part, and the prompts of an earlier run.
+    """
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":
-        return [name for name in types if name not in columns.fully_used]
+        private = _prompt_columns(columns) if is_private else set()
+        return [name for name in types if name not in columns.fully_used | private]
     for name in config.passthrough:
         if types and name not in types:
             raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
     return list(dict.fromkeys(config.passthrough))
+
+
+def _prompt_columns(columns: RequestColumns) -> set[str]:
+    read = {name for path in columns.prompt_paths for name in path.names}
+    return read | set(PROMPTS) if columns.id.text == RUN_ID else read
 
 
 def _near(name: str, names: Iterable[str]) -> str:
