@@ -12,7 +12,6 @@ an output must be. Those of tools are compiled with the first rows only.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, tempo
 from eagle_ray.batch.reader.input_columns import CarriedColumn
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened, without_values
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.requests.parameters import FORMS, ROW_PARAMETERS, SamplingParams, merged_values
@@ -245,7 +245,7 @@ def check_grammars(requests: Iterable[Request], config: JobConfig, compiler: Gra
         if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
             continue
         check.num_rows += 1
-        key = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).digest()
+        key = hashlib.blake2b(dump_json(values, sort_keys=True).encode(), digest_size=16).digest()
         if key in tried:
             if key in check.bad:
                 check.bad[key].num_rows += 1

@@ -7,7 +7,6 @@ Rows are dictionaries; absent columns are null.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError, without_values
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
 from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequence_answers import AnswerReader
-from eagle_ray.requests.sequences import prompt_text_of, text_options
+from eagle_ray.requests.sequences import text_options
 from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 OutputRow = dict[str, Any]
@@ -45,7 +45,7 @@ class OutputRows:
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return one row per finished sample of the request, or of one turn of a conversation."""
         config = self.config
-        prompt = prompt_text_of(request, config, self.text) if config.output.store_prompt else None
+        prompt = sequences[0].prompt_text if config.output.store_prompt else None
         sampling = request.sampling_params(config)
         shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
         shared["sampling_controls"] = controls_json(sampling)
@@ -95,7 +95,7 @@ class OutputRows:
             "text": None if self.text is None else answer.text,
             "content": answer.content,
             "reasoning_content": answer.reasoning,
-            "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+            "tool_calls": dump_json(calls, ensure_ascii=False) if calls else None,
             "finish_reason": answer.finish_reason,
         }
 
@@ -158,7 +158,7 @@ def controls_json(sampling: SamplingParams) -> str | None:
     """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
     own = {name: value for name, value in values.items() if value not in (None, "", SAMPLING[name].default)}
-    return json.dumps(own, ensure_ascii=False) if own else None
+    return dump_json(own, ensure_ascii=False) if own else None
 
 
 def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:

@@ -75,7 +75,12 @@ class Tokenizer:
         self._eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._byte_ids = _byte_ids(tokenizer)
-        self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
+        self._adds_bos = False
+        bos = self.special_id("bos")
+        first = self.encode("")[
+            :1
+        ]  # settles the tokenizer's state, so that one thread may encode while another decodes
+        self._adds_bos = bos is not None and first == [bos]
 
     @classmethod
     def load(
@@ -148,12 +153,16 @@ class Tokenizer:
         """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
         too long.
 
+        A text that begins with the BOS token itself, as a rendered chat does, gets no second one.
+
         Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text is first judged by
         its beginning.
         """
         if self.max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len:
             self._check_beginning(prompt, self.max_model_len)
-        return self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        ids = self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        is_twice = add_special_tokens and self._adds_bos and ids[:1] == ids[1:2]
+        return ids[1:] if is_twice and prompt.startswith(str(self.hf_tokenizer.bos_token)) else ids
 
     def _check_beginning(self, prompt: str, max_tokens: int) -> None:
         beginning = prompt[: MAX_CHARS_PER_TOKEN * max_tokens]

@@ -15,7 +15,7 @@ from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
 from eagle_ray.requests.parameters import CHAT, SAMPLING
-from eagle_ray.requests.sequences import prompt_ids_of
+from eagle_ray.requests.sequences import read_prompt
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.jobs import token_rows
@@ -97,10 +97,10 @@ def test_an_internal_error_is_logged_without_its_words(make_job, seen_log, monke
     def fail(*_: object) -> None:
         raise ValueError(f"cannot read {MARK}")
 
-    monkeypatch.setattr(Tokenizer, "encode_chat", fail)
+    monkeypatch.setattr(Tokenizer, "render_chat", fail)
     [row] = answers(make_job([{"id": "a", "messages": HI}], **TINY))
     assert row["error_code"] == "internal_error" and MARK not in row["error_message"] + seen_log.text
-    assert "row a: internal error: ValueError" in seen_log.text and prompt_ids_of.__name__ in seen_log.text
+    assert "row a: internal error: ValueError" in seen_log.text and read_prompt.__name__ in seen_log.text
 
 
 def test_columns_that_prompts_are_made_of_are_not_carried(make_job):

@@ -196,7 +196,7 @@ def _text(value: Any) -> str:
 
 
 def value_json(value: Any) -> str:
-    """Return the JSON text of any value, which arrow_rows reads."""
+    """Return the JSON text of any value, which arrow_rows alone reads: NaN stays, so that it is refused as such."""
     return json.dumps(plain_value(value, _opened), default=_json_form)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import difflib
-import json
 import shlex
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import pyarrow as pa
 from eagle_ray.batch.reader.parquet import CONTEXT, RUN_ID
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns
 from eagle_ray.requests.row_schema import JSON, ROW_FIELDS
 
@@ -243,9 +243,9 @@ def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
 
 def _as_json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, default=_json_form)
+        return dump_json(value, ensure_ascii=False, default=_json_form)
     except TypeError:  # a map's keys that are no texts
-        return json.dumps(_with_text_keys(value), ensure_ascii=False, default=_json_form)
+        return dump_json(_with_text_keys(value), ensure_ascii=False, default=_json_form)
 
 
 def _as_text(value: Any) -> str:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from eagle_ray.batch.reader.files import RUN_PREFIX, InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.request import UNCARRIED, InputRow
-from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, RENDERED, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.requests.values import json_error
 from eagle_ray.runs.part_files import partition_types, with_partition_columns
 from eagle_ray.text.strict_json import parse_json
@@ -244,6 +244,8 @@ def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
     input_row: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
     if row["status"] != "ok":
         input_row["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
+    if row.get("messages") is not None:
+        input_row[RENDERED] = True
     if isinstance(input_row.get("messages"), str):
         input_row["messages"] = _messages_of(input_row["messages"])
     return input_row

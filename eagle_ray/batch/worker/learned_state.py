@@ -17,7 +17,6 @@ The texts are prompts and outputs. A run that stores no prompts (output.store_pr
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import time
@@ -30,6 +29,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from eagle_ray.core.errors import one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.engine.engine import Engine
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import CACHE, root_of
@@ -58,7 +58,7 @@ class LearnedState:
         self._run = run
         self._is_private = is_private
         self._directory = root_of(run.output) / CACHE
-        key = hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(dump_json(models, sort_keys=True).encode()).hexdigest()[:16]
         self._prefix = f"{LEARNED}{key}-"
         self._file = self._directory / f"{self._prefix}{int(time.time()):011d}-{uuid4().hex[:8]}{SUFFIX}"
         self._read: dict[StoragePath, FileVersion] = {}

@@ -201,8 +201,8 @@ class Worker:
             raise
         except Exception as error:
             if self._is_private:  # the error's own words may quote the row
-                places = "".join(traceback.format_tb(error.__traceback__))
-                log.error("row %s: internal error: %s\n%s", request.id, type(error).__name__, places)
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                log.error("row %s: internal error: %s\n%s", request.id, type(error).__name__, frames)
             else:
                 log.exception("row %s: internal error", request.id)
             raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
