@@ -140,7 +140,8 @@ def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | No
     """Return what makes answers of the request's sequences."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
-    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, text_options(sampling), options)
+    text = (tokenizer or NullTokenizer()).for_chat(options)
+    return AnswerReader(text, sampling.stop, text_options(sampling), options)
 
 
 def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:

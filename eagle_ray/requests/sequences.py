@@ -50,6 +50,7 @@ class SequenceMaker:
             chat_options: of an answer to messages; None for other prompts.
             prompt_ids: of the request's first prompt.
         """
+        tokenizer = tokenizer.for_chat(chat_options)
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
         grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
         reasoning = bounded_reasoning(sampling, chat_options, tokenizer, prompt_ids)
