@@ -156,10 +156,8 @@ def _check_template(name: str) -> None:
             raise ConfigError(f"{wrong}, which is {encoding} text. Write it as UTF-8.")
         content.decode()
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and is_template_name(
-            name
-        ):  # perhaps of the target, which is read later
-            return
+        if isinstance(error, FileNotFoundError) and is_template_name(name):
+            return  # perhaps a name of the target's own, which is read later
         raise ConfigError(f"{wrong} ({error.strerror})") from None
     except UnicodeError as error:
         raise ConfigError(f"{wrong}, which is not UTF-8 text ({error})") from None

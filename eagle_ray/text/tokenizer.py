@@ -406,8 +406,8 @@ def _template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) 
         return _own_template(tokenizer, directory, chosen)
     names = ", ".join(own) or "it has none by name"
     raise ChatTemplateError(
-        f"{directory} has no chat template {chosen!r}. Name one of its own ({names}), {', '.join(TEMPLATE_NAMES)}, or a "
-        "Jinja file"
+        f"{directory} has no chat template {chosen!r}. Name one of its own ({names}), {', '.join(TEMPLATE_NAMES)}, or "
+        "a Jinja file"
     )
 
 
