@@ -47,7 +47,7 @@ from eagle_ray.requests.answers import python_form, token_logprobs
 from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sequences import prompt_text_of, sequences_of
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.values import plain_value
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -254,7 +254,7 @@ class LLM:
             prompt_logprobs = python_form(tokens, spell, params.num_top_prompt_logprobs)
         return RequestOutput(
             request_id=str(request.id),
-            prompt=prompt_text_of(request, config, text),
+            prompt=first.prompt_text,
             prompt_token_ids=first.prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[

@@ -7,7 +7,6 @@ The pair is SmolLM2-135M-Instruct with its head where the model's wheel is insta
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from eagle_ray.batch.driver.status import write_report
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.cli.report_run import load_summary
 from eagle_ray.config import JobConfig, load_config
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.report.text import run_table
 from eagle_ray.runs.layout import REPORT, SUMMARY
 from eagle_ray.storage.model_files import INSTALL, gguf_file
@@ -102,7 +102,7 @@ def _demo(output: StoragePath) -> str:
 def _report_live(output: StoragePath, live: LiveResult) -> None:
     """Put what was measured live at the head of the job's report."""
     summary = load_summary(output) | {"live": live.as_json()}
-    (output / SUMMARY).write_atomic(json.dumps(summary, indent=2).encode())
+    (output / SUMMARY).write_atomic(dump_json(summary, indent=2).encode())
     write_report(output, summary)
 
 

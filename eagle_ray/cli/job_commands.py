@@ -6,10 +6,10 @@ torch, ray and transformers are imported only once the configuration is valid.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 
 from eagle_ray.cli.arguments import add_config_flags, config_of, parse_positive
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
 
@@ -106,7 +106,7 @@ def _finish(args: argparse.Namespace) -> int:
 
     configure_logging("info")
     summary = finish_shards(named_path("RUN", args.run), args.input, args.limit)
-    print(json.dumps(summary, indent=2) if args.json else finish_text(summary))
+    print(dump_json(summary, indent=2) if args.json else finish_text(summary))
     return 0
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from eagle_ray.cli.arguments import add_file_flags, config_of_pair, parse_names, parse_positive, parse_temperatures
 from eagle_ray.cli.main import check_address_space
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
@@ -103,7 +103,7 @@ def _compare_methods(args: argparse.Namespace) -> int:
     configure_logging(config.logging.level)
     use_threads(args.threads)
     numbers = evaluate(config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task)
-    print(json.dumps(numbers, indent=2) if args.json else evaluation_text(numbers))
+    print(dump_json(numbers, indent=2) if args.json else evaluation_text(numbers))
     return 0
 
 

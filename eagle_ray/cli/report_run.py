@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-import json
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator
@@ -33,6 +32,7 @@ import pyarrow.parquet as pq
 from eagle_ray.batch.driver.status import GROUP_BY, state_of, stored_summary, summarize_run, write_report
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import stdout_errors
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import ScoredSample, as_score, score_report, scores_text
@@ -72,7 +72,7 @@ def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
 
 def review_json(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
     """Return every number of the report, and of the scores."""
-    return json.dumps(load_summary(output) | {"scores": scores}, indent=2)
+    return dump_json(load_summary(output) | {"scores": scores}, indent=2)
 
 
 def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
@@ -82,7 +82,7 @@ def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
 
 def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
     """Return every number of the comparison, and every row that differs."""
-    return json.dumps(compared(run_a, run_b), indent=2)
+    return dump_json(compared(run_a, run_b), indent=2)
 
 
 def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
                 f"--to openai-batch: the request {rows[0]['request_id']!r} has several turns, and a line of that "
                 "format holds one answer. Export the run with --to csv."
             )
-        yield json.dumps(output_line(rows, spell), ensure_ascii=False) + "\n"
+        yield dump_json(output_line(rows, spell), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:
@@ -318,7 +318,7 @@ def _cell(value: Any) -> str:
         return value or ""
     if isinstance(value, datetime):
         return value.isoformat()
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return dump_json(value, ensure_ascii=False, default=str)
 
 
 def _requests(data: StoragePath, columns: list[str]) -> Iterator[list[Row]]:

@@ -15,7 +15,6 @@ after a kill.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig, TrainConfig, load_config
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.report.text import number
 from eagle_ray.runs.layout import DATA
 from eagle_ray.runs.part_files import read_tables
@@ -112,7 +112,7 @@ def _answer_prompts(config: TrainConfig) -> str:
     prompts = output / PROMPTS
     if not prompts.exists() or config.output.if_exists == "overwrite":
         rows = _user_turns(config, output) if config.data.user_turns.count else _given_prompts(config)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        lines = [dump_json(row, ensure_ascii=False) + "\n" for row in rows]
         if not lines:
             raise ConfigError("data.path: there is no prompt to answer. Give rows with messages or prompt")
         prompts.write_atomic("".join(lines).encode())
@@ -164,7 +164,7 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
     turns, source = config.data.user_turns, output / f"{USER_TURNS}.jsonl"
     ids = tokenizer.encode(user_turn_prefix(tokenizer), add_special_tokens=False)
     rows = ({"id": f"user-{number:07d}", "prompt_token_ids": ids} for number in range(turns.count))
-    source.write_atomic("".join(json.dumps(row) + "\n" for row in rows).encode())
+    source.write_atomic("".join(dump_json(row) + "\n" for row in rows).encode())
     sampling = {
         "sampling.temperature": turns.temperature,
         "sampling.top_p": turns.top_p,

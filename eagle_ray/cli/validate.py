@@ -12,7 +12,6 @@ an output must be. Those of tools are compiled with the first rows only.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,10 +27,11 @@ from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, tempo
 from eagle_ray.batch.driver.start_checks import preview_output
 from eagle_ray.batch.reader.input_columns import CarriedColumn
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import ConfigError, RequestError, shortened
+from eagle_ray.core.errors import ConfigError, RequestError, shortened, without_values
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.requests.parameters import FORMS, SamplingParams, merged_values
+from eagle_ray.requests.parameters import FORMS, ROW_PARAMETERS, SamplingParams, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
@@ -84,7 +84,7 @@ def validate(config: JobConfig) -> str:
     rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
     grammars = _grammars(plan, config, seen)
-    first = _first_prompt(good, seen)
+    first = _first_prompt(good, seen, config.output.store_prompt)
     sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(plan, config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
@@ -118,7 +118,10 @@ def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) ->
         if sequence.grammar_spec is not None and seen.grammars is not None:
             seen.grammars.start(sequence.grammar_spec)
     except RequestError as error:
-        return CheckedRow(str(request.id), [], f"{request.error_text(error)} [{error.code}]", error.code)
+        shown = error
+        if request.error is None and not config.output.store_prompt:
+            shown = without_values(error, ROW_PARAMETERS)
+        return CheckedRow(str(request.id), [], f"{request.error_text(shown)} [{error.code}]", error.code)
     return CheckedRow(str(request.id), sequence.prompt_ids, None)
 
 
@@ -148,12 +151,15 @@ def _rows(rows: list[CheckedRow], num_good: int) -> str:
     return "\n".join([f"rows     {verdict}{too_long}", *bad])
 
 
-def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str:
+def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None, is_shown: bool) -> str:
     row = next(iter(good), None)
     if row is None:
         return "prompt   there is no row"
     if seen is None:
         return f"prompt   the first, {shortened(repr(row.request_id))}, not looked at: it takes the target's tokenizer"
+    if not is_shown:
+        name = shortened(repr(row.request_id))
+        return f"prompt   the first, {name}, {len(row.prompt_ids)} tokens, not shown, as output.store_prompt is false"
     shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.decode_with_special(row.prompt_ids)
     lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
     name = shortened(repr(row.request_id))
@@ -239,7 +245,7 @@ def check_grammars(requests: Iterable[Request], config: JobConfig, compiler: Gra
         if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
             continue
         check.num_rows += 1
-        key = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).digest()
+        key = hashlib.blake2b(dump_json(values, sort_keys=True).encode(), digest_size=16).digest()
         if key in tried:
             if key in check.bad:
                 check.bad[key].num_rows += 1

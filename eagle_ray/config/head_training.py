@@ -41,7 +41,9 @@ class TargetConfig(StrictModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
+        default="auto",
+        description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, a Jinja file, or the name of "
+        "one of the target's own, such as rag",
     )
 
     def model_config_for(self, draft: str | None, max_model_len: int | None = None) -> ModelConfig:

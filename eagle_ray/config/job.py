@@ -161,7 +161,9 @@ class ModelConfig(StrictModel):
         "has room (with kv_tokens null: at most 4096)",
     )
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
+        default="auto",
+        description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, a Jinja file, or the name of "
+        "one of the target's own, such as rag",
     )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"

@@ -28,7 +28,7 @@ from eagle_ray.methods.method import (
     parts_of,
     reads_draft,
 )
-from eagle_ray.text.chat_format import TEMPLATE_NAMES
+from eagle_ray.text.chat_format import TEMPLATE_NAMES, is_template_name
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
@@ -156,6 +156,8 @@ def _check_template(name: str) -> None:
             raise ConfigError(f"{wrong}, which is {encoding} text. Write it as UTF-8.")
         content.decode()
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and is_template_name(name):
+            return  # perhaps a name of the target's own, which is read later
         raise ConfigError(f"{wrong} ({error.strerror})") from None
     except UnicodeError as error:
         raise ConfigError(f"{wrong}, which is not UTF-8 text ({error})") from None

@@ -14,7 +14,6 @@ A resumed run compares its configuration with the recorded one (`changed_keys`),
 from __future__ import annotations
 
 import hashlib
-import json
 from datetime import datetime
 from itertools import pairwise
 from typing import Annotated, Any
@@ -32,6 +31,7 @@ from pydantic import (
 )
 
 from eagle_ray.config.job import JobConfig
+from eagle_ray.core.json_text import dump_json
 
 
 def _check_time(text: str) -> str:
@@ -300,7 +300,7 @@ def hash_of_dump(dump: dict) -> str:
     """Return config_hash of the configuration with this dump, which this release has made."""
     compared = _compared(dump)
     set_keys = {key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]}
-    return hashlib.sha256(json.dumps(set_keys, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(dump_json(set_keys, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_hash_of_another(dump: dict, written_hash: str) -> bool:

@@ -6,6 +6,7 @@ Anything else that is raised is a bug and is not caught, but where one row must 
 
 import json
 import re
+from collections.abc import Container
 
 WIDE_ENCODINGS = ("UTF-16", "UTF-32")
 ENCODING_BYTES = 64  # of a file's start that tell its encoding
@@ -27,6 +28,63 @@ class RequestError(Exception):
 
     def __reduce__(self):
         return type(self), (self.code, str(self), self.param)
+
+
+# Codes of errors whose messages hold nothing of a row but numbers and the names of columns.
+VALUE_FREE = frozenset(
+    [
+        "prompt_missing",
+        "prompt_ambiguous",
+        "prompt_empty",
+        "prompt_too_long",
+        "field_missing",
+        "kv_space",
+        "timeout",
+        "worker_died",
+        "earlier_turn_failed",
+        "grammar_queue_full",
+        "no_chat_template",
+        "no_tokenizer",
+    ]
+)
+_WHAT = {  # is wrong, by code: said where values are private
+    "bad_csv": "the record is not CSV",
+    "bad_encoding": "it holds bytes or half characters that are not UTF-8 text",
+    "bad_grammar": "the grammar or schema cannot be used",
+    "bad_json": "it is not JSON as it must be",
+    "bad_messages": "the chat template refuses the messages",
+    "bad_role": "a message has no role that is known",
+    "bad_token_id": "a token id is not in the target's vocabulary",
+    "bad_type": "a value is not of the type that it must have",
+    "earlier_run_failed": "it is an error row of the first run",
+    "grammar_limit": "the grammar cannot go on",
+    "internal_error": "an internal error, which please report",
+    "unsupported_parameter": "it asks for what is not supported",
+}
+_FIRST_NAME = re.compile(r"(?:columns? )?'?(?:body\.)?(\w+)")
+
+
+def without_values(error: RequestError, names: Container[str] = ()) -> RequestError:
+    """Return the error with a message that quotes nothing of its row, for rows whose prompts are not to be stored.
+
+    Every message is taken for one that quotes values, unless its code is in VALUE_FREE.
+
+    Args:
+        names: of columns that the configuration or this package names; another one is not shown.
+
+    >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
+    column 'prompt': a value is not of the type that it must have. The value is not shown, as ...
+    """
+    if error.code in VALUE_FREE:
+        return error
+    first = _FIRST_NAME.match(str(error))
+    place = f"column {first[1]!r}: " if first is not None and first[1] in names else ""
+    what = _WHAT.get(error.code, "a value is not as it must be")
+    return RequestError(
+        error.code,
+        f"{place}{what}. The value is not shown, as output.store_prompt is false. To see it, run eagle-ray validate "
+        "with --set output.store_prompt=true",
+    )
 
 
 class EngineError(Exception):

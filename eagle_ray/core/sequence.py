@@ -40,6 +40,7 @@ class Sequence:
     """One sample of one request. Raises RequestError for sampling parameters that contradict one another.
 
     prompt_ids: the prompt's token ids, at least one.
+    prompt_text: the text that these ids were made of, with special tokens; None of a prompt of ids.
     sampling: with a seed of its own; without one the key of its noise is 0.
     stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
         token that completes a stop string), or None to go on.
@@ -80,6 +81,7 @@ class Sequence:
     grammar_spec: GrammarSpec | None = None
     grammar: GrammarState | None = None
     error: RequestError | None = None
+    prompt_text: str | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     slot: int = NO_SLOT

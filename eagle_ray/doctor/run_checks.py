@@ -7,7 +7,6 @@ print(findings_text(examine(config)))
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from typing import Literal
 from eagle_ray.batch.driver.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.doctor.system import Finding, disks, installed_version, software
 from eagle_ray.storage.model_files import INSTALL, WHEEL, gguf_file
 
@@ -87,4 +87,4 @@ def findings_text(findings: Iterable[Finding]) -> str:
 
 def findings_json(findings: Iterable[Finding]) -> str:
     """Return a list of objects with level and every field."""
-    return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)
+    return dump_json([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)

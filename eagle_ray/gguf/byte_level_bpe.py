@@ -50,6 +50,7 @@ SCHEMES = {  # by tokenizer.ggml.pre
     "qwen2": Scheme(_split_by(r"\p{N}"), normalizer={"type": "NFC"}),
     "llama-bpe": Scheme(_split_by(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True),
 }
+TEMPLATE = "tokenizer.chat_template"  # further ones are named behind it, after a dot
 OWN_TOKENIZER = "Put the model's own config.json and tokenizer.json into the directory of the file"
 ROLES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -101,7 +102,11 @@ def tokenizer_config(metadata: dict[str, Any], max_length: int) -> dict[str, Any
         **roles,
         "extra_special_tokens": extra,
     }
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get(TEMPLATE)
+    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
+    if named:
+        all_templates = named if template is None else {"default": template} | named
+        template = [{"name": name, "template": text} for name, text in all_templates.items()]
     return config if template is None else config | {"chat_template": template}
 
 

@@ -21,7 +21,6 @@ are recognised by their values.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, dequantize
 from safetensors.numpy import save_file
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.gguf.blocks import DENSE, BlockValues, GGUFError, read_blocks
 from eagle_ray.gguf.byte_level_bpe import tokenizer_config, tokenizer_json
 
@@ -146,7 +146,7 @@ def write_metadata(file: GGUFFile, directory: Path) -> None:
         "tokenizer_config.json": tokenizer_settings,
     }
     for name, content in contents.items():
-        text = json.dumps(content, indent=1, ensure_ascii=False)
+        text = dump_json(content, indent=1, ensure_ascii=False)
         (directory / name).write_text(text + "\n", "utf-8")
 
 

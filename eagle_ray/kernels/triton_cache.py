@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from eagle_ray.core.json_text import dump_json
+
 VARIABLE = "TRITON_CACHE_DIR"
 OMITTED = (".ttir", ".ttgir", ".llir", ".source")  # intermediate code, which a cached kernel does not need
 HOST_MODULE = ".so"
@@ -95,4 +97,4 @@ def _decompress(data: bytes) -> bytes:
 def _set_paths(group: Path, directory: Path) -> None:
     """Write the absolute paths of a group's files again, for the directory in which they will be."""
     children = json.loads(group.read_text("utf-8"))["child_paths"]
-    group.write_text(json.dumps({"child_paths": {name: str(directory / name) for name in children}}), "utf-8")
+    group.write_text(dump_json({"child_paths": {name: str(directory / name) for name in children}}), "utf-8")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.models.sharded_checkpoint import read_slice
 from eagle_ray.parallel.draft_shards import DraftPart
 from eagle_ray.parallel.shard import cut_out
@@ -73,7 +74,7 @@ def save_head(
 def write_files(path: Path, raw_config: dict[str, Any], tensors: dict[str, Tensor], name: str = SAFETENSORS) -> None:
     """Write config.json and a file of safetensors, as they are."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+    (path / "config.json").write_text(dump_json(raw_config, indent=2) + "\n")
     save_file(tensors, path / name, metadata={"format": "pt"})
 
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.storage.cache_directory import cache_home, locked
 
@@ -85,8 +86,8 @@ def _measuring(path: Path) -> Iterator[None]:
 
 def cache_path(parts: dict[str, object]) -> Path:
     """parts: whatever the costs depend on, by name."""
-    as_read = json.loads(json.dumps(parts, default=str))  # with keys as a file has them, which adopt_costs compares
-    text = json.dumps(as_read | {"version": VERSION}, sort_keys=True)
+    as_read = json.loads(dump_json(parts, default=str))  # with keys as a file has them, which adopt_costs compares
+    text = dump_json(as_read | {"version": VERSION}, sort_keys=True)
     return cache_home() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
@@ -132,7 +133,7 @@ def keep_costs(parts: dict[str, object], costs: StepCosts) -> None:
     mine = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_text(json.dumps({"of": parts, "costs": costs_json(costs)}, default=str, indent=1), "utf-8")
+        mine.write_text(dump_json({"of": parts, "costs": costs_json(costs)}, default=str, indent=1), "utf-8")
         os.replace(mine, path)
     except OSError as error:
         log.warning("the costs cannot be kept in %s (%s): the next start measures again", path, error)

@@ -154,6 +154,10 @@ class PromptTemplate:
         """Return the columns that the template reads."""
         return [field for _, pieces in self.messages for _, field in pieces if field is not None]
 
+    def is_column(self, name: str) -> bool:
+        """Return whether the prompt is this column alone."""
+        return self.messages == ((None, (("", ColumnPath.of(name)),)),)
+
     def prompt_of(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Return the row's prompt, or its messages. Raises RequestError for an absent field."""
         filled = [(role, "".join(_fill(piece, row) for piece in pieces)) for role, pieces in self.messages]

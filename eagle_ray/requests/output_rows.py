@@ -7,20 +7,20 @@ Rows are dictionaries; absent columns are null.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import RequestError, without_values
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
-from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
+from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequence_answers import AnswerReader
-from eagle_ray.requests.sequences import prompt_text_of, text_options
+from eagle_ray.requests.sequences import text_options
 from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 OutputRow = dict[str, Any]
@@ -45,7 +45,7 @@ class OutputRows:
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return one row per finished sample of the request, or of one turn of a conversation."""
         config = self.config
-        prompt = prompt_text_of(request, config, self.text) if config.output.store_prompt else None
+        prompt = sequences[0].prompt_text if config.output.store_prompt else None
         sampling = request.sampling_params(config)
         shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
         shared["sampling_controls"] = controls_json(sampling)
@@ -73,6 +73,8 @@ class OutputRows:
     def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
         """Return the error row of one sample of the request, or of one turn of a conversation."""
         prompt = request.prompt if self.config.output.store_prompt else None
+        if request.error is None and not self.config.output.store_prompt:  # the reader's own errors quote nothing
+            error = without_values(error, ROW_PARAMETERS)
         failure = {"error_code": error.code, "error_message": request.error_text(error)}
         return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | failure
 
@@ -93,7 +95,7 @@ class OutputRows:
             "text": None if self.text is None else answer.text,
             "content": answer.content,
             "reasoning_content": answer.reasoning,
-            "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+            "tool_calls": dump_json(calls, ensure_ascii=False) if calls else None,
             "finish_reason": answer.finish_reason,
         }
 
@@ -104,7 +106,7 @@ class OutputRows:
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
             "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
-            **_prompt_logprobs(sequence),
+            **_prompt_logprobs(sequence, self.config.output.store_prompt),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
         }
@@ -138,7 +140,8 @@ def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | No
     """Return what makes answers of the request's sequences."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
-    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, text_options(sampling), options)
+    text = (tokenizer or NullTokenizer()).for_chat(options)
+    return AnswerReader(text, sampling.stop, text_options(sampling), options)
 
 
 def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
@@ -156,17 +159,20 @@ def controls_json(sampling: SamplingParams) -> str | None:
     """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
     own = {name: value for name, value in values.items() if value not in (None, "", SAMPLING[name].default)}
-    return json.dumps(own, ensure_ascii=False) if own else None
+    return dump_json(own, ensure_ascii=False) if own else None
 
 
-def _prompt_logprobs(sequence: Sequence) -> OutputRow:
-    """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
+def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:
+    """Return the prompt's log-probabilities, if requested; before its first token stands nothing.
+
+    has_tokens: with the likeliest tokens, among which the prompt's own are.
+    """
     sampling = sequence.sampling
     if not sampling.wants_prompt_logprobs:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs and has_tokens else None,
     }
 
 

@@ -24,11 +24,12 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import RequestError, without_values
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation, location_of
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, SamplingParams, merged_values, two_forms
-from eagle_ray.requests.row_schema import REQUEST, table_of
+from eagle_ray.requests.row_schema import RENDERED, REQUEST, table_of
 from eagle_ray.requests.values import (
     Boolean,
     WrongValue,
@@ -53,6 +54,7 @@ class Request:
         row_index, source_file, source_line: its place in the input; source_line is of files of lines.
         messages: JSON of a list of messages.
         user_turns: the user's messages of a conversation whose other messages are the answers.
+        is_rendered: the prompt is what a chat template wrote (of the messages, if it has any), with all special tokens.
         sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of Arrow's int64.
         chat: its own values of the parameters CHAT, by name; lists, objects and texts as JSON.
         error: why it cannot be answered. Its message begins with the place.
@@ -68,6 +70,7 @@ class Request:
     messages: str | None = None
     prompt_token_ids: list[int] | None = None
     user_turns: list[str] | None = None
+    is_rendered: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     chat: Mapping[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
@@ -90,6 +93,7 @@ class Request:
             messages=row["messages"],
             prompt_token_ids=row["prompt_token_ids"],
             user_turns=row["user_turns"],
+            is_rendered=bool(row[RENDERED]),
             sampling=sampling,
             chat={name: row[name] for name in CHAT if row[name] is not None},
             error=None if code is None else RequestError(code, row["error_message"]),
@@ -113,6 +117,8 @@ class Request:
         }
         if "logit_bias" in self.sampling:
             row["logit_bias"] = list(self.sampling["logit_bias"].items())  # as Arrow takes a map
+        if self.is_rendered:
+            row[RENDERED] = True
         if self.error is not None:
             row |= {"error_code": self.error.code, "error_message": str(self.error)}
         return row
@@ -154,7 +160,7 @@ class Request:
             messages.append({"role": "user", "content": turn})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
-        return json.dumps(messages, ensure_ascii=False)
+        return dump_json(messages, ensure_ascii=False)
 
     def sampling_params(self, config: JobConfig) -> SamplingParams:
         """Return the parameters in force: its own, then the job's."""
@@ -199,8 +205,8 @@ UNCARRIED = "__uncarried__"
 """Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
-def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
-    """Return the request of one row, without carried columns."""
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation, is_private: bool = False) -> Request:
+    """Return the request of one row, without carried columns. is_private: its error quotes no value of the row."""
     parsed: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
@@ -213,7 +219,8 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
     except RequestError as error:
-        bad = RequestError(error.code, f"{location}: {error}")
+        shown = without_values(error, columns.needed) if is_private else error
+        bad = RequestError(error.code, f"{location}: {shown}")
     return Request(
         id=id_of(row, columns, location),
         source_file=location.path,
@@ -260,9 +267,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     if isinstance(value, RequestError):
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
-        raise RequestError(
-            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
-        )
+        wrong = f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if isinstance(value, str) and not value.strip():
         raise RequestError(
             "empty_id",
@@ -272,10 +278,20 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     return None if value is None else str(whole_number(value))
 
 
+def _fix_of_bytes(value: Any) -> str:
+    """Return what to do about bytes that the reader could not take for a text, to stand behind a message."""
+    if not isinstance(value, bytes):
+        return ""
+    return ". They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL, or name another column"
+
+
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
     if columns.template is not None:
         prompt = columns.template.prompt_of(row)
-        return {"prompt": prompt} if isinstance(prompt, str) else {"messages": parse_messages(prompt, TEMPLATE_KEY)}
+        if not isinstance(prompt, str):
+            return {"messages": parse_messages(prompt, TEMPLATE_KEY)}
+        is_rendered = columns.template.is_column("prompt") and row.get(RENDERED) is True
+        return {"prompt": prompt} | ({"is_rendered": True} if is_rendered else {})
     prompts = {name: path.value_in(row) for name, path in columns.prompts.items()}
     prompts = {name: value for name, value in prompts.items() if value is not None}
     if not prompts:
@@ -286,7 +302,9 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
         raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
     [(name, value)] = prompts.items()
     parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
-    return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
+    parsed = {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
+    is_rendered = name == "prompt" == columns.prompts[name].text and row.get(RENDERED) is True
+    return parsed | {"is_rendered": True} if is_rendered else parsed
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
@@ -296,7 +314,8 @@ def _column_and_key(name: str, path: ColumnPath) -> str:
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_value(value)}")
+        wrong = f"column {column!r} must be a text, got {describe_value(value)}"
+        raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value

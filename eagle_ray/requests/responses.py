@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.structured import response_format_text
@@ -421,5 +422,5 @@ def _is_object(text: str) -> bool:
 
 def _copy(value: Json) -> Json:
     """Return the value as it is now: the object that it is part of grows."""
-    copied: Json = json.loads(json.dumps(value))
+    copied: Json = json.loads(dump_json(value))
     return copied

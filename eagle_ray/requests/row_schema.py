@@ -51,6 +51,7 @@ SAMPLING_FIELDS = _fields_of(
 CHAT_FIELDS = _fields_of(CHAT)  # optional columns of the input that override `chat` for their row
 ROW_FIELDS = (*SAMPLING_FIELDS, *CHAT_FIELDS)
 
+RENDERED = "prompt_is_rendered"  # the prompt is what a chat template wrote in an earlier run
 # Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.
 REQUEST = pa.schema(
     [
@@ -62,6 +63,7 @@ REQUEST = pa.schema(
         pa.field("messages", pa.string()),
         pa.field("prompt_token_ids", pa.list_(pa.int64())),
         pa.field("user_turns", pa.list_(pa.string())),
+        pa.field(RENDERED, pa.bool_()),
         *ROW_FIELDS,
         pa.field("error_code", pa.string()),
         pa.field("error_message", pa.string()),

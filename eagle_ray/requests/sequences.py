@@ -50,17 +50,24 @@ class SequenceMaker:
             chat_options: of an answer to messages; None for other prompts.
             prompt_ids: of the request's first prompt.
         """
+        tokenizer = tokenizer.for_chat(chat_options)
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
         grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
         reasoning = bounded_reasoning(sampling, chat_options, tokenizer, prompt_ids)
         return cls(tokenizer, text_options(sampling), bad_word_ids, grammar, reasoning)
 
     def sequence(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, category: str = ""
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        category: str = "",
+        prompt_text: str | None = None,
     ) -> Sequence:
         return Sequence(
             request_id=request_id,
             prompt_ids=prompt_ids,
+            prompt_text=prompt_text,
             sampling=sampling,
             category=category,
             stop_check=self.tokenizer.stop_check(sampling.stop, self.text_options),
@@ -92,14 +99,15 @@ def _sequences(
     request.check()
     tokenizer = tokenizer or NullTokenizer()
     chat_options = request.chat_options(config)
-    prompt_ids = prompt_ids_of(request, tokenizer, chat_options)
+    prompt_ids, prompt_text = read_prompt(request, tokenizer, chat_options)
     sampling = request.sampling_params(config)
     maker = SequenceMaker.of(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
     _check_logprobs(sampling)
     category = str(request.carried.get(CATEGORY))
+    seeds = {j: seed_of(request, config.seed, j) for j in samples}
     return [
-        maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed_of(request, config.seed, j)), category)
-        for j in samples
+        maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed), category, prompt_text)
+        for j, seed in seeds.items()
     ]
 
 
@@ -182,20 +190,20 @@ def text_options(sampling: SamplingParams) -> TextOptions:
     )
 
 
-def prompt_ids_of(request: Request, tokenizer: Tokenizer, options: ChatOptions) -> list[int]:
+def read_prompt(request: Request, tokenizer: Tokenizer, options: ChatOptions) -> tuple[list[int], str | None]:
+    """Return a prompt's ids, and its text as the model reads it: messages through the chat template; None of ids.
+
+    Messages are rendered here and nowhere else, since a template may read the clock: what is stored is what was read.
+    """
     if request.prompt_token_ids is not None:
-        return request.prompt_token_ids
-    if (messages := request.turn_messages) is not None:
-        return tokenizer.encode_chat(template_messages(messages), options)
-    assert request.prompt is not None, "a request without an error has a prompt"
-    return tokenizer.encode(request.prompt)
-
-
-def prompt_text_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
-    """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
-    if (messages := request.turn_messages) is not None and tokenizer is not None:
-        return tokenizer.render_chat(template_messages(messages), options=request.chat_options(config))
-    return request.prompt
+        return request.prompt_token_ids, None
+    text = request.prompt
+    messages = None if request.is_rendered else request.turn_messages
+    if messages is not None:
+        text = tokenizer.render_chat(template_messages(messages), options=options)
+    assert text is not None, "a request without an error has a prompt"
+    has_special = messages is not None or request.is_rendered
+    return tokenizer.encode(text, add_special_tokens=not has_special), text
 
 
 def seed_of(request: Request, run_seed: int, sample_index: int) -> int:

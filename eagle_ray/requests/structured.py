@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.text.strict_json import JsonError, check_texts, parse_json
 
 MAX_TEXT_CHARS = 1 << 20  # of a JSON text; what can be compiled has less, white space aside (MAX_GRAMMAR_CHARS)
@@ -42,7 +43,7 @@ KEYS_OF_FORMAT = {
 _SCHEMAS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 _SCHEMA_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
 _SCHEMA_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ENCODER = json.JSONEncoder(ensure_ascii=False)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def schema_text(value: Any) -> Any:
@@ -101,7 +102,7 @@ def response_format_text(value: Any) -> Any:
         raise ValueError("not a response_format")
     given = inner or given
     if (kind in ("text", "json_object") and not given) or (kind == "json_object" and given == {"schema": {}}):
-        return json.dumps({"type": kind})
+        return dump_json({"type": kind})
     keys = KEYS_OF_FORMAT.get(kind, ()) if isinstance(kind, str) else ()
     schema = given.get("schema")
     is_schema = isinstance(schema, dict) or (kind == "json_schema" and isinstance(schema, bool))

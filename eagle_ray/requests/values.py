@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json, place_text
@@ -686,7 +687,7 @@ def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -
     bytes that scalar_text cannot write.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, default=scalar_text)
+        return dump_json(value, ensure_ascii=False, default=scalar_text)
     except TypeError:
         raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
     except UnicodeDecodeError:

@@ -29,7 +29,6 @@ a late driver deletes is never the list of a later one.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import zlib
@@ -45,6 +44,7 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, is_hash_of_an
 from eagle_ray.config.job import parse_shard
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
 from eagle_ray.runs.row_index import SIZE, Digests
 from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_json_bytes
@@ -324,7 +324,7 @@ def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint], noted: 
 
     noted: what ``_run.json`` had of the last one.
     """
-    data = json.dumps(inputs, separators=(",", ":")).encode()
+    data = dump_json(inputs, separators=(",", ":")).encode()
     name = _name_in(noted)
     if name is None or not (output / name).exists() or (output / name).read_bytes() != data:
         name = INPUTS.format(uuid4().hex[:12])

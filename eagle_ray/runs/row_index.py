@@ -18,7 +18,6 @@ expected only after some 10^19 ids.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -168,7 +168,7 @@ def read_index_file(file: StoragePath) -> dict[str, Any] | None:
 def _checksum_of(facts: dict[str, Any]) -> int:
     """Return the CRC-32 of what an index file says without its checksum."""
     others = {name: value for name, value in facts.items() if name != "checksum"}
-    return zlib.crc32(json.dumps(others, separators=(",", ":")).encode())
+    return zlib.crc32(dump_json(others, separators=(",", ":")).encode())
 
 
 def free_index_name(output: StoragePath) -> None:
@@ -216,7 +216,7 @@ def has_many_segments(num_segments: int, num_rows: int) -> bool:
 
 def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
     """Write a JSON file of the index with its checksum, without white space: it may list many files and shards."""
-    file.write_atomic(json.dumps(facts | {"checksum": _checksum_of(facts)}, separators=(",", ":")).encode())
+    file.write_atomic(dump_json(facts | {"checksum": _checksum_of(facts)}, separators=(",", ":")).encode())
 
 
 def num_ranges(num_rows: int) -> int:

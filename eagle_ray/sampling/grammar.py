@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.structured import check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
@@ -73,11 +74,11 @@ class GrammarSpec:
         """Return what the parameters say of an output; None if it is free."""
         response_format = json.loads(sampling.response_format) if sampling.response_format else {}
         if (kind := response_format.get("type")) == "json_schema":
-            return cls(kind, json.dumps(response_format[kind]["schema"], ensure_ascii=False))
+            return cls(kind, dump_json(response_format[kind]["schema"], ensure_ascii=False))
         if kind == "json_object" or sampling.json_object:
             return cls("json_object")
         if sampling.choice:
-            return cls("choice", json.dumps(list(sampling.choice), ensure_ascii=False))
+            return cls("choice", dump_json(list(sampling.choice), ensure_ascii=False))
         sources = {"json_schema": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.grammar}
         return next((cls(name, source) for name, source in sources.items() if source), None)
 
@@ -269,7 +270,7 @@ def grammar_source(spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)
         if spec.kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in _choices(spec.source)))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(dump_json(c) for c in _choices(spec.source)))
         if spec.kind == "grammar":
             return LLMatcher.grammar_from_lark(_lark(spec.source))
     except ValueError as error:

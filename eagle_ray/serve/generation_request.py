@@ -108,7 +108,7 @@ def prepare_generation(
         model=config.model_name,
         prompts=prompts,
         choices=choices,
-        reader=AnswerReader(text, sampling.stop, maker.text_options, chat_options),
+        reader=AnswerReader(maker.tokenizer, sampling.stop, maker.text_options, chat_options),
         num_tops=request.tops,
         has_echo=isinstance(request, CompletionRequest) and request.echo,
         has_token_ids=bool(request.return_token_ids),

@@ -25,7 +25,6 @@ window is full, the proxy does not read, and TCP slows the client down.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import reprlib
@@ -37,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.serve.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
@@ -310,7 +310,7 @@ class ErrorFormProtocol(_Protocol):
 
     def _refuse(self, error: ApiError, status: str) -> None:
         """Answer with an error and close the connection."""
-        body = json.dumps(error.body()).encode()
+        body = dump_json(error.body()).encode()
         head = (
             f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

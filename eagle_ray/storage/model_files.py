@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.storage.cache_directory import cache_home, made_once
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import DISK_FULL, FileVersion, NotFound, NotSupported, ObjectChanged, StorageError
@@ -149,7 +150,7 @@ class RemoteModel:
     @property
     def directory_name(self) -> str:
         parts = {name: [version.size, version.version] for name, (_, version) in self.files.items()}
-        digest = hashlib.sha256(json.dumps([self.url, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(dump_json([self.url, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
         last = re.sub(r"[^\w.-]", "_", self.url.rpartition("/")[2])
         return f"{last[:NAME_CHARS]}-{digest}"
 

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.storage import local, remote
 from eagle_ray.storage.store import (
     FileVersion,
@@ -227,7 +228,7 @@ def write_json(file: StoragePath, value: Any, precondition: Precondition = None)
 
 
 def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (dump_json(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def parse_json_bytes(data: bytes) -> Any:

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.text.answer import Answer, ChatEvent, IncrementalParser, ObjectScanner, Step, answer_of
 from eagle_ray.text.chat_format import (
     PYTHON_TAG,
@@ -206,11 +207,11 @@ def _arguments_in(call: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _arguments_text(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
+    text = dump_json(arguments, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-        return json.dumps(arguments)
+        return dump_json(arguments)
     return text
 
 

@@ -141,6 +141,11 @@ def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStar
     return "inside" if reasoning_parser == "deepseek_r1" or end.endswith(THINK_OPEN) else "optional"
 
 
+def is_template_name(text: str) -> bool:
+    """Return whether a text can be the name of one of a target's own templates, such as rag, and not a path."""
+    return re.fullmatch(r"[A-Za-z_][\w-]*", text) is not None
+
+
 def template_path(chosen: str) -> Path:
     """Return the Jinja file of a template's name, or of a path to one."""
     return _TEMPLATES / f"{chosen}.jinja" if chosen in TEMPLATE_NAMES else Path(chosen)

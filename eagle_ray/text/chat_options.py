@@ -22,7 +22,6 @@ parser of the form reads:
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.structured import check_schema
 from eagle_ray.text.chat_format import (
     ARGS,
@@ -323,7 +323,7 @@ def _name(tool: Tool) -> str:
 
 def _object(tool: Tool, key: str) -> str:
     """Return the rule of a call as an object, written as templates show it."""
-    head = f'{{"name": {json.dumps(_name(tool))}, "{key}": '
+    head = f'{{"name": {dump_json(_name(tool))}, "{key}": '
     return f'{_literal(head)} {_arguments(tool)} "}}"'
 
 
@@ -335,7 +335,7 @@ def _arguments(tool: Tool) -> str:
     except ValueError as error:
         raise RequestError("bad_grammar", f"tools: the parameters of {_name(tool)!r}: {error}") from None
     schema = {"type": "object"} | parameters | {"x-guidance": _JSON_OPTIONS}
-    return f"%json {json.dumps(schema)}"
+    return f"%json {dump_json(schema)}"
 
 
 def _until(rule: str, marker: str, special_ids: Mapping[str, int]) -> dict[str, str]:
@@ -350,4 +350,4 @@ def _written(marker: str, special_ids: Mapping[str, int]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text)
+    return dump_json(text)

@@ -27,6 +27,7 @@ from eagle_ray.text.chat_format import (
     THINK_CLOSE,
     TOOL_PARSERS,
     ChatFormat,
+    is_template_name,
     template_path,
     unread_arguments,
 )
@@ -42,6 +43,7 @@ from eagle_ray.text.output_text import (
 )
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOOL_TEMPLATE = "tool_use"  # as transformers names a target's own template for conversations with tools
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
@@ -59,6 +61,8 @@ class Tokenizer:
     chat_format: how the target's answers hold reasoning and tool calls.
     """
 
+    _tool_tokenizer: Tokenizer | None = None  # with the template of conversations with tools, if that is another one
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -75,7 +79,12 @@ class Tokenizer:
         self._eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._byte_ids = _byte_ids(tokenizer)
-        self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
+        self._adds_bos = False
+        bos = self.special_id("bos")
+        first = self.encode("")[
+            :1
+        ]  # settles the tokenizer's state, so that one thread may encode while another decodes
+        self._adds_bos = bos is not None and first == [bos]
 
     @classmethod
     def load(
@@ -88,7 +97,8 @@ class Tokenizer:
     ) -> Tokenizer | None:
         """Return the tokenizer of a local target directory, or None if it has none.
 
-        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. tool_parser and
+        chat_template: auto (the tokenizer's own: of several, tool_use with tools and default without), none, a name of
+        chat_templates or of one of the tokenizer's own, or a Jinja file. tool_parser and
         reasoning_parser: auto (by the template), none, or a name. Raises EngineError if the tokenizer cannot be read,
         and ChatTemplateError if the file of a chat template cannot be.
         """
@@ -99,7 +109,25 @@ class Tokenizer:
         template = _template(tokenizer, directory, chat_template)
         chat_format = ChatFormat.of(template, tool_parser, reasoning_parser)
         eos_ids = eos_ids_of(directory, tokenizer.eos_token_id)
-        return cls(tokenizer, template, eos_ids, max_model_len, chat_format)
+        loaded = cls(tokenizer, template, eos_ids, max_model_len, chat_format)
+        if chat_template == "auto" and TOOL_TEMPLATE in _own_templates(tokenizer):
+            template = _own_template(tokenizer, directory, TOOL_TEMPLATE)
+            loaded._tool_tokenizer = loaded._with_template(
+                template, ChatFormat.of(template, tool_parser, reasoning_parser)
+            )
+        return loaded
+
+    def for_chat(self, options: ChatOptions | None) -> Tokenizer:
+        """Return this tokenizer with the template and the parsers of a conversation with these options."""
+        if options is None or not options.has_tools or self._tool_tokenizer is None:
+            return self
+        return self._tool_tokenizer
+
+    def _with_template(self, template: str, chat_format: ChatFormat) -> Tokenizer:
+        changed = copy.copy(self)
+        changed._chat_template, changed.chat_format = template, chat_format
+        changed._with_markers = None
+        return changed
 
     def with_markers(self) -> Tokenizer:
         """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
@@ -148,12 +176,16 @@ class Tokenizer:
         """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
         too long.
 
+        A text that begins with the BOS token itself, as a rendered chat does, gets no second one.
+
         Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text is first judged by
         its beginning.
         """
         if self.max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len:
             self._check_beginning(prompt, self.max_model_len)
-        return self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        ids = self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        is_twice = add_special_tokens and self._adds_bos and ids[:1] == ids[1:2]
+        return ids[1:] if is_twice and prompt.startswith(str(self.hf_tokenizer.bos_token)) else ids
 
     def _check_beginning(self, prompt: str, max_tokens: int) -> None:
         beginning = prompt[: MAX_CHARS_PER_TOKEN * max_tokens]
@@ -211,6 +243,8 @@ class Tokenizer:
         add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last one open.
         options: tools and further values for the template.
         """
+        if (chosen := self.for_chat(options)) is not self:
+            return chosen.render_chat(messages, add_generation_prompt, continue_final_message, options)
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
@@ -363,15 +397,39 @@ def _template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) 
     """Return the text of a chat template without a byte order mark, or None. Raises EngineError."""
     if chosen == "auto":
         return _own_template(tokenizer, directory) if tokenizer.chat_template else None
-    return None if chosen == "none" else _file_template(tokenizer, template_path(chosen))
+    if chosen == "none":
+        return None
+    own, file = _own_templates(tokenizer), template_path(chosen)
+    if file.exists() or not is_template_name(chosen):
+        return _file_template(tokenizer, file)
+    if chosen in own:
+        return _own_template(tokenizer, directory, chosen)
+    names = ", ".join(own) or "it has none by name"
+    raise ChatTemplateError(
+        f"{directory} has no chat template {chosen!r}. Name one of its own ({names}), {', '.join(TEMPLATE_NAMES)}, or "
+        "a Jinja file"
+    )
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str:
-    """Return the target's own chat template. Raises EngineError if it is not Jinja."""
+def _own_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the target's own chat templates by name; none if it has a single one without a name."""
+    templates = tokenizer.chat_template
+    return templates if isinstance(templates, dict) else {}
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase, directory: Path, name: str | None = None) -> str:
+    """Return one of the target's own chat templates, by default that of conversations without tools.
+
+    Raises EngineError if it is not Jinja.
+    """
     try:
-        template = tokenizer.get_chat_template().removeprefix(BYTE_ORDER_MARK)
+        template = tokenizer.get_chat_template(name).removeprefix(BYTE_ORDER_MARK)
     except ValueError as error:  # several templates, and none is the default
-        raise EngineError(f"the chat template in {directory} cannot be used: {one_line(error)}") from error
+        names = ", ".join(_own_templates(tokenizer))
+        raise EngineError(
+            f"the chat template in {directory} cannot be used: {one_line(error)} Set model.chat_template to one of "
+            f"{names}"
+        ) from error
     if (fault := _syntax_error(tokenizer, template)) is not None:
         raise EngineError(f"the chat template in {directory} {fault}. Set model.chat_template to a Jinja file, or none")
     return template

@@ -15,7 +15,7 @@ from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import output_line
 from eagle_ray.requests.row_schema import request_schema, table_of
-from eagle_ray.requests.sequences import prompt_text_of, sequences_of
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
@@ -126,9 +126,9 @@ def test_rows_of_each_form_have_the_same_prompt(make_job, tmp_path):
         (tmp_path / "in.jsonl").write_text(json.dumps(form) + "\n")
         [asked] = requests_of(plan_input(config))
         assert asked.error is None
-        prompts.append(prompt_text_of(asked, config, tokenizer))
+        prompts.append(sequences_of(asked, config, tokenizer)[0].prompt_text)
     [asked] = prompt_requests({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
-    prompts.append(prompt_text_of(asked, make_job(), tokenizer))
+    prompts.append(sequences_of(asked, make_job(), tokenizer)[0].prompt_text)
     assert len(set(prompts)) == 1
     assert json.dumps(ADD) in prompts[0] and prompts[0].endswith("</think>\n\n")
 
@@ -305,3 +305,15 @@ def test_a_line_of_a_batch_file_has_a_budget(make_job):
     assert (good["thinking_budget"], good["error_message"]) == (0, None)
     form = "an integer, 0 (no reasoning) or more, or null for no limit"
     assert f"body.thinking_budget: must be {form}, got -1" in bad["error_message"]
+
+
+def test_the_stored_prompt_is_the_one_that_was_read(answer_rows, monkeypatch):
+    read = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, *how, **more: read.append(text) or encode(self, text, *how, **more)
+    )
+    clock = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}"
+    rows = answer_rows([{"id": "a", "messages": ASK, "n": 2}, {"id": "b", "messages": ASK}], clock)
+    rendered = [text for text in read if text.endswith(ASK[0]["content"])]
+    assert len(rendered) == 2 and {row["prompt"] for row in rows} == set(rendered)

@@ -7,19 +7,22 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.driver.ray_jobs import with_absolute_paths
 from eagle_ray.batch.reader.files import check_not_run_output
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.part_files import Partitions, part_name
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.jobs import token_rows
+from tests.support.tokenizers import write_tokenizer
 
 CARRIED = [pa.field("category", pa.string()), pa.field("tries", pa.int16())]
 COMMON = {"row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok", "temperature": 0.7}
@@ -146,3 +149,18 @@ def test_paths_of_runs_become_absolute_for_another_machine(tmp_path, monkeypatch
     paths = {"input.path": ["run:first", "run:s3://bucket/second"], "output.path": "judge"}
     config = with_absolute_paths(load_config(None, env={}, overrides=JUDGE | paths))
     assert config.input.path == [f"run:{tmp_path}/first", "run:s3://bucket/second"]
+
+
+@pytest.mark.parametrize("template", [None, "{prompt}", "{prompt}."])
+def test_a_stored_prompt_asked_again_has_the_tokens_that_were_read(make_job, tmp_path, template):
+    """Even if the tokenizer adds a BOS token that the chat template does not write."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", "{{ messages[0].content }}<|end|>"))
+    message = [{"role": "user", "content": "Hi"}]
+    stored = answer("a", messages=json.dumps(message), prompt=tokenizer.render_chat(message))
+    first = finished_run(make_job(token_rows(1)), [stored, answer("b", prompt="Hi")])
+    columns = {} if template else {"input.columns.prompt": "prompt"}
+    config = judging_job(make_job, first, **{"input.template": template} | columns)
+    chat, raw = (sequences_of(request, config, tokenizer)[0] for request in requests_of(plan_input(config)))
+    is_alone = template != "{prompt}."
+    assert (chat.prompt_ids == tokenizer.encode_chat(message)) is is_alone
+    assert raw.prompt_ids == tokenizer.encode("Hi" if is_alone else "Hi.")

@@ -146,7 +146,7 @@ def test_an_error_the_engine_found_names_file_and_row(make_job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken", ["eagle_ray.requests.sequences.prompt_ids_of", "eagle_ray.requests.output_rows._acceptance"]
+    "broken", ["eagle_ray.requests.sequences.read_prompt", "eagle_ray.requests.output_rows._acceptance"]
 )
 def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypatch, broken):
     module, _, name = broken.rpartition(".")

@@ -278,3 +278,10 @@ def test_a_word_is_spelled_at_the_beginning_and_after_a_space(text):
     for word in ("cat", " cat"):
         assert text.word_ids(word) == [text.encode(form, add_special_tokens=False) for form in ("cat", " cat")]
     assert text.word_ids("\n")[0] == text.encode("\n", add_special_tokens=False)
+
+
+def test_a_rendered_chat_given_as_a_prompt_has_one_bos(text):
+    rendered = text.render_chat(HI)
+    assert text.encode(rendered) == text.encode_chat(HI)
+    assert text.encode("<|bos|>") == [BOS] and text.encode("<|bos|><|bos|>x")[:2] == [BOS, BOS]
+    assert text.encode("<|bos|><|bos|>x", add_special_tokens=False)[:2] == [BOS, BOS]

@@ -143,7 +143,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path, encoding, end):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
 def test_another_encoding_is_named(tmp_path, encoding):
     (tmp_path / "rows.jsonl").write_text('{"text": "Hi"}\n', encoding)
-    with pytest.raises(ConfigError, match=rf"rows\.jsonl is {encoding[:6].upper()} text\. Write it as UTF-8"):
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl cannot be read: it is {encoding[:6].upper()} text\. Write"):
         list(TextSource([str(tmp_path / "rows.jsonl")]).rows())
 
 

@@ -27,6 +27,7 @@ from eagle_ray.batch.driver.signals import accept_interrupt, check_not_interrupt
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.core.child_process import child_environment, python_command
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.runs.job_errors import (
     DEFECT,
     INTERRUPTED,
@@ -95,7 +96,7 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
 def write_ending(path: str, ending: RunResult) -> None:
     """Write the child's result for the parent, which uses the exit code if this fails."""
     with suppress(OSError):
-        Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
+        Path(path).write_text(dump_json(ending.as_json()), "utf-8")
 
 
 def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:

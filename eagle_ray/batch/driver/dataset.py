@@ -108,7 +108,12 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     run = Run(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
     actor_args = (config, run, [INPUT_ROW], workers, start_progress(workers.min_workers))
     requests = dataset.map_batches(
-        RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),
+        RequestMaker(
+            request_columns(config.input.columns, template_of(config.input)),
+            config.input,
+            names_settings=columns is None,
+            is_private=not config.output.store_prompt,
+        ),
         batch_size=batch_size,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -191,7 +196,7 @@ def _text(value: Any) -> str:
 
 
 def value_json(value: Any) -> str:
-    """Return the JSON text of any value, which arrow_rows reads."""
+    """Return the JSON text of any value, which arrow_rows alone reads: NaN stays, so that it is refused as such."""
     return json.dumps(plain_value(value, _opened), default=_json_form)
 
 
@@ -218,11 +223,13 @@ class RequestMaker:
 
     settings: how rows are treated that cannot be answered, and columns that ask for what rows cannot set.
     names_settings: whether to log the columns that are taken for parameters.
+    is_private: errors quote no value of their rows.
     """
 
     columns: RequestColumns
     settings: InputConfig
     names_settings: bool = False
+    is_private: bool = False
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         rows = []
@@ -252,7 +259,7 @@ class RequestMaker:
             if self.settings.on_unknown == "refuse":
                 raise ConfigError(f"{problem}. Drop it, or treat it as data (input.on_unknown=carry).")
             log.warning("%s. It is treated as data.", problem)
-        return parse_row(row, self.columns, LOCATION)
+        return parse_row(row, self.columns, LOCATION, self.is_private)
 
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from eagle_ray.batch.reader.text_files import detect_batch
 from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
-from eagle_ray.requests.request import InputRow, Request, id_of, parse_row
+from eagle_ray.requests.request import InputRow, Request, id_of
 from eagle_ray.requests.row_schema import RESERVED
 from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, Table, digests, isin
@@ -198,10 +198,11 @@ def plan_input(
     if types:
         check_columns_exist(config.input.columns, columns, types, any(file.format == "csv" for file in files))
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    names = output_names(carried_names(config.input, columns, types), RESERVED)
+    is_private = not config.output.store_prompt
+    names = output_names(carried_names(config.input, columns, types, is_private), RESERVED)
     carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     plan = InputPlan(
-        reader=RequestReader(files, columns, carried, job_shard),
+        reader=RequestReader(files, columns, carried, job_shard, is_private),
         slices=_apply_limit(slices, config.input.limit),
         row_settings=ROW_SETTINGS & frozenset(nonnull_columns),
         index=index,
@@ -398,6 +399,6 @@ def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, location in _rows(plan) if on_bad_row == "fail" else ():
-        request = parse_row(row, plan.reader.columns, location)
+        request = plan.reader.parse(row, location)
         if request.error is not None:
             raise ConfigError(f"{request.error} (input.on_bad_row is fail)")

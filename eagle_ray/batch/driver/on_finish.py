@@ -9,7 +9,6 @@ and host are ever shown.
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ from eagle_ray import __version__
 from eagle_ray.batch.driver.ray_environment import user_environment
 from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.config import JobConfig
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import has_reader
 from eagle_ray.runs.job_errors import RunResult
 
@@ -94,7 +94,7 @@ def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
         start_new_session=True,
     )
     try:
-        process.communicate(json.dumps(facts), timeout=timeout_s)
+        process.communicate(dump_json(facts), timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise HookError(f"it did not end within {timeout_s:g} s and was killed") from None
     finally:
@@ -146,5 +146,5 @@ def _request(url: str, facts: dict[str, Any]) -> urllib.request.Request:
     if user_info:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user_info).encode()).decode()}"
     return urllib.request.Request(
-        urlunsplit(parts._replace(netloc=host)), json.dumps(facts).encode(), headers, method="POST"
+        urlunsplit(parts._replace(netloc=host)), dump_json(facts).encode(), headers, method="POST"
     )

@@ -13,7 +13,6 @@ for long is called silent. The summary, which ``_summary.json`` and ``report.htm
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line, shortened
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.html import page
 from eagle_ray.report.summary import budgets, summarise, summary_json
@@ -162,7 +162,7 @@ def sharded_status_json(root: StoragePath) -> str:
     """Return the status of each shard as JSON."""
     statuses = {shard: asdict(status) if status else None for shard, status in sharded_statuses(root).items()}
     facts = {"state": "done" if (root / SUCCESS).exists() else "not finished", "shards": statuses}
-    return json.dumps(facts, indent=2, ensure_ascii=False)
+    return dump_json(facts, indent=2, ensure_ascii=False)
 
 
 def _shard_cells(status: RunStatus | None) -> list[str]:
@@ -175,7 +175,7 @@ def _shard_cells(status: RunStatus | None) -> list[str]:
 
 def status_json(status: RunStatus) -> str:
     """Return the status as JSON."""
-    return json.dumps(asdict(status), indent=2, ensure_ascii=False)
+    return dump_json(asdict(status), indent=2, ensure_ascii=False)
 
 
 def status_text(status: RunStatus) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,9 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
         id_, sample, turn = key
         answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
         request = requests[outputs[key]["request_id"]].next_turn(answers)
+        prompt = outputs[key]["prompt"]
+        if request.is_chat and prompt is not None:  # a template may write another one now
+            request = replace(request, prompt=prompt, is_rendered=True)
         rows[key] = ChosenRow(request, sample, outputs[key]["output_token_ids"])
     return rows
 
@@ -105,8 +109,9 @@ def _with_earlier_turns(keys: Keys) -> Keys:
 
 
 def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]]:
-    """Return id, text and output ids of each wanted row, by key."""
-    for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "text", "output_token_ids"]):
+    """Return id, prompt, text and output ids of each wanted row, by key."""
+    names = ["request_id", "sample_index", "turn_index", "prompt", "text", "output_token_ids"]
+    for table in read_tables(run.data, names):
         keys = _keys_of(table)
         here = np.isin(keys, wanted)
         rows = table.filter(pa.array(here)).to_pylist()

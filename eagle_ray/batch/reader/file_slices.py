@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,20 +32,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, advice_on
 from eagle_ray.batch.reader.input_columns import CSV_TEXT, CarriedColumn, carry, column_of
 from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet, batches_in_run, run_schema
-from eagle_ray.batch.reader.text_files import CutLine, parse_csv_value, rows_in_batch, rows_in_csv, rows_in_jsonl
-from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.batch.reader.text_files import (
+    CutLine,
+    ZeroBytes,
+    parse_csv_value,
+    rows_in_batch,
+    rows_in_csv,
+    rows_in_jsonl,
+)
+from eagle_ray.core.errors import ConfigError, RequestError, one_line
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.request import UNCARRIED, InputRow, parse_row, table_of_requests
+from eagle_ray.requests.request import UNCARRIED, InputRow, Request, parse_row, table_of_requests
 from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.part_files import open_part, partition_types
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
+from eagle_ray.storage.file_kinds import START_BYTES, advice, foreign_kind
 from eagle_ray.storage.store import StorageError, extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -120,7 +129,10 @@ def _detect_changes(file: InputFile, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
-    fix = "delete it" if file.version.size == 0 else "write it again, leave it out of input.path, or set input.format"
+    if file.version.size == 0:
+        fix = "delete it"
+    else:
+        fix = advice_on(file) or "write it again, leave it out of input.path, or set input.format"
     return ConfigError(f"cannot read {file.path} as {file.format} ({one_line(error)}): {fix}")
 
 
@@ -212,17 +224,28 @@ def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iter
     """
     with file.open() as stream:
         if start == 0:
-            _check_encoding(stream.read(ENCODING_BYTES), file)
+            _check_kind(stream.read(START_BYTES), file)
         for offset, position, row in RECORD_READERS[file.format](stream, file.path, start, start_position):
+            if isinstance(row, ZeroBytes):
+                log.warning("%s, line %s: %s. %s.", file.path, position.line, row, _cut_command(file, offset))
+                return
             if isinstance(row, CutLine):
                 log.warning("%s, line %s: the last line is not whole. It is read once it is.", file.path, position.line)
                 return
             yield offset, position, row
 
 
-def _check_encoding(first_bytes: bytes, file: InputFile) -> None:
-    if (encoding := wide_encoding(first_bytes)) is not None:
-        raise ConfigError(f"cannot read {file.path} as {file.format}: it is {encoding} text. Write it as UTF-8.")
+def _cut_command(file: InputFile, num_bytes: int) -> str:
+    """Return how to cut off what stands behind a file's last whole line."""
+    if not file.storage_path.is_local or file.is_compressed:
+        return "The line is left out. Write the file again"
+    return f"The line is left out. Cut it off: truncate -s {num_bytes} {shlex.quote(file.path)}"
+
+
+def _check_kind(first_bytes: bytes, file: InputFile) -> None:
+    """Raise ConfigError if a file is something else than its format, all of whose lines would be bad rows."""
+    if (kind := foreign_kind(first_bytes, file.format)) is not None:
+        raise ConfigError(f"cannot read {file.path} as {file.format}: {advice(kind, file.storage_path)}")
 
 
 def partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
@@ -280,12 +303,14 @@ class RequestReader:
         columns: what requests are made of.
         carried_columns: in order.
         job_shard: the part of the rows that this process runs; None for all.
+        is_private: errors of rows quote none of their values.
     """
 
     files: tuple[InputFile, ...]
     columns: RequestColumns
     carried_columns: tuple[CarriedColumn, ...]
     job_shard: JobShard | None = None
+    is_private: bool = False
 
     def rows(self, file_slice: FileSlice) -> Iterator[tuple[InputRow, RowLocation]]:
         """Yield the rows of a slice as they are read, with their places."""
@@ -297,11 +322,15 @@ class RequestReader:
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
             locations = (file_slice.file.location_of(position) for position, _ in chunk.rows)
             rows = (row for _, row in chunk.rows)
-            requests = [parse_row(row, self.columns, place) for row, place in zip(rows, locations, strict=True)]
+            requests = [self.parse(row, place) for row, place in zip(rows, locations, strict=True)]
             table = table_of_requests(requests)
             for column in self.carried_columns:
                 table = table.append_column(column.name, chunk.carried[column.source])
             yield table
+
+    def parse(self, row: InputRow, location: RowLocation) -> Request:
+        """Return the request of a row."""
+        return parse_row(row, self.columns, location, self.is_private)
 
     @property
     def carried_fields(self) -> list[pa.Field]:

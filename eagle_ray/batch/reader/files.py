@@ -26,14 +26,15 @@ from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import DATA, INPUTS, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.runs.part_files import part_files, part_name, partition_values
+from eagle_ray.storage.file_kinds import START_BYTES, UNPACKED, advice, advice_on_packed, foreign_kind
 from eagle_ray.storage.path import CODECS, StoragePath, named_path, open_decompressed
 from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
 
 log = logging.getLogger("eagle_ray")
 RUN_PREFIX = "run:"  # of the output directory of another run: run:runs/first
 RUN_FORMAT = "run"
+WEB = ("http://", "https://")  # whose paths may have a query
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
-UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in other ways
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 CHANGED_REMEDY = (
     "Run the same command again once the file is as it should be: new rows are answered, and it is refused only if an "
@@ -66,7 +67,11 @@ class InputFile:
     @property
     def can_split(self) -> bool:
         """Return whether its lines can be read from any offset: a compressed file only from its start."""
-        return self._codec is None and (self.storage_path.is_local or self.storage_path.is_s3)
+        return not self.is_compressed and (self.storage_path.is_local or self.storage_path.is_s3)
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._codec is not None
 
     @property
     def partitions(self) -> dict[str, str | None]:
@@ -237,10 +242,8 @@ def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, 
     if (name := _printable(location.text)) != location.text:
         raise ConfigError(f"input.path: the name of {name} is not UTF-8 text. Rename the file or its directory.")
     suffix, compression = _suffixes(location)
-    if suffix in UNREADABLE:
-        raise ConfigError(
-            f"input.path: {location} is compressed as {suffix}. Unpack it, or compress it as .gz or .zst, first."
-        )
+    if suffix in UNPACKED:
+        raise ConfigError(f"input.path: {location} is compressed as {suffix}: {advice(UNPACKED[suffix], location)}")
     chosen = FORMATS.get(suffix) if format_ == "auto" else format_
     if chosen == "parquet" and compression:
         raise ConfigError(
@@ -248,18 +251,42 @@ def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, 
             "compresses its columns itself."
         )
     if chosen is None:
+        kind = foreign_kind(_start_of(location))
         raise ConfigError(
             f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
-            "set input.format to parquet, jsonl, csv or openai_batch"
+            + ("set input.format to parquet, jsonl, csv or openai_batch" if kind is None else advice(kind, location))
         )
     return InputFile(location, _name_below(location, root), chosen, version)
 
 
 def _suffixes(location: StoragePath) -> tuple[str, str]:
-    """Return the extension and that of the compression, or "": (".jsonl", ".gz"). A URL's query is not part of them."""
-    name = location.name if location.is_local else re.split("[?#]", location.name, maxsplit=1)[0]
+    """Return the extension and that of the compression, or "", in lower case: (".jsonl", ".gz").
+
+    The query of a web address is not part of them. Other storage has no queries: there ? and # are parts of a name.
+    """
+    name = location.name.lower()
+    if location.text.startswith(WEB):
+        name = re.split("[?#]", name, maxsplit=1)[0]
     stem, suffix = os.path.splitext(name)
     return (os.path.splitext(stem)[1], suffix) if suffix in CODECS else (suffix, "")
+
+
+def advice_on(file: InputFile) -> str | None:
+    """Return what a file that cannot be read is, and what to do, if its first bytes tell; None otherwise."""
+    start = _start_of(file.storage_path)
+    if file.is_compressed:
+        return advice_on_packed(start, file.storage_path)
+    kind = foreign_kind(start, file.format)
+    return None if kind is None else advice(kind, file.storage_path)
+
+
+def _start_of(location: StoragePath) -> bytes:
+    """Return the first bytes as they are stored; none if they cannot be read, which the reader reports."""
+    try:
+        with location.open() as stream:
+            return stream.read(START_BYTES)
+    except OSError:
+        return b""
 
 
 def _printable(name: str) -> str:

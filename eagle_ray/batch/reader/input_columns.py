@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import difflib
-import json
 import shlex
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,10 +26,11 @@ import pyarrow as pa
 from eagle_ray.batch.reader.parquet import CONTEXT, RUN_ID
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns
 from eagle_ray.requests.row_schema import JSON, ROW_FIELDS
 
-RENAME_PREFIX = "input_"  # of a carried column with a name that the job uses itself
+RENAME_PREFIX = "input_"  # of a carried column with a name that the output has already
 # Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
 CSV_TEXT = pa.large_string()
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -55,26 +55,35 @@ class CarriedColumn:
         return field_of(self.name, self.type)
 
 
-def output_names(sources: Iterable[str], reserved: Container[str]) -> dict[str, str]:
+def output_names(sources: Iterable[str], reserved: Iterable[str]) -> dict[str, str]:
     """Return the output name of each carried column.
 
     A name that the job uses itself gets the prefix ``input_``. If the input has a column of that name too, a number
-    follows: ``input_text_2``.
+    follows: ``input_text_2``. SQL does not tell names apart that differ by case alone, so neither do these: of
+    several such columns the later ones get the prefix.
 
         >>> output_names(["text", "input_text", "score"], {"text"})
         {'text': 'input_text_2', 'input_text': 'input_text', 'score': 'score'}
+        >>> output_names(["Text", "score", "Score"], {"text"})
+        {'Text': 'input_Text', 'score': 'score', 'Score': 'input_Score'}
     """
     sources = list(sources)
-    names = {source: source for source in sources if source not in reserved}
+    taken = {name.casefold() for name in reserved}
+    names: dict[str, str] = {}
+    for source in sources:
+        if source.casefold() not in taken:
+            names[source] = source
+            taken.add(source.casefold())
     for source in sources:
         if source not in names:
-            names[source] = _unused_name(RENAME_PREFIX + source, {*names.values()}, reserved)
+            names[source] = _unused_name(RENAME_PREFIX + source, taken)
+            taken.add(names[source].casefold())
     return {source: names[source] for source in sources}
 
 
-def _unused_name(name: str, taken: Container[str], reserved: Container[str]) -> str:
+def _unused_name(name: str, taken: Container[str]) -> str:
     candidates = chain([name], (f"{name}_{number}" for number in count(2)))
-    return next(candidate for candidate in candidates if candidate not in taken and candidate not in reserved)
+    return next(candidate for candidate in candidates if candidate.casefold() not in taken)
 
 
 def type_of(value: Any) -> pa.DataType:
@@ -234,9 +243,9 @@ def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
 
 def _as_json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, default=_json_form)
+        return dump_json(value, ensure_ascii=False, default=_json_form)
     except TypeError:  # a map's keys that are no texts
-        return json.dumps(_with_text_keys(value), ensure_ascii=False, default=_json_form)
+        return dump_json(_with_text_keys(value), ensure_ascii=False, default=_json_form)
 
 
 def _as_text(value: Any) -> str:
@@ -327,20 +336,35 @@ def _example(types: dict[str, pa.DataType], has_csv: bool) -> str:
     """Return the key for the only column of texts, or what a CSV file without a header looks like; "" otherwise."""
     if has_csv and any(name.isdecimal() for name in types):
         return ". If these are values, the file lacks a header: its first line must name the columns"
+    alike = [(name, prompt) for name in types for prompt in PROMPTS if name.casefold() == prompt]
+    if alike:
+        [(name, prompt), *_] = alike
+        return f". For example: --set {shlex.quote(f'input.columns.{prompt}={name}')}"
     texts = [name for name, kind in types.items() if name != "id" and kind in (pa.string(), CSV_TEXT)]
     return f". For example: --set {shlex.quote(f'input.columns.prompt={texts[0]}')}" if len(texts) == 1 else ""
 
 
-def carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
-    """Return the columns that input.passthrough names. Raises ConfigError for one that no file has."""
+def carried_names(
+    config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType], is_private: bool = False
+) -> list[str]:
+    """Return the columns that input.passthrough names. Raises ConfigError for one that no file has.
+
+    is_private: "all" leaves out the columns that prompts are made of, also in part, and the prompts of an earlier run.
+    """
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":
-        return [name for name in types if name not in columns.fully_used]
+        private = _prompt_columns(columns) if is_private else set()
+        return [name for name in types if name not in columns.fully_used | private]
     for name in config.passthrough:
         if types and name not in types:
             raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
     return list(dict.fromkeys(config.passthrough))
+
+
+def _prompt_columns(columns: RequestColumns) -> set[str]:
+    read = {name for path in columns.prompt_paths for name in path.names}
+    return read | set(PROMPTS) if columns.id.text == RUN_ID else read
 
 
 def _near(name: str, names: Iterable[str]) -> str:

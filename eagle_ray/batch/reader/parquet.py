@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from eagle_ray.batch.reader.files import RUN_PREFIX, InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.request import UNCARRIED, InputRow
-from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, RENDERED, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.requests.values import json_error
 from eagle_ray.runs.part_files import partition_types, with_partition_columns
 from eagle_ray.text.strict_json import parse_json
@@ -43,6 +43,12 @@ CONVERSION_ERRORS = (
     KeyError,
 )  # dates beyond Python's years, unknown time zones
 RUN_ID = "__id__"  # the column with the ids that are made here; not carried
+BINARY_KINDS = (
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+    pa.types.is_binary_view,
+)
 CONTEXT = ("request_id", "sample_index", "turn_index", "prompt", "messages", "text", "finish_reason")
 _READ = (*CONTEXT, "status", "error_code", "error_message")
 
@@ -55,7 +61,10 @@ def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
 
 
 def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """Return the rows as Python values: structs without nulls, float32 as short as it is written, JSON_VALUES read."""
+    """Return the rows as Python values: structs without nulls, float32 as short as it is written, JSON_VALUES read.
+
+    Bytes that are UTF-8 are texts, as Spark and Hive write texts of no declared type.
+    """
     rows = table.to_pylist(maps_as_pydicts="lossy")
     for field in table.schema:
         is_json = JSON_VALUES.items() <= (field.metadata or {}).items()
@@ -79,15 +88,26 @@ def _converter(type_: pa.DataType) -> Convert | None:
     if pa.types.is_float32(type_) or pa.types.is_float16(type_):
         number = type_.to_pandas_dtype()
         return lambda value: float(str(number(value)))
+    if any(is_kind(type_) for is_kind in BINARY_KINDS):
+        return _as_text
+    if pa.types.is_dictionary(type_):
+        return _converter(type_.value_type)
     if pa.types.is_struct(type_):
         return _struct_converter(type_)
     if pa.types.is_map(type_):
-        convert = _converter(type_.item_type)
-        return None if convert is None else lambda value: {k: _converted(v, convert) for k, v in value.items()}
+        convert_key, convert = _converter(type_.key_type), _converter(type_.item_type)
+        return lambda value: {_converted(k, convert_key): _converted(v, convert) for k, v in value.items()}
     if not pa.types.is_nested(type_) or pa.types.is_union(type_):
         return None
     convert = _converter(type_.value_type)
     return None if convert is None else lambda value: [_converted(item, convert) for item in value]
+
+
+def _as_text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _struct_converter(type_: pa.StructType) -> Convert:
@@ -224,6 +244,8 @@ def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
     input_row: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
     if row["status"] != "ok":
         input_row["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
+    if row.get("messages") is not None:
+        input_row[RENDERED] = True
     if isinstance(input_row.get("messages"), str):
         input_row["messages"] = _messages_of(input_row["messages"])
     return input_row

@@ -130,7 +130,7 @@ class RowScanner:
         ids, requests, rows = bytearray(), array("Q"), array("I")
         n = self.config.sampling.n
         scan = FileScan()
-        for position, row in rows_in_part(part, self.columns, scan):
+        for position, row in rows_in_part(part, self.columns, scan, not self.config.output.store_prompt):
             location = part.file.location_of(position)
             ids += digest(id_of(row, self.columns, location))
             requests.append(request_digest(row, needed))
@@ -160,12 +160,15 @@ def request_digest(row: InputRow, needed: frozenset[str]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def rows_in_part(part: FilePart, columns: RequestColumns, scan: FileScan) -> Iterator[tuple[RowPosition, InputRow]]:
+def rows_in_part(
+    part: FilePart, columns: RequestColumns, scan: FileScan, is_private: bool = False
+) -> Iterator[tuple[RowPosition, InputRow]]:
     """Yield the position of each row of a part, and the row (of Parquet, its needed columns only).
 
-    scan: has what the part holds once the last row was yielded. Raises ConfigError if the file cannot be read at all.
+    scan: has what the part holds once the last row was yielded. is_private: that is no value of a row. Raises
+    ConfigError if the file cannot be read at all.
     """
-    unread = UnreadParameters(columns)
+    unread = UnreadParameters(columns, is_private)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
     with reading(part.file):
         yield from read(part, columns, scan, unread)
@@ -267,7 +270,8 @@ class UnreadParameters:
         is_watching: whether rows must be looked at.
     """
 
-    def __init__(self, columns: RequestColumns) -> None:
+    def __init__(self, columns: RequestColumns, is_private: bool = False) -> None:
+        self._text_of = _hidden_text if is_private else reprlib.repr
         paths = (columns.id, *columns.prompt_paths)
         self._objects = list({path.parent for path in paths if path.parent is not None})
         self.values: dict[str, UnreadValue] = {}
@@ -287,9 +291,13 @@ class UnreadParameters:
             values += [(f"{path.text}.{key}", name, value) for key, value in items if (name := _parameter(key))]
         for column, name, value in values:
             if column not in self.values and has_effect(name, value):
-                self.values[column] = UnreadValue(number, *position, reprlib.repr(value))
+                self.values[column] = UnreadValue(number, *position, self._text_of(value))
                 self.watched.pop(column, None)
         self.is_watching = bool(self.watched or self._objects)
+
+
+def _hidden_text(value: Any) -> str:
+    return f"a {type(value).__name__} that is not shown, as output.store_prompt is false"
 
 
 @cache

@@ -56,6 +56,15 @@ class CutLine(RequestError):
     """A last line that has no line end and is not whole. Another process may be appending the rest to the file."""
 
 
+class ZeroBytes(CutLine):
+    """A last line that is not whole and ends in zero bytes, as a crash leaves them. Nothing is appended to it."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(
+            "bad_encoding", f"{num_bytes:,} zero bytes stand at the end of the file, as a crash leaves them"
+        )
+
+
 def rows_in_jsonl(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
@@ -67,11 +76,15 @@ def rows_in_jsonl(
     assert start_position.line is not None, "lines of text are counted"
     for i, line in enumerate(stream):
         position = RowPosition(start_position.row + i, start_position.line + i)
-        if line.strip():
-            row = parse_line(line)
-            if is_cut(line) and isinstance(row, RequestError) and not is_json(line):
-                row = CutLine(row.code, str(row))
+        text = line.rstrip(b"\0") if is_cut(line) else line
+        num_zeros = len(line) - len(text)
+        if text.strip():
+            row = parse_line(text)
+            if is_cut(line) and isinstance(row, RequestError) and not is_json(text):
+                row = ZeroBytes(num_zeros) if num_zeros else CutLine(row.code, str(row))
             yield start, position, row
+        elif num_zeros:
+            yield start, position, ZeroBytes(num_zeros)
         start += len(line)
 
 
@@ -159,12 +172,20 @@ def parse_line(line: bytes) -> InputRow:
         return with_checked_texts(row) if isinstance(row, dict) else RequestError("bad_encoding", f"the line: {error}")
     except json.JSONDecodeError as error:  # its own words call every line the first
         problem = f"{error.msg}: character {error.colno}"
-        return RequestError("bad_json", f"the line is not JSON ({problem}): write one object a line")
+        return RequestError("bad_json", f"the line is not JSON ({problem}): {_fix_of(text)}")
     except ValueError as error:
         return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
     if not isinstance(row, dict):
         return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")
     return row
+
+
+def _fix_of(text: str) -> str:
+    if (num_zeros := text.count("\0")) > 0:
+        return f"it holds {num_zeros:,} zero bytes, as a crash leaves them: remove them with tr -d '\\000'"
+    if "\r" in text:
+        return "it holds carriage returns without line feeds: end lines in line feeds, as tr '\\r' '\\n' does"
+    return "write one object a line"
 
 
 def rows_in_csv(
@@ -179,11 +200,15 @@ def rows_in_csv(
         assert start_position.line is not None, "lines of text are counted"
         lines = _Lines(stream, start, start_position.line)
     for index, (offset, line, values) in enumerate(_records(lines), start_position.row):
+        is_last = lines.is_cut and lines.number == line + 1
         if not values:
+            if is_last and lines.num_zeros:
+                yield offset, RowPosition(index, line), ZeroBytes(lines.num_zeros)
             continue
         row = _parse_record(header, values)
-        if lines.is_cut and lines.number == line + 1 and _is_part(header, values):
+        if is_last and _is_part(header, values):
             row = CutLine("bad_csv", "the last line has no line end and is not a whole row")
+            row = ZeroBytes(lines.num_zeros) if lines.num_zeros else row
         yield offset, RowPosition(index, line), row
 
 
@@ -250,12 +275,14 @@ def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError
 class _Lines:
     """A stream's lines for the csv module; bytes that are not UTF-8 become lone surrogates.
 
-    offset, number: of the next line. is_cut: whether the last one that was read has no line end.
+    offset, number: of the next line. is_cut: whether the last one that was read has no line end. num_zeros: zero bytes
+    that were left out at its end, as a crash leaves them there.
     """
 
     def __init__(self, stream: BinaryIO, offset: int, number: int):
         self._stream, self.offset, self.number = stream, offset, number
         self.is_cut = False
+        self.num_zeros = 0
         self._second_line: int | None = None
         self._stream.seek(offset)
         self.begin_record()
@@ -283,6 +310,8 @@ class _Lines:
             raise StopIteration
         self.is_cut = is_cut(line)
         text = line.removeprefix(codecs.BOM_UTF8) if self.offset == 0 else line
+        text = text.rstrip(b"\0") if self.is_cut else text
+        self.num_zeros = len(line) - len(text) if self.is_cut else 0
         self.offset, self.number = self.offset + len(line), self.number + 1
         self._second_line = self._second_line or self.offset
         return text.decode("utf-8", "surrogateescape")

@@ -10,12 +10,13 @@ suffice. One write runs at a time, however long the storage takes.
 
 So a job that was killed goes on with the texts of its suffix index and the calibration of its drafts, and the files do
 not add up. Outputs do not depend on them: a damaged, foreign or missing file costs a line in the log.
+
+The texts are prompts and outputs. A run that stores no prompts (output.store_prompt) has none of these files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import time
@@ -28,6 +29,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from eagle_ray.core.errors import one_line
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.engine.engine import Engine
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import CACHE, root_of
@@ -49,12 +51,14 @@ class LearnedState:
 
     Args:
         models: what the state is of use to, as JSON: target, drafts with their weights, and settings of speculation.
+        is_private: nothing is written, and what is there is removed.
     """
 
-    def __init__(self, run: Run, models: Mapping[str, Any]):
+    def __init__(self, run: Run, models: Mapping[str, Any], is_private: bool = False):
         self._run = run
+        self._is_private = is_private
         self._directory = root_of(run.output) / CACHE
-        key = hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(dump_json(models, sort_keys=True).encode()).hexdigest()[:16]
         self._prefix = f"{LEARNED}{key}-"
         self._file = self._directory / f"{self._prefix}{int(time.time()):011d}-{uuid4().hex[:8]}{SUFFIX}"
         self._read: dict[StoragePath, FileVersion] = {}
@@ -67,6 +71,9 @@ class LearnedState:
         """Let the engine's drafter go on from the newest files of its models, the newest last."""
         try:
             self._run.check_current()
+            if self._is_private:
+                self._remove_all()
+                return
             versions = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")
         except (JobError, OSError) as error:
             self._log(error)
@@ -91,7 +98,7 @@ class LearnedState:
     def start_write(self, num_in_flight: int) -> bool:
         """Return whether the state is to be written now; if so, `end_write` follows."""
         interval_s = self._interval_s if num_in_flight else IDLE_INTERVAL_S
-        if self._is_writing or time.monotonic() - self._written_at < interval_s:
+        if self._is_private or self._is_writing or time.monotonic() - self._written_at < interval_s:
             return False
         if num_in_flight and self._written_at > -math.inf:
             self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
@@ -119,6 +126,11 @@ class LearnedState:
         level = logging.DEBUG if self._has_warned or isinstance(error, JobError) else logging.WARNING
         self._has_warned = self._has_warned or level == logging.WARNING
         log.log(level, "%s: nothing is kept there: %s", self._directory, one_line(error))
+
+    def _remove_all(self) -> None:
+        """Remove the files of all models, which an earlier release wrote for private runs, too."""
+        for file in self._directory.glob(f"{LEARNED}*{SUFFIX}"):
+            file.remove()
 
     def _remove_read(self) -> None:
         """Remove the files whose content is now in this worker's own, unless they were written since."""

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import time
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -101,8 +102,9 @@ class Worker:
         with start_cache(run):
             bundle = build_engine_bundle(config, plan, owns_process=True)
         self.worker_id = process_name(os.getpid())
+        self._is_private = not config.output.store_prompt
         self._config, self.tokenizer = config, bundle.tokenizer
-        self._learned = LearnedState(run, _models(config, bundle))
+        self._learned = LearnedState(run, _models(config, bundle), self._is_private)
         self._learned.load(bundle.engine)
         self._num_in_flight = 0  # calls of `answer`
         self.engine = AsyncEngine(bundle.engine)
@@ -154,10 +156,10 @@ class Worker:
             conversations = await asyncio.gather(*(self._converse(request, j) for j in samples))
             return [row for rows in conversations for row in rows]
         try:
-            with _as_row_error(request):
+            with self._as_row_error(request):
                 sequences = sequences_of(request, self._config, self.tokenizer)
             await self._generate(sequences)
-            with _as_row_error(request):
+            with self._as_row_error(request):
                 return self._rows.of(request, sequences)
         except RequestError as error:
             return self._rows.of_error(request, error)
@@ -180,12 +182,30 @@ class Worker:
         return rows
 
     async def _answer_turn(self, turn: Request, sample_index: int) -> OutputRow:
-        with _as_row_error(turn):
+        with self._as_row_error(turn):
             sequence = sequence_of(turn, self._config, self.tokenizer, sample_index)
         await self._generate([sequence])
-        with _as_row_error(turn):
+        with self._as_row_error(turn):
             [row] = self._rows.of(turn, [sequence])
         return row | {"sample_index": sample_index}
+
+    @contextmanager
+    def _as_row_error(self, request: Request) -> Iterator[None]:
+        """Return any error that one row's content causes as that row's error.
+
+        The only broad catch: tokenizers and templates run on arbitrary text, and one row must never end the job.
+        """
+        try:
+            yield
+        except (RequestError, EngineError):
+            raise
+        except Exception as error:
+            if self._is_private:  # the error's own words may quote the row
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                log.error("row %s: internal error: %s\n%s", request.id, type(error).__name__, frames)
+            else:
+                log.exception("row %s: internal error", request.id)
+            raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
     def _tables(self, requests: list[Request], answers: list[list[OutputRow]]) -> pa.Table:
         with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
@@ -195,7 +215,7 @@ class Worker:
     def _table(self, request: Request, rows: list[OutputRow]) -> pa.Table:
         """Return one request's rows, or its error row if they do not fit the schema."""
         try:
-            with _as_row_error(request):
+            with self._as_row_error(request):
                 return table_of(rows, self._schema)
         except RequestError as error:
             return table_of(self._rows.of_error(request, error), self._schema)
@@ -215,21 +235,6 @@ def _skipped(error: RequestError, turn: int) -> RequestError:
     return RequestError(
         "earlier_turn_failed", f"turn {turn} of this conversation is an error ({error.code}), so this one was not asked"
     )
-
-
-@contextmanager
-def _as_row_error(request: Request) -> Iterator[None]:
-    """Return any error that one row's content causes as that row's error.
-
-    The only broad catch: tokenizers and templates run on arbitrary text, and one row must never end the job.
-    """
-    try:
-        yield
-    except (RequestError, EngineError):
-        raise
-    except Exception as error:
-        log.exception("row %s: internal error", request.id)
-        raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
 def build_engine_bundle(config: JobConfig, plan: WorkerPlan, owns_process: bool = False) -> EngineBundle:

@@ -15,7 +15,6 @@ becomes the error worker_died. The lines that were in flight with it are answere
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any
 from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, SharedExclusiveLock
 from eagle_ray.config.records import RunRecord
 from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.runs.lease import Lease
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
@@ -168,7 +168,7 @@ class BatchRunner:
         """Return the answer of one line, however long the replicas are busy or away."""
         if "seed" not in body or body["seed"] is None:
             body = body | {"seed": line_seed(record.id, custom_id)}
-        data = json.dumps(body, ensure_ascii=False).encode()
+        data = dump_json(body, ensure_ascii=False).encode()
         num_lost = 0
         while num_lost < MAX_LOST:
             try:

@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
@@ -199,7 +200,7 @@ class LineAnswer:
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
     """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
     key = line_key(batch_id, custom_id)
-    head = json.dumps(line_head(key, custom_id), ensure_ascii=False)
+    head = dump_json(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     return LineAnswer.of(head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}')
 
@@ -207,7 +208,7 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
     line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
-    return LineAnswer.of(json.dumps(line, ensure_ascii=False).encode())
+    return LineAnswer.of(dump_json(line, ensure_ascii=False).encode())
 
 
 def line_seed(batch_id: str, custom_id: str) -> int:

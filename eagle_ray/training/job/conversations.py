@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.core.errors import ConfigError, RequestError, one_line
 from eagle_ray.requests.messages import WrongMessage, check_messages
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
+from eagle_ray.storage.file_kinds import START_BYTES, advice, foreign_kind
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.chat_format import template_message
@@ -51,7 +52,7 @@ class TextSource:
     def rows(self) -> Iterator[Row]:
         """Yield every row as it is in the file. Raises ConfigError for a file that cannot be read."""
         for file in self.files():
-            yield from _parquet_rows(file) if file.name.endswith(".parquet") else self._lines(file)
+            yield from _parquet_rows(file) if _ends_in(file, ".parquet") else self._lines(file)
 
     def documents(self, tokenizer: Tokenizer | None) -> Iterator[Document]:
         """Yield the usable rows as documents, and count the others."""
@@ -75,20 +76,20 @@ class TextSource:
             yield from files
 
     def _lines(self, file: StoragePath) -> Iterator[Row]:
-        is_json = self.format == "chat" or (self.format != "text" and file.name.endswith((".jsonl", ".json")))
+        is_json = self.format == "chat" or (self.format != "text" and _ends_in(file, ".jsonl", ".json"))
         try:
-            for number, line in enumerate(_text_lines(file), 1):
+            for number, line in enumerate(_text_lines(file, "jsonl" if is_json else "text"), 1):
                 if line.strip():
                     yield _json_row(line, f"{file} line {number}") if is_json else {"text": line}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.path: {file} cannot be read: {error}") from None
 
 
-def _text_lines(file: StoragePath) -> Iterator[str]:
+def _text_lines(file: StoragePath, format_: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which end at line feeds alone: a text may hold any other separator."""
     with file.open() as stream:
-        if (encoding := wide_encoding(stream.read(ENCODING_BYTES))) is not None:
-            raise ConfigError(f"data.path: {file} is {encoding} text. Write it as UTF-8.")
+        if (kind := foreign_kind(stream.read(START_BYTES), format_)) is not None:
+            raise ConfigError(f"data.path: {file} cannot be read: {advice(kind, file)}")
         stream.seek(0)
         for number, line in enumerate(stream):
             text = line.decode("utf-8-sig" if number == 0 else "utf-8")
@@ -200,8 +201,14 @@ def _find(name: str) -> list[StoragePath]:
         directory, _, pattern = name.rpartition("/")
         return StoragePath.of(directory or ".").glob(pattern)
     data = (path / RUN_DATA).glob("*.parquet") if path.is_directory() else []
-    kinds = ("*.parquet", "*.jsonl", "*.json", "*.txt")
-    return data or [file for kind in kinds for file in (path.glob(kind) if path.is_directory() else [])]
+    if data or not path.is_directory():
+        return data
+    files = path.glob("*")
+    return [file for ending in (".parquet", ".jsonl", ".json", ".txt") for file in files if _ends_in(file, ending)]
+
+
+def _ends_in(file: StoragePath, *extensions: str) -> bool:
+    return file.name.lower().endswith(extensions)
 
 
 def _parquet_rows(file: StoragePath) -> Iterator[Row]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch
 from eagle_ray.training.packing import Document, PackedBatch
@@ -135,7 +136,7 @@ def _num_shards(directory: Path) -> int:
 def _check_identity(directory: Path, identity: dict[str, Any]) -> None:
     file = StoragePath.of(directory) / IDENTITY
     there = read_json_object(file)
-    if there is not None and there != json.loads(json.dumps(identity)):
+    if there is not None and there != json.loads(dump_json(identity)):
         raise EngineError(f"{directory}: holds features of another target or other data. Delete it or name another")
     write_json(file, identity)
 

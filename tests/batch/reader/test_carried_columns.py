@@ -15,10 +15,11 @@ from eagle_ray.batch.reader.input_columns import (
     decoded_type,
     field_of,
     joined_type,
+    output_names,
     type_in_parquet,
     type_of,
 )
-from eagle_ray.requests.row_schema import JSON
+from eagle_ray.requests.row_schema import JSON, RESERVED
 
 TYPES = st.sampled_from(
     [
@@ -147,3 +148,16 @@ def test_values_among_texts_of_a_csv_file_are_texts_or_json():
     values = ["a", Decimal("9.90"), date(2026, 1, 31), b"\xff", 5, 0.5, True, [1], {"a": None}, None]
     texts = ["a", "9.90", "2026-01-31", "/w==", "5", "0.5", "true", "[1]", '{"a": null}', None]
     assert column_of(values, CSV_TEXT).to_pylist() == texts
+
+
+def test_names_in_the_output_differ_by_more_than_case():
+    names = ["Text", "status", "PROMPT", "Seed", "note", "Note", "NOTE", "input_text", "İd", "straße", "STRASSE"]
+    found = output_names(names, RESERVED)
+    lowered = [name.casefold() for name in [*found.values(), *RESERVED]]
+    assert list(found) == names and len({*lowered}) == len(lowered)
+    assert [found[name] for name in ("note", "Note", "Text", "input_text")] == [
+        "note",
+        "input_Note",
+        "input_Text_2",
+        "input_text",
+    ]

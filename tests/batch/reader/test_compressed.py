@@ -54,7 +54,7 @@ def test_zeros_behind_gzip_are_padding(tmp_path, num_zeros):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: b"not compressed"])
+@pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: b"\0" + content])
 def test_a_damaged_file_is_named(tmp_path, suffix, damage):
     path: Path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(damage(COMPRESS[suffix](JSONL)))

@@ -100,7 +100,7 @@ def test_a_text_that_is_not_utf8_is_a_bad_row_that_keeps_its_id(tmp_path):
         (b",prompt\n0,x\n", "column 1 has no name"),
         (b"\xff\xfep\x00\n\x00", "it is UTF-16 text"),
         (b'"prompt\n', "its first line is not CSV"),
-        (b"prompt\rx\ry\r", "its first line is not CSV"),
+        (b"prompt\rx\ry\r", "it is text whose lines end in carriage returns alone. End them in line feeds: mv"),
     ],
 )
 def test_a_header_that_cannot_be_one_is_a_configuration_error(tmp_path, content, says):

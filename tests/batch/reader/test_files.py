@@ -72,17 +72,19 @@ def test_an_unknown_extension_needs_a_format(tree):
 @pytest.mark.parametrize("format_", ["auto", "jsonl"])
 def test_a_file_compressed_in_another_way_is_to_be_unpacked(tree, format_):
     (tree / "a.jsonl.xz").touch()
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.xz is compressed as \.xz\. Unpack it, or compress it as \.gz"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.xz is compressed as \.xz: it is an xz file\. Unpack it: xz -dc "):
         find_files(str(tree / "*.xz"), format_)
 
 
 def test_compressed_files_have_the_format_of_the_inner_extension(tree):
-    for name in ("g.jsonl.gz", "h.csv.zst"):
+    for name in ("g.jsonl.gz", "h.csv.zst", "i.JSONL.GZ", "j.Csv"):
         (tree / name).touch()
-    assert [(file.name, file.format, file.can_split) for file in find_files(str(tree / "[ghb].*"), "auto")] == [
+    assert [(file.name, file.format, file.can_split) for file in find_files(str(tree / "[b-j].*"), "auto")] == [
         ("b.jsonl", "jsonl", True),
         ("g.jsonl.gz", "jsonl", False),
         ("h.csv.zst", "csv", False),
+        ("i.JSONL.GZ", "jsonl", False),
+        ("j.Csv", "csv", True),
     ]
     assert "g.jsonl.gz" in names(find_files(str(tree), "auto"))
     (tree / "p.parquet.gz").touch()

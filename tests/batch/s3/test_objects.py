@@ -220,3 +220,15 @@ def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypa
         cache.store()
     assert found == [set(), {"K1"}]
     assert "kernels-0123.tar.gz" in (run.output / CACHE).list_names()
+
+
+def test_names_of_objects_are_not_read_as_web_addresses(bucket):
+    names = ["why?.jsonl", "a#1.jsonl", "Brand%2321.jsonl", "t+00:00.JSONL", "ä ö [x].jsonl", "plain.jsonl"]
+    for i, name in enumerate(names):
+        (bucket / "in" / name).write_atomic(json.dumps({"id": str(i), "prompt": "Hi"}).encode() + b"\n")
+    for path in (f"{bucket}/in", f"{bucket}/in/*.[jJ]*"):
+        config = load_config(None, env={}, overrides={"input.path": path, "output.path": "unused"})
+        assert sorted(row["request_id"] for row in request_rows(plan_input(config))) == list("012345")
+    for name in names:
+        [file] = find_files(f"{bucket}/in/{name}", "auto")
+        assert (file.name, file.format) == (name, "jsonl")
