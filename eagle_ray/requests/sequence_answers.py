@@ -35,6 +35,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import (
     FinishedAnswer,
     Json,
+    TextOffsets,
     TokenLogprob,
     TokenUsage,
     chat_choice,
@@ -72,7 +73,7 @@ class AnswerReader:
         return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
 
     def spell(self, token: int) -> str:
-        return self.tokenizer.decode_with_special([token])
+        return self.tokenizer.token_text(token)
 
     def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
         """Return a new parser of an answer's text, or None if all of it is content."""
@@ -274,7 +275,7 @@ class ChoiceChunks:
         choice.sequence.has_live_stats = answers.has_steps
         self._num_sent = 0
         self._is_begun = False
-        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+        self._offsets = TextOffsets()  # of the tokens whose log-probabilities are sent
 
     def num_unsent(self, count: int) -> int:
         """Return how many tokens the chunks up to `count` output ids show, an echo included."""
@@ -343,9 +344,7 @@ class ChoiceChunks:
     def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         if not tokens:
             return None
-        logprobs = completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offset)
-        self._offset += sum(map(len, logprobs["tokens"]))
-        return logprobs
+        return completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offsets)
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}

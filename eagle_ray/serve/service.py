@@ -146,7 +146,7 @@ class Service:
         """Return the request in a body. client: the number of its API key. Raises ApiError."""
         if len(body) <= LONG:
             return parse(kind, body)
-        return await self.readers.run(len(body), client, _parse_long, kind, body)
+        return await self.readers.run(len(body), client, _parse_long, kind, body, self.max_model_len)
 
     async def read(
         self,
@@ -381,8 +381,8 @@ class Service:
         self.meter.aborted(len(sequences) - len(finished))
 
 
-def _parse_long(kind: type[BodyClass], body: bytes) -> BodyClass:
-    check_containers(body)
+def _parse_long(kind: type[BodyClass], body: bytes, max_model_len: int) -> BodyClass:
+    check_containers(body, max_model_len)
     return parse(kind, body)
 
 

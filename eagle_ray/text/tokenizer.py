@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
@@ -45,6 +46,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}  # in a byte-level vocabulary
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
 
 
@@ -268,6 +270,27 @@ class Tokenizer:
         """Return the text of ids with special tokens as text."""
         return self._decode(ids, skip_special_tokens=False)
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, with bytes that are no character as surrogates (PEP 383).
+
+        So `text.encode(errors="surrogateescape")` is the token's bytes, of which several tokens make a character.
+        """
+        text = self.decode_with_special([token])
+        if REPLACEMENT_CHAR not in text:
+            return text
+        written = self._own_bytes(token)
+        return text if written is None else written.decode(errors="surrogateescape")
+
+    def _own_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that a token's entry in the vocabulary stands for; None if it stands for text."""
+        if token in self._byte_ids:
+            return bytes([self._byte_ids.index(token)])
+        [entry] = self.token_strings([token])
+        values = [_BYTE_OF_CHARACTER.get(character) for character in entry]
+        if None in values:
+            return None
+        return bytes(value for value in values if value is not None)
+
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens and self._hidden_ids is not None:
             ids = [token for token in ids if token not in self._hidden_ids]
@@ -432,6 +455,9 @@ class NullTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_text(self, token: int) -> str:
+        return self.decode_with_special([token])
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         return " ".join(f"token_id:{i}" for i in ids)
