@@ -338,12 +338,12 @@ def completion_form(
 ) -> dict[str, Any]:
     """offsets: where the tokens begin; None if the text begins with them."""
     texts = [spell(token.token) for token in tokens]
-    places = offsets or TextOffsets()
+    text_offsets = offsets or TextOffsets()
     return {
         "tokens": [_completion_token(text) for text in texts],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [_by_text(token, spell) for token in tokens] if has_tops else None,
-        "text_offset": [places.next(text) for text in texts],
+        "text_offset": [text_offsets.next(text) for text in texts],
     }
 
 

@@ -388,6 +388,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = parameter(
         False, Boolean(), "Whether the text keeps the stop string or stop token that ended it.", Group.TEXT
     )
+    stop_in_reasoning: bool = parameter(
+        False, Boolean(), "Whether stop strings and stop tokens end an output within its reasoning, too.", Group.TEXT
+    )
     skip_special_tokens: bool = parameter(True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT)
     json_schema: str | None = parameter(
         None,

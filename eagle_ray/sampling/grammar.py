@@ -36,9 +36,11 @@ MAX_COMPILING = 4  # compilations that run together, those past their time limit
 MAX_GRAMMARS = 64  # compiled grammars; a job often has one for all rows
 MAX_GRAMMAR_BYTES = 256 << 20  # of all of them, by estimate
 BYTES_PER_CHAR = 200  # of a compiled grammar's source
-# Of llguidance's parser, in each mask but for max_lexer_states: 50 MB of one grammar. Its own are 50,000 items, 200,000
-# of fuel and 250,000 states: masks of a second, and 150 MB. A schema of 450 optional properties takes 7,000 items.
-PARSER_LIMITS = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
+# Of llguidance's parser, in each mask but for the states: those of one grammar take up to 100 MB. Its own limits are
+# 50,000, 200,000 and 250,000: masks of a second. A schema of 450 optional properties takes 7,000 items.
+MAX_ITEMS = 10_000
+MAX_LEXER_FUEL = 50_000
+MAX_LEXER_STATES = 50_000
 # Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
 MAX_GRAMMAR_CHARS = {
     "json_schema": 1 << 17,
@@ -282,7 +284,12 @@ def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
     """Compile a grammar. Raises RequestError naming the kind."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(verbose_errors=False, **PARSER_LIMITS)
+    limits = LLParserLimits(
+        step_max_items=MAX_ITEMS,
+        step_lexer_fuel=MAX_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
     matcher = LLMatcher(tokenizer, grammar_source(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise RequestError("bad_grammar", f"{spec.name}: {first_line(matcher.get_error())}")

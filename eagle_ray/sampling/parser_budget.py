@@ -1,7 +1,7 @@
 """ParserBudget: the parser time that one output may take; ParserCost: what the outputs of one grammar have added to it.
 
 A short grammar can be cheap to compile and slow to follow, and all sequences of a batch wait for each mask. llguidance
-limits a single mask by its items (`grammar.PARSER_LIMITS`). These limits are the same on every run. The time of an item
+limits a single mask by its items (`grammar.MAX_ITEMS`). These limits are the same on every run. The time of an item
 depends on the grammar, though: 10,000 items take 1 ms in one and 200 ms in another. So an output also has a budget of
 time, which only outputs far slower than real ones exceed.
 

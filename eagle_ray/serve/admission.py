@@ -207,7 +207,7 @@ class FairQueue:
     def __init__(self, num_clients: int, max_turns: int, num_reserved: int = 0):
         self.num_free = max_turns
         self._num_reserved = num_reserved
-        self._num_held = [0] * num_clients  # places, per client
+        self._num_turns = [0] * num_clients  # at the engine, per client
         self._served = [0] * num_clients  # tokens, per client
         self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
@@ -239,7 +239,7 @@ class FairQueue:
     def _release(self, client: int, tokens: int, used: int) -> None:
         self._reserved[client] -= tokens
         self._served[client] += used
-        self._num_held[client] -= 1
+        self._num_turns[client] -= 1
         self.num_free += 1
         self._dispatch()
 
@@ -261,7 +261,7 @@ class FairQueue:
                 continue
             self._last_served = self._served[client]
             self._reserved[client] += tokens
-            self._num_held[client] += 1
+            self._num_turns[client] += 1
             self.num_free -= 1
             place.set_result(None)
 
@@ -269,9 +269,9 @@ class FairQueue:
         """Return the client that is given the next free place, or None if none may take one."""
         if not self.num_free:
             return None
-        waiting = [client for client, places in enumerate(self._waiting) if places]
+        waiting = [client for client, queue in enumerate(self._waiting) if queue]
         if self.num_free <= self._num_reserved:
-            waiting = [client for client in waiting if not self._num_held[client]]
+            waiting = [client for client in waiting if not self._num_turns[client]]
         return min(waiting, key=self._served_tokens, default=None)
 
     def _served_tokens(self, client: int) -> int:

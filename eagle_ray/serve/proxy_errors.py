@@ -188,9 +188,9 @@ class ReplicaHealth:
         probe = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
         with suppress(Exception):  # whatever Serve raises for a replica that died
             await asyncio.wait_for(self._app({**scope, **probe}, receive, collect), PROBE_ENDS_AFTER_S)
-            kept = [message for message in messages if message["type"] != TAKEN]
-            if kept and kept[0].get("status") in (200, UNAVAILABLE):
-                self._last = kept
+            answer = [message for message in messages if message["type"] != TAKEN]
+            if answer and answer[0].get("status") in (200, UNAVAILABLE):
+                self._last = answer
                 self._last_at = time.monotonic()
         return messages
 

@@ -72,11 +72,11 @@ class Threads:
     """
 
     def __init__(self, name: str, num_clients: int):
-        num_kept = 1 if num_clients > 1 else 0
-        num_long = 1 + num_kept
+        num_spare = 1 if num_clients > 1 else 0
+        num_long = 1 + num_spare
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
         self._long = ThreadPoolExecutor(num_long, f"eagle-ray-long-{name}")
-        self._turns = FairQueue(num_clients, num_long, num_kept)
+        self._turns = FairQueue(num_clients, num_long, num_spare)
 
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
         """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.

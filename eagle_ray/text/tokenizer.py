@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +29,7 @@ from eagle_ray.text.chat_format import (
     THINK_CLOSE,
     TOOL_PARSERS,
     ChatFormat,
+    reasoning_at,
     template_path,
     unread_arguments,
 )
@@ -35,6 +37,9 @@ from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.text.output_text import (
     DEFAULT_TEXT,
     REPLACEMENT_CHAR,
+    WHOLE_OUTPUT,
+    AnswerFinder,
+    AnswerStart,
     DecodeStream,
     StopCheck,
     StopPlace,
@@ -73,6 +78,7 @@ class Tokenizer:
         self.chat_format = chat_format or ChatFormat()
         self._with_markers: Tokenizer | None = None
         self._hidden_ids: frozenset[int] | None = None  # special tokens that a text leaves out; None is all of them
+        self._searched: Tokenizer | None = None  # in whose texts stop strings are searched, if not in its own
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self.max_model_len = max_model_len
@@ -115,6 +121,7 @@ class Tokenizer:
         showing = copy.copy(self)
         hidden = frozenset(self._special_tokens) if self._hidden_ids is None else self._hidden_ids
         showing._hidden_ids = hidden - shown
+        showing._searched = self._searched or self
         return showing
 
     def reasoning_end_id(self) -> int:
@@ -324,8 +331,11 @@ class Tokenizer:
         return written
 
     def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> StopCheck | None:
-        """Return a new check for one output, or None if there are no stop strings."""
-        return StopCheck(self, stops, options) if stops else None
+        """Return a new check for one output, or None if there is nothing to check: no stop strings, and no stop tokens
+        that count from the answer on.
+        """
+        has_stop_ids = bool(options.stop_token_ids) and options.reasoning != "none"
+        return StopCheck(self, stops, options) if stops or has_stop_ids else None
 
     def decode_stream(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> DecodeStream:
         """Return a new incremental decoder for one output."""
@@ -334,28 +344,50 @@ class Tokenizer:
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched: those that name special tokens in a text that has them.
 
-        All others are searched in the output's own text, which may leave special tokens out.
+        All others are searched in the output's own text, which may leave special tokens out. If this tokenizer shows
+        the markers of an answer's parts, it is still the text without them, so that text and parts end in one place.
         """
         named = {id_ for id_, token in self._special_tokens.items() if any(token in stop for stop in stops)}
         tokens = [self._special_tokens[id_] for id_ in named]
         naming = [stop for stop in stops if any(token in stop for token in tokens)]
         plain = [stop for stop in stops if stop not in naming]
-        searches = [StopSearch(self, plain, names_special=False)] if plain else []
-        return searches + ([StopSearch(self._showing(frozenset(named)), naming, names_special=True)] if naming else [])
+        searched = self._searched or self
+        searches = [StopSearch(searched, plain, names_special=False)] if plain else []
+        if naming:
+            searches.append(StopSearch(searched._showing(frozenset(named)), naming, names_special=True))
+        return searches
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
         """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
-        is_ended = output_ids and (output_ids[-1] in self._eos_ids or output_ids[-1] in options.stop_token_ids)
+        answer: AnswerStart | None = WHOLE_OUTPUT
+        if options.reasoning != "none" and (stops or options.stop_token_ids):
+            answer = AnswerFinder(self, options).find(output_ids, is_whole=True)
+        has_answer_token = answer is not None and len(output_ids) > answer.num_ids
+        is_stopped = has_answer_token and output_ids[-1] in options.stop_token_ids
+        is_ended = output_ids and (output_ids[-1] in self._eos_ids or is_stopped)
         ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
         ends = [
             place
             for search in self.stop_searches(stops)  # a stop string that names special tokens may end in the EOS itself
-            if (place := search.first_in(output_ids if search.names_special else ids, options)) is not None
+            if (place := search.first_in(output_ids if search.names_special else ids, options, answer)) is not None
         ]
         if not ends:
             return self.decode(ids, options.skip_special_tokens)
         place = ends[0] if len(ends) == 1 else min(ends, key=StopPlace.order)
         return place.text_to(self, self._special_tokens)
+
+
+def options_of_answer(
+    options: TextOptions, chat_options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: Sequence[int]
+) -> TextOptions:
+    """Return the options with how the answer to a prompt begins, if stop strings count from its end of reasoning on.
+
+    chat_options: of an answer to messages; None for other prompts, from whose outputs no reasoning is split off.
+    """
+    parser = tokenizer.chat_format.reasoning_parser
+    if chat_options is None or parser is None or options.stop_in_reasoning:
+        return options
+    return replace(options, reasoning=reasoning_at(parser, tokenizer.prompt_end(prompt_ids)))
 
 
 def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -452,6 +484,9 @@ class NullTokenizer(Tokenizer):
         if stops:
             raise _no_tokenizer("stop")
         return []
+
+    def with_markers(self) -> Tokenizer:
+        return self
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
