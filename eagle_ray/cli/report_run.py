@@ -349,4 +349,4 @@ def _spelling(model: dict[str, Any]) -> Spell:
         except (ConfigError, EngineError, OSError):
             return None
 
-    return lambda token: f"token_id:{token}" if text() is None else text().decode_with_special([token])
+    return lambda token: f"token_id:{token}" if text() is None else text().token_text(token)

@@ -102,7 +102,8 @@ class DecodeBatch:
         roots: the last committed token of each sequence.
         remaining_tokens: tokens that each sequence may still produce, an upper bound.
         remaining_on_device: the same number on the device.
-        can_draft: indices of sequences that have KV space for a tree, not only for the root; None if all have.
+        can_draft: indices of sequences for which a tree is worth its rows: there is KV space for it, and its grammar is
+            not slow; None if all are.
         num_prefill_rows: prompt rows that go through the target in the same pass.
     """
 

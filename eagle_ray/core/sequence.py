@@ -44,6 +44,7 @@ class Sequence:
     sampling: with a seed of its own; without one the key of its noise is 0.
     stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
         token that completes a stop string), or None to go on.
+    checks_stop_ids: stop_check finds sampling.stop_token_ids, too, which do not count everywhere.
     num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
     output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
     output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
@@ -67,6 +68,7 @@ class Sequence:
     prompt_ids: list[int]
     sampling: SamplingParams
     stop_check: StopCheck | None = None
+    checks_stop_ids: bool = False
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_tops: list[TopLogprobs] = field(default_factory=list)
@@ -188,7 +190,7 @@ class Sequence:
         stop wins a tie.
         """
         ends = frozenset() if self.sampling.ignore_eos else eos_ids
-        if self.sampling.stop_token_ids:
+        if self.sampling.stop_token_ids and not self.checks_stop_ids:
             ends = ends.union(self.sampling.stop_token_ids)
         stops = [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in ends][:1]
         if self.stop_check is not None and (num_retained := self.stop_check(self.output_ids)) is not None:

@@ -28,7 +28,7 @@ pruning, which needs the candidates on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -155,6 +155,13 @@ def _groups_of(sequences: Sequence[tuple[ControlState, Paths]]) -> list[list[tup
     return groups
 
 
+def slow_and_spent(grammars: Mapping[int, GrammarState]) -> tuple[list[int], list[int]]:
+    """Return the keys of grammars that are slow to follow, and of those that have spent their parser time."""
+    slow = [i for i, grammar in grammars.items() if grammar.budget.is_slow]
+    spent = [i for i, grammar in grammars.items() if grammar.budget.is_spent]
+    return slow, spent
+
+
 FORBIDDEN = -1e4  # added to the log values of forbidden candidates and what is below them: behind every other one
 FORCED = -0.01  # log-probability of a forced token given those before it: near 0, for the target may spell it otherwise
 RECENT = -0.2  # of a token that came here before
@@ -211,8 +218,11 @@ class GrammarChains:
     def _pruned(self, draft: Draft, batch: DecodeBatch) -> Draft:
         penalties = torch.zeros_like(draft.tree.log_values)
         tokens, parents = draft.tree.tokens.tolist(), draft.tree.parents.tolist()
-        for i, grammar in self.grammars.items():  # every node: candidates that are not valid may stand between others
-            allowed = grammar.allowed_nodes(tokens[i], parents[i])
+        can_draft = range(len(batch)) if batch.can_draft is None else batch.can_draft
+        for i in self.grammars.keys() & set(
+            can_draft
+        ):  # every node: candidates that are not valid may stand between others
+            allowed = self.grammars[i].allowed_nodes(tokens[i], parents[i])
             penalties[i] = torch.where(torch.tensor(allowed), 0.0, FORBIDDEN)
         return replace(draft, tree=replace(draft.tree, log_values=draft.tree.log_values + penalties))
 

@@ -42,7 +42,7 @@ from eagle_ray.core.device import DeviceToHost, StepTimer
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.engine.controlled_sequences import GrammarChains
+from eagle_ray.engine.controlled_sequences import GrammarChains, slow_and_spent
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, contain_any, paired, record_outputs
@@ -307,6 +307,7 @@ class Engine:
     def _launch_step(self, batch: DecodeBatch, prefill: Prefill | None) -> tuple[DecodeStep, Prefill | None]:
         """Launch a step, with prompt chunks in the same pass of the target."""
         batch = batch if prefill is None else replace(batch, num_prefill_rows=prefill.num_rows)
+        batch = self._without_slow_drafts(batch)
         timer = StepTimer(self.target.device)
         plan, draft = self._draft(batch)
         step, output = self._start_verify(batch, plan, draft, timer, prefill)()
@@ -319,6 +320,27 @@ class Engine:
         timer.leave_out(seconds)
         self.counters.prefill_s += seconds
         return step, prefill
+
+    def _slow_parsers(self, batch: DecodeBatch) -> set[int]:
+        """Return the indices of sequences whose grammars are slow to follow, after stopping those that are too slow.
+
+        Ranks follow the leader's clock.
+        """
+        grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
+        if not grammars:
+            return set()
+        slow, spent = self.lockstep.agree("parsers", lambda: slow_and_spent(grammars))
+        for i in spent:
+            grammars[i].stop()
+        return {*slow, *spent}
+
+    def _without_slow_drafts(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return a batch in which nothing is drafted for slow grammars: each node of a tree would take a mask."""
+        slow = self._slow_parsers(batch)
+        if not slow:
+            return batch
+        can_draft = range(len(batch)) if batch.can_draft is None else batch.can_draft
+        return replace(batch, can_draft=tuple(i for i in can_draft if i not in slow))
 
     def _next_plan(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of these sequences that could not be launched ahead, or a new one."""
@@ -351,7 +373,7 @@ class Engine:
         Returns a function that launches the rest of the step, once `pending` and the prompts are read: if a sequence
         has controls, its tokens depend on theirs.
         """
-        if not self.overlap or self.graphs is None:
+        if not self.overlap or self.graphs is None or self._slow_parsers(pending.batch):
             return None
         num_rows = pending.allocation.num_rows
         batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens, num_rows)

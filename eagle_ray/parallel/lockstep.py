@@ -248,4 +248,4 @@ class Follower(Lockstep):
 def _inputs(sequence: TokenSequence) -> dict[str, Any]:
     """Return the arguments that make a new sequence of the request."""
     names = ("request_id", "prompt_ids", "sampling", "category", "bad_word_ids", "reasoning", "grammar_spec")
-    return {name: getattr(sequence, name) for name in (*names, "has_live_stats")}
+    return {name: getattr(sequence, name) for name in (*names, "has_live_stats", "checks_stop_ids")}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.responses import stored_response
 from eagle_ray.requests.values import Json
-from eagle_ray.text.output_text import REPLACEMENT_CHAR
 
 Row = dict[str, Any]
 
@@ -251,7 +251,7 @@ def _body(rows: list[Row], key: str, spell: Spell) -> Json:
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
 
 Spell = Callable[[int], str]
-"""Function that returns the text of one token id."""
+"""Function that returns the text of one token id, with bytes that are no character as surrogates (PEP 383)."""
 RankedTokens = list[tuple[int, float]]
 """Token ids and their log-probabilities, the likeliest first."""
 
@@ -287,27 +287,63 @@ def chat_form(tokens: Iterable[TokenLogprob], spell: Spell) -> list[dict[str, An
 
 
 def _chat_token(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
-    """bytes is null for a token that is only a part of a character."""
-    text = spell(token)
-    data = None if REPLACEMENT_CHAR in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": data}
+    """The bytes of several tokens may make one character, so clients join them before they decode them."""
+    data = _bytes_of(spell(token))
+    return {"token": _text_of(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _bytes_of(spelled: str) -> bytes:
+    return spelled.encode(errors="surrogateescape")
+
+
+def _text_of(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _completion_token(spelled: str) -> str:
+    r"""Return a token as OpenAI's completions show it: the bytes of one that holds a part of a character.
+
+    >>> _completion_token("\udcc3")
+    'bytes:\\xc3'
+    """
+    data = _bytes_of(spelled)
+    if spelled.isascii() or _text_of(data) == spelled:
+        return spelled
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class TextOffsets:
+    """Where tokens begin in the text that they make together, in characters.
+
+    A token that goes on with a character begins where that character does.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def next(self, spelled: str) -> int:
+        """Return the offset of the next token."""
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(_bytes_of(spelled)))
+        return offset
 
 
 def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
-def completion_form(tokens: list[TokenLogprob], spell: Spell, has_tops: bool, offset: int = 0) -> dict[str, Any]:
-    """offset: characters before the first token."""
+def completion_form(
+    tokens: list[TokenLogprob], spell: Spell, has_tops: bool, offsets: TextOffsets | None = None
+) -> dict[str, Any]:
+    """offsets: where the tokens begin; None if the text begins with them."""
     texts = [spell(token.token) for token in tokens]
-    offsets = [offset]
-    for text in texts:
-        offsets.append(offsets[-1] + len(text))
+    text_offsets = offsets or TextOffsets()
     return {
-        "tokens": texts,
+        "tokens": [_completion_token(text) for text in texts],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [_by_text(token, spell) for token in tokens] if has_tops else None,
-        "text_offset": offsets[:-1],
+        "text_offset": [text_offsets.next(text) for text in texts],
     }
 
 
@@ -321,7 +357,7 @@ def _by_text(token: TokenLogprob, spell: Spell) -> dict[str, float] | None:
     ranked = [(other, max(logprob, MIN_LOGPROB)) for other, logprob in (*token.top, (token.token, token.logprob))]
     by_text: dict[str, float] = {}
     for other, logprob in sorted(ranked, key=lambda pair: -pair[1]):
-        by_text.setdefault(spell(other), logprob)
+        by_text.setdefault(_completion_token(spell(other)), logprob)
     return by_text
 
 
@@ -353,7 +389,7 @@ def _by_id(token: TokenLogprob, logprob: float, spell: Spell | None, num_tops: i
     shown = dict(token.top[:num_tops])
     shown.setdefault(token.token, logprob)
     return {
-        other: Logprob(value, ranks.get(other), None if spell is None else spell(other))
+        other: Logprob(value, ranks.get(other), None if spell is None else _text_of(_bytes_of(spell(other))))
         for other, value in shown.items()
     }
 

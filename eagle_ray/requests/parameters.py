@@ -69,6 +69,7 @@ MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
 MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; OpenAI's bound
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
+MAX_DETOKENIZED = 1 << 17  # ids of a request of /detokenize: a third of a second
 MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
 MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
 MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at each end of a text
@@ -387,6 +388,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = parameter(
         False, Boolean(), "Whether the text keeps the stop string or stop token that ended it.", Group.TEXT
     )
+    stop_in_reasoning: bool = parameter(
+        False, Boolean(), "Whether stop strings and stop tokens end an output within its reasoning, too.", Group.TEXT
+    )
     skip_special_tokens: bool = parameter(True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT)
     json_schema: str | None = parameter(
         None,
@@ -666,7 +670,7 @@ BODY: Mapping[str, Parameter] = {
         body_parameter("return_token_strs", Boolean(), "Return the tokens' texts, too.", _AT_TOKENIZE, False),
         body_parameter(
             "tokens",
-            TokenIds(form="a list of token ids"),
+            TokenIds(max_items=MAX_DETOKENIZED, form=f"a list of at most {MAX_DETOKENIZED} token ids"),
             "The ids that are written as text.",
             _AT_DETOKENIZE,
             required=_AT_DETOKENIZE,

@@ -35,6 +35,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import (
     FinishedAnswer,
     Json,
+    TextOffsets,
     TokenLogprob,
     TokenUsage,
     chat_choice,
@@ -47,7 +48,7 @@ from eagle_ray.requests.answers import (
 from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer
+from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer, options_of_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class AnswerReader:
         return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
 
     def spell(self, token: int) -> str:
-        return self.tokenizer.decode_with_special([token])
+        return self.tokenizer.token_text(token)
 
     def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
         """Return a new parser of an answer's text, or None if all of it is content."""
@@ -89,20 +90,24 @@ class AnswerReader:
             num_wanted: output ids that it is to show; None shows all. With none it ended by length.
         """
         output_ids = sequence.output_ids[:num_wanted]
-        text = self.tokenizer.final_text(output_ids, self.stops, self.text_options)
+        options = self._options_for(sequence.prompt_ids)
+        text = self.tokenizer.final_text(output_ids, self.stops, options)
         reason = "length" if num_wanted == 0 else sequence.finish_reason
         parser = self.parser(sequence.prompt_ids)
         if parser is None:
             return FinishedAnswer(index, text, reason)
-        marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, self.text_options)
+        marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, options)
         parts = parse_answer(marked_text, parser)
         calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
         return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
 
-    def stream(self) -> DecodeStream:
+    def stream(self, prompt_ids: list[int]) -> DecodeStream:
         """Return what makes text of growing output ids, with the markers that a parser needs."""
         tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
-        return tokenizer.decode_stream(self.stops, self.text_options)
+        return tokenizer.decode_stream(self.stops, self._options_for(prompt_ids))
+
+    def _options_for(self, prompt_ids: list[int]) -> TextOptions:
+        return options_of_answer(self.text_options, self.chat_options, self.tokenizer, prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +274,12 @@ class ChoiceChunks:
     def __init__(self, answers: RequestAnswers, choice: Choice):
         self._answers, self.choice = answers, choice
         self._deltas = MessageDeltas(answers, choice)
-        self._growing = answers.reader.stream()
+        self._growing = answers.reader.stream(choice.sequence.prompt_ids)
         self._steps = Steps(choice.sequence) if answers.has_steps else None
         choice.sequence.has_live_stats = answers.has_steps
         self._num_sent = 0
         self._is_begun = False
-        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+        self._offsets = TextOffsets()  # of the tokens whose log-probabilities are sent
 
     def num_unsent(self, count: int) -> int:
         """Return how many tokens the chunks up to `count` output ids show, an echo included."""
@@ -343,9 +348,7 @@ class ChoiceChunks:
     def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         if not tokens:
             return None
-        logprobs = completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offset)
-        self._offset += sum(map(len, logprobs["tokens"]))
-        return logprobs
+        return completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offsets)
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}

@@ -24,7 +24,7 @@ from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
+from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer, options_of_answer
 
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
@@ -54,7 +54,8 @@ class SequenceMaker:
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
         grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
         reasoning = bounded_reasoning(sampling, chat_options, tokenizer, prompt_ids)
-        return cls(tokenizer, text_options(sampling), bad_word_ids, grammar, reasoning)
+        options = options_of_answer(text_options(sampling), chat_options, tokenizer, prompt_ids)
+        return cls(tokenizer, options, bad_word_ids, grammar, reasoning)
 
     def sequence(
         self,
@@ -71,6 +72,7 @@ class SequenceMaker:
             sampling=sampling,
             category=category,
             stop_check=self.tokenizer.stop_check(sampling.stop, self.text_options),
+            checks_stop_ids=self.text_options.reasoning != "none",
             bad_word_ids=self.bad_word_ids,
             grammar_spec=self.grammar,
             reasoning=self.reasoning,
@@ -187,6 +189,7 @@ def text_options(sampling: SamplingParams) -> TextOptions:
         min_tokens=sampling.min_tokens,
         skip_special_tokens=sampling.skip_special_tokens,
         include_stop=sampling.include_stop_str_in_output,
+        stop_in_reasoning=sampling.stop_in_reasoning,
     )
 
 

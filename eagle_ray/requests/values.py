@@ -364,16 +364,24 @@ class TokenIds(Kind):
         return list_schema(item, self.min_items, self.max_items)
 
 
+def _is_pair(value: Any) -> bool:
+    """Return whether a value is a token id with what is said of it."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, str))
+
+
 @dataclass(frozen=True)
 class LogitBias(Kind):
     """Numbers by token id. JSON has texts, such as "17", for token ids."""
 
     max_bias: float
     arrow = "map<int64, float64>"
+    max_tokens = 1 << 16  # each is checked, and then added at every place of a draft
 
     def check(self, value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
             raise self.wrong(value)
+        if len(value) > self.max_tokens:
+            raise WrongValue(f"{self.form}, at most {self.max_tokens} of them", len(value))
         checked: dict[int, float] = {}
         for key, bias in value.items():
             token = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
@@ -387,10 +395,13 @@ class LogitBias(Kind):
         return checked
 
     def of_column(self, value: Any) -> Any:
-        """Return the biases by token. Arrow has a map as pairs, and a struct's null for a token of other rows."""
+        """Return the biases by token. Arrow has a map as pairs, and a struct's null for a token of other rows.
+
+        What is written of Arrow's rows as JSON has lists of two for pairs.
+        """
         value = parsed_if_json(value)
-        if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
-            value = dict(value)
+        if isinstance(value, list) and all(map(_is_pair, value)) and len(by_token := dict(value)) == len(value):
+            value = by_token
         if isinstance(value, dict):
             return {token: whole_number(bias) for token, bias in value.items() if bias is not None}
         return value

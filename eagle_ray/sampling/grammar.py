@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,19 @@ from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.structured import check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
+from eagle_ray.sampling.parser_budget import ParserCost
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
 MAX_GRAMMARS = 64  # compiled grammars; a job often has one for all rows
+MAX_GRAMMAR_BYTES = 256 << 20  # of all of them, by estimate
+BYTES_PER_CHAR = 200  # of a compiled grammar's source
+# Of llguidance's parser, in each mask but for the states: those of one grammar take up to 100 MB. Its own limits are
+# 50,000, 200,000 and 250,000: masks of a second. A schema of 450 optional properties takes 7,000 items.
+MAX_ITEMS = 10_000
+MAX_LEXER_FUEL = 50_000
+MAX_LEXER_STATES = 50_000
 # Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
 MAX_GRAMMAR_CHARS = {
     "json_schema": 1 << 17,
@@ -90,10 +98,17 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class _CachedGrammar:
-    """A grammar that is compiled or being compiled, and the tokens of its outputs."""
+    """A grammar that is compiled or being compiled, and what its outputs have left."""
 
-    compiled: Future[Matcher]
-    recent: RecentTokens
+    num_chars: int
+    compiled: Future[Matcher] = field(default_factory=Future)
+    recent: RecentTokens = field(default_factory=RecentTokens)
+    cost: ParserCost = field(default_factory=ParserCost)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return an estimate of what is kept."""
+        return self.num_chars * BYTES_PER_CHAR + self.recent.num_bytes + self.cost.num_bytes
 
 
 class GrammarCompiler:
@@ -127,18 +142,36 @@ class GrammarCompiler:
         key = spec.name, spec.source
         with self._lock:
             known = self._cached.pop(key, None)
-            cached = _CachedGrammar(Future(), RecentTokens()) if known is None else known
+            cached = _CachedGrammar(len(spec.source)) if known is None else known
             self._cached[key] = cached
-            while len(self._cached) > MAX_GRAMMARS:
-                self._cached.popitem(last=False)
+            self._make_room()
         if known is None:
             self._compile(spec, cached.compiled)
         try:
-            return GrammarState(cached.compiled.result(), self._vocab_size, self._eos_ids, spec.after, cached.recent)
+            return GrammarState(
+                cached.compiled.result(),
+                self._vocab_size,
+                self._eos_ids,
+                spec.after,
+                cached.recent,
+                spec.name,
+                cached.cost,
+                on_limit=partial(self._evict, key, cached),
+            )
         except RequestError as error:
             if error.code == "grammar_queue_full":
                 self._evict(key, cached)
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
+
+    @property
+    def num_bytes(self) -> int:
+        """Return an estimate of what the kept grammars take."""
+        return sum(cached.num_bytes for cached in self._cached.values())
+
+    def _make_room(self) -> None:
+        """Evict those that were used longest ago, but not the last one."""
+        while len(self._cached) > MAX_GRAMMARS or (len(self._cached) > 1 and self.num_bytes > MAX_GRAMMAR_BYTES):
+            self._cached.popitem(last=False)
 
     def knows(self, spec: GrammarSpec) -> bool:
         """Return whether the grammar is compiled, or being compiled."""
@@ -252,7 +285,13 @@ def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
     """Compile a grammar. Raises RequestError naming the kind."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, grammar_source(spec), log_level=0, limits=LLParserLimits())
+    limits = LLParserLimits(
+        step_max_items=MAX_ITEMS,
+        step_lexer_fuel=MAX_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar_source(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise RequestError("bad_grammar", f"{spec.name}: {first_line(matcher.get_error())}")
     return matcher
@@ -298,6 +337,10 @@ def _lark(source: str) -> str:
 
     try:
         return gbnf_to_lark(source)
+    except RecursionError:
+        raise ValueError(
+            "its brackets or rules stand too deep in each other for GBNF. Write fewer in each other"
+        ) from None
     except Exception as error:  # whatever the converter finds
         raise ValueError(f"not GBNF: {error}") from None
 

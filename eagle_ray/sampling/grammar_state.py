@@ -14,7 +14,8 @@ an output that goes through that node fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,12 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.sampling.parser_budget import ParserBudget, ParserCost
 
 MAX_CONTEXT = 3  # tokens
 MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
+BYTES_PER_CONTEXT = 160
 MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
 TOKENS_PER_WORD = 32  # of a token mask: token t is bit t % 32 of word t // 32
 Words = NDArray[np.int32]
+_TOO_SLOW = "following it takes more parser time than an output has. Write it so that a text is read in one way only."
 
 
 @runtime_checkable
@@ -70,6 +74,10 @@ class RecentTokens:
     def __init__(self) -> None:
         self._next: dict[tuple[int, ...], int] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._next) * BYTES_PER_CONTEXT
+
     def add(self, token_ids: Sequence[int], first: int) -> None:
         """Add the tokens from index `first` on, after those before them."""
         if len(self._next) > MAX_CONTEXTS:
@@ -95,9 +103,13 @@ class GrammarState:
         eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
         after: see GrammarSpec.
         recent: tokens of earlier outputs of the grammar; this one adds its own.
+        name: the request's parameter that errors name.
+        cost: what the grammar's outputs have added to it; this one adds its own.
+        on_limit: is called once the parser has met a limit. Copies share its lexer, so others would meet it, too.
 
     Attributes:
         has_end: the output's last token is an end.
+        budget: of the parser time; see `stop`.
     """
 
     def __init__(
@@ -107,9 +119,17 @@ class GrammarState:
         eos_ids: Collection[int],
         after: int | None = None,
         recent: RecentTokens | None = None,
+        name: str = "grammar",
+        cost: ParserCost | None = None,
+        on_limit: Callable[[], None] = lambda: None,
     ):
         self._compiled, self._matcher = compiled, compiled.deep_copy()
         self._recent = recent or RecentTokens()
+        self._name = name
+        self._cost = cost or ParserCost()
+        self._on_limit = on_limit
+        self.budget = ParserBudget(vocab_size)
+        self._stopped: RequestError | None = None
         self._num_recent = 0  # output ids that were added to it
         self._output_ids: Sequence[int] = ()
         self._ends, self._after = frozenset(eos_ids), after
@@ -140,12 +160,24 @@ class GrammarState:
         self._output_ids = output_ids
         self._dead_ends.clear()
         self.has_end = bool(output_ids) and output_ids[-1] in self._ends
+        if self._stopped is not None:
+            self._dead_ends[()] = self._stopped
+            return
+        self.budget.earn(len(new))
         if new and self.has_end:
             new.pop()
+        started = time.thread_time()
         try:
             self.commit(new)
         except RequestError as error:
             self._dead_ends[()] = error
+        self.budget.spend(time.thread_time() - started)
+
+    def stop(self) -> None:
+        """Fail the output at its next token: its budget is spent."""
+        self._stopped = RequestError("grammar_limit", f"{self._name}: {_TOO_SLOW}")
+        self._dead_ends[()] = self._stopped
+        self._on_limit()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the output. Raises RequestError with code grammar_limit past the parser's limits."""
@@ -293,9 +325,13 @@ class GrammarState:
 
     def _visit(self, tokens: Sequence[int], parents: Sequence[int], masks: Words) -> bool:
         """Fill the masks of all nodes. Return False if the parser met a limit; its state is then the committed one."""
+        started = time.thread_time()
         for node, begun in self._walk(tokens, parents):
             if node == 0 or tokens[node] not in self._ends:
                 self._fill(masks, node, begun)
+            if node == 0:  # what is drafted is no part of the output
+                self.budget.spend(time.thread_time() - started)
+        self._cost.add(time.thread_time() - started, len(tokens))
         if self._matcher.is_error():
             self._restart()
             return False
@@ -314,7 +350,9 @@ class GrammarState:
                 self._fill(masks, node, begun)
             if self._matcher.is_error():
                 masks[node] = -1
-                self.mark_dead_end(paths[node], _limit_error(self._matcher))
+                self.mark_dead_end(paths[node], self._limit_error())
+                if not paths[node]:
+                    return  # the output fails, whatever is drafted
             self._restart()
 
     def _fill(self, masks: Words, node: int, begun: bool) -> None:
@@ -331,11 +369,11 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise _limit_error(self._matcher)
+            raise self._limit_error()
 
-
-def _limit_error(matcher: Matcher) -> RequestError:
-    return RequestError("grammar_limit", f"the grammar cannot go on: {first_line(matcher.get_error())}")
+    def _limit_error(self) -> RequestError:
+        self._on_limit()
+        return RequestError("grammar_limit", f"the grammar cannot go on: {first_line(self._matcher.get_error())}")
 
 
 def first_line(text: str) -> str:

@@ -9,13 +9,14 @@ They are held until the request ends. A request that does not fit now is refused
         ...
     await idle_slots.wait(need)     # a line of a batch, which the caller admits at once
 
-Sequences of clients with different API keys take turns. The engine serves in order of arrival, so it gets only a few
-sequences more than it has slots; the others wait in a FairQueue, in one queue per client. The client that was served
-the fewest tokens is next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language
+Sequences of clients with different API keys take turns. The engine serves in order of arrival, so it gets only as many
+sequences as it has slots; the others wait in a FairQueue, in one queue per client. The client that was served
+the fewest tokens is next. A sequence may run for a minute and keeps its slot, so a part of the slots is kept for
+clients that have none. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language
 Models" (OSDI 2024). While a sequence runs, its prompt and max_tokens are reserved; when it ends, its client is charged
 with the tokens that it used.
 
-    queue = FairQueue(num_clients=2, max_turns=5)
+    queue = FairQueue(num_clients=2, max_turns=4, num_reserved=1)
     async with queue.turn(client=1, tokens=300) as turn:
         turn.used = len((await engine.generate(sequence)).token_ids)
 """
@@ -36,7 +37,12 @@ MAX_SHARE = 3  # a key holds at most three times what is free: a flood of one ke
 NUM_RELEASES = 64  # recent releases, from which the wait of a refused request is estimated
 MAX_RETRY_AFTER_S = 60
 LOOK_EVERY_S = 0.02  # at the slots, for a line that waits
-RESERVED_PART = 8  # one slot of eight, at least one of several, is for interactive requests alone
+RESERVED_PART = 8  # one slot of eight, at least one of several, is kept free; see num_reserved
+
+
+def num_reserved(num_slots: int) -> int:
+    """Return how many slots lines of batches leave to requests, and clients with slots to those without."""
+    return max(1, num_slots // RESERVED_PART) if num_slots > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +170,7 @@ class IdleSlots:
     """
 
     def __init__(self, admission: Admission, num_slots: int):
-        reserved = max(1, num_slots // RESERVED_PART) if num_slots > 1 else 0
-        self._admission, self._num_slots = admission, num_slots - reserved
+        self._admission, self._num_slots = admission, num_slots - num_reserved(num_slots)
         self._waiting: deque[object] = deque()  # lines in the order in which they came
 
     async def wait(self, need: Need) -> None:
@@ -192,10 +197,17 @@ class QueueTurn:
 
 
 class FairQueue:
-    """Use it on one event loop. max_turns: sequences that may be at the engine together."""
+    """Use it on one event loop.
 
-    def __init__(self, num_clients: int, max_turns: int):
+    Args:
+        max_turns: sequences that may be at the engine together.
+        num_reserved: of these places, those that only a client without a place may take.
+    """
+
+    def __init__(self, num_clients: int, max_turns: int, num_reserved: int = 0):
         self.num_free = max_turns
+        self._num_reserved = num_reserved
+        self._num_turns = [0] * num_clients  # at the engine, per client
         self._served = [0] * num_clients  # tokens, per client
         self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
@@ -227,6 +239,7 @@ class FairQueue:
     def _release(self, client: int, tokens: int, used: int) -> None:
         self._reserved[client] -= tokens
         self._served[client] += used
+        self._num_turns[client] -= 1
         self.num_free += 1
         self._dispatch()
 
@@ -241,16 +254,25 @@ class FairQueue:
 
     def _dispatch(self) -> None:
         """Give free places to the clients that were served least."""
-        while self.num_free and any(self._waiting):
-            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served_tokens)
+        while (client := self._next_client()) is not None:
             place = next(iter(self._waiting[client]))
             tokens = self._waiting[client].pop(place)
             if place.done():  # cancelled, and its task has not run since
                 continue
             self._last_served = self._served[client]
             self._reserved[client] += tokens
+            self._num_turns[client] += 1
             self.num_free -= 1
             place.set_result(None)
+
+    def _next_client(self) -> int | None:
+        """Return the client that is given the next free place, or None if none may take one."""
+        if not self.num_free:
+            return None
+        waiting = [client for client, queue in enumerate(self._waiting) if queue]
+        if self.num_free <= self._num_reserved:
+            waiting = [client for client in waiting if not self._num_turns[client]]
+        return min(waiting, key=self._served_tokens, default=None)
 
     def _served_tokens(self, client: int) -> int:
         return self._served[client] + self._reserved[client]

@@ -28,6 +28,8 @@ import asyncio
 import logging
 import re
 import reprlib
+import time
+from contextlib import suppress
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -40,8 +42,12 @@ from eagle_ray.core.json_text import dump_json
 from eagle_ray.serve.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
-HEALTH_ANSWERS_WITHIN_S = 5.0
+HEALTH_ANSWERS_WITHIN_S = 0.1
+HEALTH_IS_KNOWN_S = 3.0  # a replica that answered so recently is there, although it is too busy to say so again
+PROBE_ENDS_AFTER_S = 5.0
+LOOK_EVERY_S = 1.0  # for a replica, while one of its GET requests is not answered
 UNAVAILABLE = 503
+HEALTH = "/health"
 ROUTES = "/-/routes"  # Serve's list of applications
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARS)  # it is written to logs, and sent back
@@ -100,6 +106,7 @@ class OpenAIErrorMiddleware:
 
     def __init__(self, app: ASGIApp):
         self._app = app
+        self._health = ReplicaHealth(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,15 +118,81 @@ class OpenAIErrorMiddleware:
             return
         headers = [pair for pair in scope["headers"] if _normalized(pair[0]) not in SERVES_HEADERS]
         scope = counting({**scope, "headers": headers})
-        limit = HEALTH_ANSWERS_WITHIN_S if answer.is_health else None  # Serve waits for a replica as long as it takes
         try:
-            await asyncio.wait_for(self._app(scope, answer.window.receive, answer.send), limit)
+            if answer.is_health:
+                await self._answer_health(scope, answer)
+            elif scope.get("method") == "GET":
+                await self._answer_if_there(scope, answer)
+            else:  # Serve waits for a replica as long as it takes
+                await self._app(scope, answer.window.receive, answer.send)
         except UnicodeDecodeError as error:
             log.info("no answer to %s: %s", scope["path"], error)
             await answer.refuse(ApiError(400, "a header is neither ASCII nor UTF-8. Send ASCII.", code="bad_http"))
         except Exception:  # whatever Serve raises for a replica that died, its client waits for an answer
             log.exception("no answer to %s", scope["path"])
         await answer.end()  # Serve also leaves it at nothing, or in the middle
+
+    async def _answer_health(self, scope: Scope, answer: _Answer) -> None:
+        for message in await self._health.messages(scope):
+            await answer.send(message)
+
+    async def _answer_if_there(self, scope: Scope, answer: _Answer) -> None:
+        """Pass a request on, but do not wait for a replica that is not there."""
+        work = asyncio.ensure_future(self._app(scope, answer.window.receive, answer.send))
+        try:
+            wait_s = HEALTH_ANSWERS_WITHIN_S
+            while not (await asyncio.wait([work], timeout=wait_s))[0]:
+                if not answer.has_begun and not await self._health.messages(scope):
+                    return
+                wait_s = LOOK_EVERY_S
+            await work
+        finally:
+            work.cancel()
+
+
+class ReplicaHealth:
+    """Whether a replica is there, by its answer to ``/health``. Requests that come meanwhile share one probe.
+
+    Serve keeps a request until there is a replica, so one that is not answered says nothing at first.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._probe: asyncio.Task[list[Message]] | None = None
+        self._last: list[Message] = []  # the last answer
+        self._last_at = -PROBE_ENDS_AFTER_S
+
+    async def messages(self, scope: Scope) -> list[Message]:
+        """Return a replica's answer, now or a moment ago; an empty list if there is no replica.
+
+        scope: of any request of the application.
+        """
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._answered(scope))
+        await asyncio.wait([self._probe], timeout=HEALTH_ANSWERS_WITHIN_S)
+        is_known = time.monotonic() - self._last_at < HEALTH_IS_KNOWN_S
+        return self._last if is_known else []
+
+    async def _answered(self, scope: Scope) -> list[Message]:
+        """Ask a replica, and keep its answer."""
+        messages: list[Message] = []
+        body = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Message:
+            return body.pop() if body else await asyncio.Future()
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        path = scope.get("root_path", "") + HEALTH
+        probe = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        with suppress(Exception):  # whatever Serve raises for a replica that died
+            await asyncio.wait_for(self._app({**scope, **probe}, receive, collect), PROBE_ENDS_AFTER_S)
+            answer = [message for message in messages if message["type"] != TAKEN]
+            if answer and answer[0].get("status") in (200, UNAVAILABLE):
+                self._last = answer
+                self._last_at = time.monotonic()
+        return messages
 
 
 class _Answer:
@@ -128,8 +201,12 @@ class _Answer:
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope, self._receive, self._send = scope, receive, send
         self.window = BodyWindow(receive)
-        self.is_health = scope["path"] == "/health"
+        self.is_health = scope["path"] == scope.get("root_path", "") + HEALTH and scope.get("method") == "GET"
         self._has_begun = self._is_refused = self._is_stream = self._is_whole = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self._has_begun
 
     async def send(self, message: Message) -> None:
         if self.window.take(message):

@@ -22,17 +22,22 @@ from eagle_ray.requests.openai_bodies import BodyClass
 from eagle_ray.serve.http_answers import ApiError, api_error
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
-MAX_CONTAINERS = 1 << 17  # objects and lists of a body; a conversation of more fits no model
+MAX_CONTAINERS = 1 << 16  # objects and lists of a body; a conversation of more fits no model
+MAX_VALUES = 1 << 18  # of a body, or twice as many as the model's length
 
 
-def check_containers(body: bytes) -> None:
-    """Raise ApiError for a body of millions of objects, which would take seconds and gigabytes to make."""
-    if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+def check_containers(body: bytes, max_model_len: int = 0) -> None:
+    """Raise ApiError for a body of a million values, which would take seconds and gigabytes to read."""
+    max_values = max(MAX_VALUES, 2 * max_model_len)
+    if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS and body.count(b",") <= max_values:
         return
     texts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     outside = b"".join(texts[::2])  # of strings
     if outside.count(b"{") + outside.count(b"[") > MAX_CONTAINERS:
         message = f"the body has more than {MAX_CONTAINERS} objects and lists. Send several smaller requests."
+        raise ApiError(400, message, code="too_many_values")
+    if outside.count(b",") > max_values:
+        message = f"the body has more than {max_values} values. Send several smaller requests."
         raise ApiError(400, message, code="too_many_values")
 
 

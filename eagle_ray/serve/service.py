@@ -37,7 +37,7 @@ from eagle_ray.requests.openai_bodies import (
 from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.access import ApiKeys
-from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
+from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need, num_reserved
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
@@ -66,14 +66,17 @@ Queued = Json | Exception | None
 
 
 class Threads:
-    """Two threads for the texts of requests, one of them for large requests: those take seconds and delay only each
-    other. Clients with large requests take turns, by their sizes.
+    """Threads for the texts of requests, one of them for small requests: large ones take seconds and delay only each
+    other. Clients with large requests take turns, by their sizes. A large one of a client delays none of another: a
+    thread is kept for clients whose large requests are not being read.
     """
 
     def __init__(self, name: str, num_clients: int):
+        num_spare = 1 if num_clients > 1 else 0
+        num_long = 1 + num_spare
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
-        self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
-        self._turns = FairQueue(num_clients, max_turns=1)
+        self._long = ThreadPoolExecutor(num_long, f"eagle-ray-long-{name}")
+        self._turns = FairQueue(num_clients, num_long, num_spare)
 
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
         """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
@@ -143,7 +146,7 @@ class Service:
         """Return the request in a body. client: the number of its API key. Raises ApiError."""
         if len(body) <= LONG:
             return parse(kind, body)
-        return await self.readers.run(len(body), client, _parse_long, kind, body)
+        return await self.readers.run(len(body), client, _parse_long, kind, body, self.max_model_len)
 
     async def read(
         self,
@@ -378,8 +381,8 @@ class Service:
         self.meter.aborted(len(sequences) - len(finished))
 
 
-def _parse_long(kind: type[BodyClass], body: bytes) -> BodyClass:
-    check_containers(body)
+def _parse_long(kind: type[BodyClass], body: bytes, max_model_len: int) -> BodyClass:
+    check_containers(body, max_model_len)
     return parse(kind, body)
 
 
@@ -399,8 +402,11 @@ def _limit(config: ServeConfig, engine: Engine) -> Need:
 
 
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
-    """Return a queue that lets a few sequences more than slots wait at the engine, so a freed slot is used at once."""
-    return FairQueue(num_clients, num_slots + num_slots // 4 + 1) if num_clients > 1 else None
+    """Return a queue that keeps slots for keys without one, or None for a single client.
+
+    The engine gets no more sequences than it has slots: those that wait there would be given the kept slots.
+    """
+    return FairQueue(num_clients, num_slots, num_reserved(num_slots)) if num_clients > 1 else None
 
 
 def _num_compilations(num_clients: int) -> int:

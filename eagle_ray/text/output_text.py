@@ -6,6 +6,9 @@ decoding windows of its ids:
     stop_check     after each step: how many ids to keep, once a stop string is complete
     decode_stream  while it runs: the whole characters that no stop string can take back
     final_text     once it has ended: the text before its end
+
+If an answer's reasoning is split off, stop strings and stop tokens count from the answer on: a target that quotes one
+while it thinks has not ended. The answer begins behind the marker that closes the reasoning, and the newlines there.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from eagle_ray.text.answer import num_begun
+from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, ReasoningStart
 
+WINDOW_IDS = 8  # before the first token of an answer: its text may depend on them
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 
 
@@ -29,12 +34,16 @@ class TextOptions:
         min_tokens: output tokens whose text contains no end: stop strings count from the next token on.
         skip_special_tokens: leave special tokens out of the text.
         include_stop: keep the stop string, EOS or stop token that ended the output.
+        stop_in_reasoning: stop strings and stop tokens count in reasoning, too.
+        reasoning: how the output begins, if its reasoning is split off and stop strings do not count there.
     """
 
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     skip_special_tokens: bool = True
     include_stop: bool = False
+    stop_in_reasoning: bool = False
+    reasoning: ReasoningStart = "none"
 
 
 DEFAULT_TEXT = TextOptions()
@@ -46,11 +55,86 @@ class Detokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, without special tokens by default."""
 
+    def with_markers(self) -> Detokenizer:
+        """Return this one with texts that keep the markers of reasoning."""
+
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched."""
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
         """Return an output's text up to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStart:
+    """Where an output's answer begins, behind its reasoning; at 0 without one.
+
+    Attributes:
+        num_ids: output ids up to the end of the closing marker.
+        num_chars: characters that the last of these ids has behind the marker.
+    """
+
+    num_ids: int = 0
+    num_chars: int = 0
+
+    def num_before(self, text: Detokenizer, ids: Sequence[int], options: TextOptions) -> int:
+        """Return how many characters of the text of ids come before the answer, newlines behind the marker included."""
+        if not self.num_ids:
+            return 0
+        before = len(text.decode(ids[: self.num_ids], options.skip_special_tokens)) - self.num_chars
+        shown = text.decode(ids, options.skip_special_tokens)
+        return len(shown) - len(shown[max(0, before) :].lstrip("\n"))
+
+
+WHOLE_OUTPUT = AnswerStart()
+
+
+class AnswerFinder:
+    """Finds where the answer begins in one growing output. Each token is decoded once."""
+
+    def __init__(self, text: Detokenizer, options: TextOptions):
+        self._reasoning = options.reasoning
+        self._marked = _GrowingText(text.with_markers(), options, [THINK_CLOSE])
+        self._beginning: str | None = "" if options.reasoning == "optional" else None  # None once it is certain
+        self._num_read = 0
+        self._start = WHOLE_OUTPUT if options.reasoning == "none" else None
+
+    def find(self, output_ids: Sequence[int], is_whole: bool = False) -> AnswerStart | None:
+        """Return where the answer begins, or None if that is not certain yet, or if all is reasoning.
+
+        is_whole: nothing follows. What may be the beginning of a marker is an answer then.
+        """
+        while self._start is None and self._num_read < len(output_ids):
+            self._num_read += 1
+            self._start = self._start_at(output_ids[self._num_read - 1])
+        if self._start is None and is_whole and self._beginning is not None and not self._has_marker:
+            return WHOLE_OUTPUT
+        return self._start
+
+    def is_undecided_after(self, ids: Sequence[int]) -> bool:
+        """Read further ids. Return whether they may still be the beginning of a marker that opens reasoning."""
+        for token in ids:
+            self._num_read += 1
+            self._start = self._start or self._start_at(token)
+        return self._start is None and self._beginning is not None
+
+    @property
+    def _has_marker(self) -> bool:
+        return (self._beginning or "").lstrip().startswith(THINK_OPEN)
+
+    def _start_at(self, token: int) -> AnswerStart | None:
+        """Read the next token. Return the answer's start if the output's reasoning ends in it, or if it has none."""
+        before = self._marked.tail
+        piece = self._marked.grow([token])
+        if self._beginning is not None:
+            self._beginning += piece
+            if THINK_OPEN.startswith(self._beginning.lstrip()):
+                return None
+            if not self._has_marker:
+                return WHOLE_OUTPUT
+            self._beginning = None
+        _, close, after = (before + piece).partition(THINK_CLOSE)
+        return AnswerStart(self._num_read, len(after)) if close else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +156,11 @@ class StopPlace:
     def text_to(self, own: Detokenizer, special_ids: Collection[int]) -> str:
         """Return an output's text before the stop string, or with it if the options include it.
 
-        own: makes the output's text, which leaves special_ids out if the options skip them.
+        own: makes the output's text, which leaves special_ids out if the options skip them, but for markers of its
+            parts, if they are shown.
         """
         includes_stop, skip = self.options.include_stop, self.options.skip_special_tokens
-        if not self.search.names_special:
+        if self.search.text is own:
             return self.text[: self.end if includes_stop else self.start]
         num_ids = self.search.num_ids(self.ids, self.start + 1, self.options)
         begin = self.ids[num_ids - 1]  # the token in which the stop string begins
@@ -98,12 +183,20 @@ class StopSearch:
     stops: Sequence[str]
     names_special: bool
 
-    def first_in(self, ids: Sequence[int], options: TextOptions) -> StopPlace | None:
-        """Return the stop string that ends first in the text of ids, past the text of the first min_tokens."""
+    def first_in(
+        self, ids: Sequence[int], options: TextOptions, answer: AnswerStart | None = WHOLE_OUTPUT
+    ) -> StopPlace | None:
+        """Return the stop string that ends first in the text of ids, past the text of the first min_tokens.
+
+        answer: where the answer begins, in which alone stop strings count; None if there is none.
+        """
+        if answer is None:
+            return None
         text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
+        num_before = answer.num_before(self.text, ids, options)
         if options.min_tokens:
             num_endless = self._num_chars(ids[: options.min_tokens], options)
-        ends = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
+        ends = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless, num_before))]
         end, start = min(ends, default=(0, 0))
         return StopPlace(self, ids, text, start, end, options) if ends else None
 
@@ -116,25 +209,36 @@ class StopSearch:
         return len(self.text.decode(ids, options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
 
 
-def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | None:
-    """Return end and start of the first stop string that ends past the first num_endless characters, or None."""
-    start = text.find(stop, max(0, num_endless - len(stop) + 1))
+def _end_of_stop(text: str, stop: str, num_endless: int, num_before: int = 0) -> tuple[int, int] | None:
+    """Return end and start of the first stop string that ends past the first num_endless characters, or None.
+
+    num_before: characters in which it cannot begin.
+    """
+    start = text.find(stop, max(num_before, num_endless - len(stop) + 1))
     return None if start < 0 else (start + len(stop), start)
 
 
 class StopCheck:
-    """Finds stop strings in one growing output."""
+    """Finds stop strings in one growing output, and stop tokens if they count from its answer on."""
 
     def __init__(self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
-        self._searches = [_GrowingSearch(search, options) for search in text.stop_searches(stops)]
+        self._answer = AnswerFinder(text, options)
+        self._searches = [_GrowingSearch(search, options) for search in (text.stop_searches(stops) if stops else ())]
+        self._stop_ids = options.stop_token_ids if options.reasoning != "none" else frozenset()
 
     def __call__(self, output_ids: list[int]) -> int | None:
         """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
 
         output_ids: everything generated so far; a call may bring several new ids.
         """
-        lengths = [search.num_ids(output_ids) for search in self._searches]
-        return min((length for length in lengths if length is not None), default=None)
+        start = self._answer.find(output_ids)
+        if start is None:
+            return None
+        ends = [search.num_ids(output_ids, start) for search in self._searches]
+        if self._stop_ids:
+            tokens = enumerate(output_ids[start.num_ids :], start.num_ids + 1)
+            ends.append(next((end for end, token in tokens if token in self._stop_ids), None))
+        return min((end for end in ends if end is not None), default=None)
 
 
 class _GrowingSearch:
@@ -150,14 +254,29 @@ class _GrowingSearch:
         self._seen = 0
         self._tail = ""
         self._num_endless = 0  # characters after _tail, of the first min_tokens tokens: no stop string may end in them
+        self._skips_newlines = False  # they follow the marker that closed the reasoning
 
-    def num_ids(self, output_ids: list[int]) -> int | None:
-        """Return how many ids to keep, as StopCheck does for its searches together."""
+    def num_ids(self, output_ids: list[int], answer: AnswerStart = WHOLE_OUTPUT) -> int | None:
+        """Return how many ids to keep, as StopCheck does for its searches together.
+
+        answer: where stop strings begin to count, the same in each call.
+        """
+        if self._seen < answer.num_ids and self._begins_with_stop(output_ids, answer):
+            return answer.num_ids
         for end in range(self._seen + 1, len(output_ids) + 1):
             if self._completes(output_ids, end):
                 return end
             self._seen = end
         return None
+
+    def _begins_with_stop(self, ids: list[int], answer: AnswerStart) -> bool:
+        """Go on behind the reasoning. Return whether a stop string is complete in the token that closes it."""
+        self._seen = self._read = answer.num_ids
+        self._window = max(0, answer.num_ids - WINDOW_IDS)
+        text = self._text.decode(ids[self._window : self._read], self._options.skip_special_tokens)
+        self._tail = text[len(text) - answer.num_chars :].lstrip("\n")
+        self._skips_newlines = not self._tail
+        return answer.num_ids > self._options.min_tokens and any(stop in self._tail for stop in self._stops)
 
     def _completes(self, ids: list[int], end: int) -> bool:
         skip = self._options.skip_special_tokens
@@ -165,6 +284,8 @@ class _GrowingSearch:
         new = self._text.decode(ids[self._window : end], skip)
         whole = new.rstrip(REPLACEMENT_CHAR)
         text = self._tail + whole[len(old) :]
+        if self._skips_newlines:
+            text = text.lstrip("\n")
         if end <= self._options.min_tokens:
             self._num_endless = len(text) - len(self._tail)
         elif any(_end_of_stop(text, stop, len(self._tail) + self._num_endless) for stop in self._stops):
@@ -172,6 +293,7 @@ class _GrowingSearch:
         if len(whole) == len(new) > len(old):
             self._window, self._read = self._read, end
             self._tail, self._num_endless = text[-max(map(len, self._stops)) :], 0
+            self._skips_newlines = self._skips_newlines and not text
         return False
 
 
@@ -186,25 +308,36 @@ class DecodeStream:
         self._text, self._stops, self._options = text, stops, options
         self._own = _GrowingText(text, options, stops)
         self._searched = [
-            (search.stops, _GrowingText(search.text, options, stops) if search.names_special else self._own)
+            (search.stops, self._own if search.text is text else _GrowingText(search.text, options, stops))
             for search in text.stop_searches(stops)
         ]
         self._pending = ""
         self._sent = ""
+        self._answer = AnswerFinder(text, options)
+        self._may_be_cut_at_start = bool(stops) and options.reasoning == "optional"
 
     def grow(self, ids: Sequence[int]) -> str:
         """Return the text that is certain after these further ids, which do not end the output."""
         self._pending += self._own.grow(ids)
-        num_pending = 0
+        num_pending = len(self._pending) if self._is_undecided(ids) else 0
         for stops, growing in self._searched:
             if growing is not self._own:
                 growing.grow(ids)
-            # of another text, at least as many as of this one
-            num_pending = max(num_pending, num_begun(growing.tail, stops))
+            # of another text, which has more special tokens, or fewer: then those in between are pending, too
+            num_begun_chars = num_begun(growing.tail, stops)
+            if num_begun_chars:
+                num_hidden = max(0, self._own.num_chars - growing.num_chars)
+                num_pending = max(num_pending, num_begun_chars + num_hidden)
         known = self._pending[: max(0, len(self._pending) - num_pending)]
         self._pending = self._pending[len(known) :]
         self._sent += known
         return known
+
+    def _is_undecided(self, ids: Sequence[int]) -> bool:
+        """Return whether the text so far may be an answer, in which stop strings count, or go on with a marker."""
+        if self._may_be_cut_at_start:
+            self._may_be_cut_at_start = self._answer.is_undecided_after(ids)
+        return self._may_be_cut_at_start
 
     def end(self, output_ids: Sequence[int]) -> str:
         """Return the rest, once all ids of the output are known."""
@@ -213,7 +346,11 @@ class DecodeStream:
 
 
 class _GrowingText:
-    """The whole characters of one growing output. tail: the last of them, as many as the longest stop string has."""
+    """The whole characters of one growing output.
+
+    Attributes:
+        tail: the last of them, as many as the longest stop string has.
+    """
 
     def __init__(self, text: Detokenizer, options: TextOptions, stops: Sequence[str]):
         self._text, self._skip = text, options.skip_special_tokens
@@ -222,6 +359,7 @@ class _GrowingText:
         self._window = 0  # as in _GrowingSearch
         self._read = 0
         self.tail = ""
+        self.num_chars = 0
 
     def grow(self, ids: Sequence[int]) -> str:
         """Return the text that these further ids complete."""
@@ -232,5 +370,6 @@ class _GrowingText:
             return ""
         self._window, self._read = self._read, len(self._ids)
         piece = new[len(old) :]
+        self.num_chars += len(piece)
         self.tail = (self.tail + piece)[-self._max_tail :] if self._max_tail else ""
         return piece

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
@@ -28,6 +30,7 @@ from eagle_ray.text.chat_format import (
     TOOL_PARSERS,
     ChatFormat,
     is_template_name,
+    reasoning_at,
     template_path,
     unread_arguments,
 )
@@ -35,6 +38,9 @@ from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.text.output_text import (
     DEFAULT_TEXT,
     REPLACEMENT_CHAR,
+    WHOLE_OUTPUT,
+    AnswerFinder,
+    AnswerStart,
     DecodeStream,
     StopCheck,
     StopPlace,
@@ -47,6 +53,7 @@ TOOL_TEMPLATE = "tool_use"  # as transformers names a target's own template for 
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}  # in a byte-level vocabulary
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
 
 
@@ -75,6 +82,7 @@ class Tokenizer:
         self.chat_format = chat_format or ChatFormat()
         self._with_markers: Tokenizer | None = None
         self._hidden_ids: frozenset[int] | None = None  # special tokens that a text leaves out; None is all of them
+        self._searched: Tokenizer | None = None  # in whose texts stop strings are searched, if not in its own
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self.max_model_len = max_model_len
@@ -141,6 +149,7 @@ class Tokenizer:
         showing = copy.copy(self)
         hidden = frozenset(self._special_tokens) if self._hidden_ids is None else self._hidden_ids
         showing._hidden_ids = hidden - shown
+        showing._searched = self._searched or self
         return showing
 
     def reasoning_end_id(self) -> int:
@@ -302,6 +311,27 @@ class Tokenizer:
         """Return the text of ids with special tokens as text."""
         return self._decode(ids, skip_special_tokens=False)
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, with bytes that are no character as surrogates (PEP 383).
+
+        So `text.encode(errors="surrogateescape")` is the token's bytes, of which several tokens make a character.
+        """
+        text = self.decode_with_special([token])
+        if REPLACEMENT_CHAR not in text:
+            return text
+        written = self._own_bytes(token)
+        return text if written is None else written.decode(errors="surrogateescape")
+
+    def _own_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that a token's entry in the vocabulary stands for; None if it stands for text."""
+        if token in self._byte_ids:
+            return bytes([self._byte_ids.index(token)])
+        [entry] = self.token_strings([token])
+        values = [_BYTE_OF_CHARACTER.get(character) for character in entry]
+        if None in values:
+            return None
+        return bytes(value for value in values if value is not None)
+
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens and self._hidden_ids is not None:
             ids = [token for token in ids if token not in self._hidden_ids]
@@ -335,8 +365,11 @@ class Tokenizer:
         return written
 
     def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> StopCheck | None:
-        """Return a new check for one output, or None if there are no stop strings."""
-        return StopCheck(self, stops, options) if stops else None
+        """Return a new check for one output, or None if there is nothing to check: no stop strings, and no stop tokens
+        that count from the answer on.
+        """
+        has_stop_ids = bool(options.stop_token_ids) and options.reasoning != "none"
+        return StopCheck(self, stops, options) if stops or has_stop_ids else None
 
     def decode_stream(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> DecodeStream:
         """Return a new incremental decoder for one output."""
@@ -345,28 +378,50 @@ class Tokenizer:
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched: those that name special tokens in a text that has them.
 
-        All others are searched in the output's own text, which may leave special tokens out.
+        All others are searched in the output's own text, which may leave special tokens out. If this tokenizer shows
+        the markers of an answer's parts, it is still the text without them, so that text and parts end in one place.
         """
         named = {id_ for id_, token in self._special_tokens.items() if any(token in stop for stop in stops)}
         tokens = [self._special_tokens[id_] for id_ in named]
         naming = [stop for stop in stops if any(token in stop for token in tokens)]
         plain = [stop for stop in stops if stop not in naming]
-        searches = [StopSearch(self, plain, names_special=False)] if plain else []
-        return searches + ([StopSearch(self._showing(frozenset(named)), naming, names_special=True)] if naming else [])
+        searched = self._searched or self
+        searches = [StopSearch(searched, plain, names_special=False)] if plain else []
+        if naming:
+            searches.append(StopSearch(searched._showing(frozenset(named)), naming, names_special=True))
+        return searches
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
         """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
-        is_ended = output_ids and (output_ids[-1] in self._eos_ids or output_ids[-1] in options.stop_token_ids)
+        answer: AnswerStart | None = WHOLE_OUTPUT
+        if options.reasoning != "none" and (stops or options.stop_token_ids):
+            answer = AnswerFinder(self, options).find(output_ids, is_whole=True)
+        has_answer_token = answer is not None and len(output_ids) > answer.num_ids
+        is_stopped = has_answer_token and output_ids[-1] in options.stop_token_ids
+        is_ended = output_ids and (output_ids[-1] in self._eos_ids or is_stopped)
         ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
         ends = [
             place
             for search in self.stop_searches(stops)  # a stop string that names special tokens may end in the EOS itself
-            if (place := search.first_in(output_ids if search.names_special else ids, options)) is not None
+            if (place := search.first_in(output_ids if search.names_special else ids, options, answer)) is not None
         ]
         if not ends:
             return self.decode(ids, options.skip_special_tokens)
         place = ends[0] if len(ends) == 1 else min(ends, key=StopPlace.order)
         return place.text_to(self, self._special_tokens)
+
+
+def options_of_answer(
+    options: TextOptions, chat_options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: Sequence[int]
+) -> TextOptions:
+    """Return the options with how the answer to a prompt begins, if stop strings count from its end of reasoning on.
+
+    chat_options: of an answer to messages; None for other prompts, from whose outputs no reasoning is split off.
+    """
+    parser = tokenizer.chat_format.reasoning_parser
+    if chat_options is None or parser is None or options.stop_in_reasoning:
+        return options
+    return replace(options, reasoning=reasoning_at(parser, tokenizer.prompt_end(prompt_ids)))
 
 
 def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -488,8 +543,14 @@ class NullTokenizer(Tokenizer):
             raise _no_tokenizer("stop")
         return []
 
+    def with_markers(self) -> Tokenizer:
+        return self
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_text(self, token: int) -> str:
+        return self.decode_with_special([token])
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         return " ".join(f"token_id:{i}" for i in ids)

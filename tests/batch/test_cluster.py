@@ -223,6 +223,20 @@ def test_ray_output_is_suppressed_and_out_of_memory_is_one_line(capsys, monkeypa
     assert messages == [cluster.NO_MEMORY] and capsys.readouterr() == ("", "")
 
 
+def test_killed_worker_is_not_called_lack_of_memory(messages):
+    """Ray's message lists the OOM killer among the possible causes of any crash."""
+    received = RayMessages()
+    crash = (
+        "0 Workers (tasks / actors) killed due to memory pressure (OOM), 1 Workers crashed due to other reasons at "
+        "node (ID: 4f, IP: 127.0.0.1). Some common causes include: (1) the process was killed by the OOM killer due to "
+        "high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due to SIGSEGV"
+    )
+    received.receive({"lines": [crash]})
+    assert not received.lacks_memory(time.monotonic()) and messages == []
+    received.receive({"lines": [crash.replace("0 Workers", "10 Workers")]})
+    assert received.lacks_memory(time.monotonic()) and messages == [cluster.NO_MEMORY]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

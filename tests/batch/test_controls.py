@@ -50,6 +50,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_logit_bias_is_read_as_pairs_too(tmp_path, suffix):
+    pairs = [[5, -100], ["17", 2.5]] if suffix == "jsonl" else "[[5, -100], [17, 2.5]]"
+    the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x", "logit_bias": pairs}))
+    [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
+    assert row["error_message"] is None and dict(row["logit_bias"]) == {5: -100, 17: 2.5}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x"} | COLUMNS))
     [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]

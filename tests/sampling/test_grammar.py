@@ -147,6 +147,38 @@ def test_forced_tokens_are_drafted_without_a_head(compiler):
     state.commit(forced)
 
 
+def test_kept_grammars_are_bounded_in_bytes(monkeypatch):
+    compiler = GrammarCompiler(FILE.read_text, VOCAB, [END])
+    first, second = GrammarSpec("choice", '["one", "two"]'), GrammarSpec("regex", "[a-c]{3}")
+    compiler.start(first)
+    compiler.start(second)
+    assert compiler.knows(first) and compiler.knows(second)
+    monkeypatch.setattr(module, "MAX_GRAMMAR_BYTES", compiler.num_bytes - 1)
+    compiler.start(second)
+    assert compiler.knows(second) and not compiler.knows(first)
+
+
+def test_outputs_add_to_the_bytes_of_their_grammar():
+    """Masks of a slow grammar make lexer states, which the kept grammar holds."""
+    compiler = GrammarCompiler(FILE.read_text, VOCAB, [END])
+    parts = "|".join(rf"(.|\n)*{letter}(.|\n){{{n}}}" for letter, n in zip("abc", (300, 230, 250), strict=True))
+    state = compiler.start(GrammarSpec("regex", f"({parts}){{2}}"))
+    before = compiler.num_bytes
+    for token in encode("a b c a cab is here, and abc"):
+        state.tree_masks([0], [-1])
+        state.commit([token])
+    assert compiler.num_bytes > before
+
+
+def test_grammar_that_met_a_limit_is_compiled_again(compiler):
+    spec = GrammarSpec("regex", "[a-z]{8}")
+    state = compiler.start(spec)
+    assert compiler.knows(spec)
+    state.stop()
+    assert not compiler.knows(spec)
+    assert state.dead_end_in(encode("a")).error.code == "grammar_limit"
+
+
 def encode(text: str) -> list[int]:
     return Tokenizer.from_file(str(FILE)).encode(text, add_special_tokens=False).ids
 

@@ -120,6 +120,52 @@ def test_reasoning_that_the_prompt_opens_is_streamed(with_template, scripted_app
     assert told == message and choices[0]["delta"] == {"role": "assistant", "content": ""}
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("written", "reasoning", "content"),
+    [
+        ("<think>\nq;w\n</think>\n\nxyz", "q;w", "xyz"),
+        ("<think>\nq;w\n</think>\n\nxy;z", "q;w", "xy"),
+        ("<think>\nq;w\n</think>;z", "q;w", ""),
+        ("<think>\nq;w\n</think>\nx\nz;", "q;w", "x\nz"),
+        ("<think>\nq;w", "q;w", ""),
+        ("<thin;k", None, "<thin"),
+        ("xy;z", None, "xy"),
+    ],
+)
+def test_stop_strings_count_from_the_answer_on(scripted_app, written, reasoning, content, size):
+    app = scripted_app(written, size)
+    message = whole_choice(app, stop=[";"])["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    _, told, reason = streamed_message(app, stop=[";"])
+    assert (told.get("reasoning_content"), told["content"], reason) == (reasoning, content, "stop")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_newlines_behind_reasoning_are_no_stop_strings(scripted_app, size):
+    app = scripted_app("<think>\nq\n\nw\n</think>\n\nx\n\nz", size)
+    for message in (whole_choice(app, stop=["\n\n"])["message"], streamed_message(app, stop=["\n\n"])[1]):
+        assert (message["reasoning_content"], message["content"]) == ("q\n\nw", "x")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_stop_strings_count_in_reasoning_if_asked_for(scripted_app, size):
+    app = scripted_app("<think>\nq;w\n</think>\n\nxyz", size)
+    for stop, reasoning in ((";", "q"), ("w\n", "q;")):
+        asked = {"stop": [stop], "stop_in_reasoning": True}
+        for message in (whole_choice(app, **asked)["message"], streamed_message(app, **asked)[1]):
+            assert (message["reasoning_content"], message["content"]) == (reasoning, "")
+
+
+def test_stop_tokens_count_from_the_answer_on(scripted_app, qwen):
+    [semicolon] = qwen.text.encode(";", add_special_tokens=False)
+    app = scripted_app("<think>\nq;w\n</think>\n\nxy;z")
+    message = whole_choice(app, stop_token_ids=[semicolon])["message"]
+    assert (message["reasoning_content"], message["content"]) == ("q;w", "xy")
+    message = whole_choice(app, stop_token_ids=[semicolon], stop_in_reasoning=True)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("q", "")
+
+
 def test_a_real_engine_closes_the_reasoning_after_its_budget(with_template, qwen):
     with_template(R1)
     app, asked = build_app(qwen), {"thinking_budget": 5, "temperature": 0.8, "seed": 3}

@@ -182,3 +182,49 @@ def test_health_is_not_waited_for(monkeypatch):
 
     answer = asyncio.run(get(proxy_errors.OpenAIErrorMiddleware(waits), "/health"))
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
+
+
+def test_files_are_not_waited_for_without_a_replica(monkeypatch):
+    monkeypatch.setattr(proxy_errors, "HEALTH_ANSWERS_WITHIN_S", 0.01)
+    is_there = False
+
+    async def replica(scope, receive, send):
+        if not is_there:
+            await asyncio.sleep(60)
+        if scope["path"] != "/health":
+            await asyncio.sleep(0.1)  # a slow store, of a replica that is there
+        await JSONResponse({"path": scope["path"]})(scope, receive, send)
+
+    async def main():
+        nonlocal is_there
+        app = proxy_errors.OpenAIErrorMiddleware(replica)
+        refused = await get(app, "/v1/files")
+        is_there = True
+        app = proxy_errors.OpenAIErrorMiddleware(replica)
+        return refused, await get(app, "/v1/files"), await get(app, "/health")
+
+    refused, files, health = asyncio.run(main())
+    assert refused.status == 503 and refused.json["error"]["code"] == "no_replica"
+    assert files.json == {"path": "/v1/files"} and health.json == {"path": "/health"}
+
+
+def test_replica_that_is_busy_is_not_called_gone(monkeypatch):
+    """It has answered a moment ago."""
+    monkeypatch.setattr(proxy_errors, "HEALTH_ANSWERS_WITHIN_S", 0.01)
+    is_busy = False
+
+    async def replica(scope, receive, send):
+        if is_busy:
+            await asyncio.sleep(60)
+        await JSONResponse({"status": "ok"})(scope, receive, send)
+
+    async def main():
+        nonlocal is_busy
+        app = proxy_errors.OpenAIErrorMiddleware(replica)
+        first = await get(app, "/health")
+        is_busy = True
+        second = await get(app, "/health")
+        monkeypatch.setattr(proxy_errors, "HEALTH_IS_KNOWN_S", 0.0)
+        return first, second, await get(app, "/health")
+
+    assert [answer.status for answer in asyncio.run(main())] == [200, 200, 503]

@@ -57,3 +57,12 @@ def test_what_cannot_be_is_refused_by_name(app, extra, param, message):
 def test_a_stream_that_fails_in_the_engine_ends_with_an_error(app):
     events = ask(app, CHAT, FRANCE | {"choice": ["a"], "min_tokens": 9, "stream": True}).events
     assert any(event["error"]["code"] == "grammar_conflict" for event in events if "error" in event)
+
+
+def test_grammar_that_is_slow_to_follow_fails_soon(app):
+    """Its text can be read in a number of ways that grows with its length, so each mask takes longer than the last."""
+    grammar = "root ::= p p p\np ::= [a-z ] | [a-z ] p [a-z ] | p p"
+    body = {"prompt": "Hi", "grammar": grammar, "min_tokens": 300, "max_tokens": 400, "temperature": 1, "seed": 1}
+    answer = ask(app, TEXT, body)
+    assert answer.status == 400 and answer.json["error"]["code"] == "grammar_limit"
+    assert answer.json["error"]["message"].startswith("grammar: following it takes more parser time")

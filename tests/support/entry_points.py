@@ -58,7 +58,7 @@ TEMPLATE = (
     "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-OF_TEXT = ("n", "stop", "skip_special_tokens", "include_stop_str_in_output")  # not the engine's
+OF_TEXT = ("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "stop_in_reasoning")  # not the engine's
 NO_PATHS = ["input.path=in.jsonl", "output.path=out"]
 ENGINE_NAMES = tuple(name for name, row in SAMPLING.items() if row.group is not Group.FORM and name not in OF_TEXT)
 AT_ONCE = 16  # requests

@@ -300,3 +300,16 @@ def test_bytes_that_are_no_character_do_not_take_a_text_back(byte_tokens, num_ex
         assert told + growing.end(ids) == whole
 
     holds()
+
+
+def test_text_and_its_parts_end_in_one_place(text):
+    """A stop string may begin before a marker that the text leaves out, and end behind it."""
+    ids = [*ids_of(text, "q;w"), END, *ids_of(text, "xyz")]
+    showing = text.stop_searches([SPECIAL[END]])[0].text
+    assert text.final_text(ids, ["wx"]) == "q;"
+    assert showing.final_text(ids, ["wx"]) == "q;"
+    assert showing.final_text(ids, ["xy"]) == f"q;w{SPECIAL[END]}"
+    num_ids = text.stop_check(["wx"])(ids)
+    stream = showing.decode_stream(["wx"])
+    told = [stream.grow([token]) for token in ids[: num_ids - 1]]
+    assert "".join(told) == "q;" and stream.end(ids[:num_ids]) == ""

@@ -36,7 +36,9 @@ from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobErr
 log = logging.getLogger("eagle_ray")
 START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
 JOIN_WITHIN_S = 90.0
-MEMORY_MESSAGE = re.compile(r"memory pressure|\bOOM\b|out of memory", re.IGNORECASE)
+# Ray says how many workers it has ended for lack of memory: 0 if others crashed. Then it lists what may be the cause of
+# a crash, with "the process was killed by the OOM killer" in it.
+MEMORY_KILLS = re.compile(r"\b[1-9]\d* Workers? \(tasks / actors\) killed due to memory pressure", re.IGNORECASE)
 NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other programs there. Waiting for memory"
 TELL_MEMORY_EVERY_S = 60.0
 MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
@@ -196,7 +198,7 @@ class RayMessages:
         """Log a raylet's message for debugging, and a lack of memory for the user."""
         text = "\n".join(data["lines"])
         log.debug("Ray: %s", text)
-        if MEMORY_MESSAGE.search(text):
+        if MEMORY_KILLS.search(text):
             self.memory_kill_at = time.monotonic()
             if self.memory_kill_at - self._warned_at > TELL_MEMORY_EVERY_S:
                 self._warned_at = self.memory_kill_at

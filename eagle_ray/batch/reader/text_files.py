@@ -43,6 +43,14 @@ from eagle_ray.requests.values import json_error
 from eagle_ray.storage.store import StorageError
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line
 
+JSON_NAMES = {
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
 FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -176,7 +184,7 @@ def parse_line(line: bytes) -> InputRow:
     except ValueError as error:
         return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
     if not isinstance(row, dict):
-        return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")
+        return RequestError("bad_json", f"the line holds {JSON_NAMES[type(row)]}: write one object a line")
     return row
 
 
