@@ -57,6 +57,7 @@ def test_noise_is_standard_gumbel():
         dict(temperature=1.3, top_k=5),
         dict(temperature=1.0, top_p=0.8),
         dict(temperature=0.9, min_p=0.1),
+        dict(temperature=0.9, min_p=1.0),
         dict(temperature=1.1, top_k=20, top_p=0.6, min_p=0.05),
         dict(temperature=1.0, top_k=1000, top_p=1e-6),
     ],
