@@ -207,7 +207,7 @@ def gpu_linear(
     reason = reason or _why_not_here(dtype, device, is_fp8)
     if reason is None:
         return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
-    _log_dense(reason)
+    log_dense(reason)
     return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -258,7 +258,7 @@ def why_no_fp8(device: torch.device) -> str | None:
 
 
 @cache
-def _log_dense(reason: str) -> None:
+def log_dense(reason: str) -> None:
     log.warning("a quantised weight is restored to 16 bits, which takes more memory: %s", reason)
 
 

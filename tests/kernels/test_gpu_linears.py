@@ -195,7 +195,7 @@ def test_merged_layers_of_four_bits_equal_their_parts(fused, monkeypatch):
 
 
 def test_what_no_kernel_takes_is_restored_and_said_once(messages):
-    gpu_linears._log_dense.cache_clear()  # other tests may have met these reasons
+    gpu_linears.log_dense.cache_clear()  # other tests may have met these reasons
     weights = weight_of(12, 64, 32), replace(weight_of(16, 64, 32), bits=8), weight_of(16, 64, 16)
     cpu = torch.device("cpu")
     for weight in (*weights, *weights, fp8_weight(linear(64, 32).weight)):
