@@ -12,12 +12,13 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import SharedTarget
+from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.load_models import planned_dtype, why_too_large
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
@@ -30,6 +31,7 @@ from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import load_config
 from eagle_ray.report.text import gib
+from eagle_ray.storage.gguf_names import hub_file
 from eagle_ray.storage.store import StorageError
 
 NODE_GPUS = 8  # of the largest usual machine; the ranks of a worker are on one
@@ -78,7 +80,7 @@ def directory_of(name: str, part: str) -> Path | None:
     A target in object storage is there without its weights. Raises ConfigError if an embedded model is missing or
     storage cannot be read.
     """
-    if name.startswith(EMBEDDED) or Path(name).is_dir():
+    if name.startswith(EMBEDDED) or Path(name).exists():
         return download(name, part)
     if is_url(name):
         try:
@@ -86,6 +88,8 @@ def directory_of(name: str, part: str) -> Path | None:
         except StorageError as error:
             raise ConfigError(str(error)) from error
     try:
+        if part == "target" and (file := hub_file(name)) is not None:
+            return gguf_directory(Path(hf_hub_download(*file, local_files_only=True)))
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
