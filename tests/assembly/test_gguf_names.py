@@ -11,7 +11,8 @@ from eagle_ray import LLM, ConfigError, SamplingParams
 from eagle_ray.assembly.hub import download, download_metadata
 from eagle_ray.cli import main as cli
 from eagle_ray.config.load import load_config, load_serve_config, load_train_config
-from eagle_ray.doctor.model_checks import pair_here
+from eagle_ray.doctor.model_checks import pair_here, stored_layers
+from eagle_ray.kernels.cpu_ops import quantized_path
 from tests.support.checkpoints import hub
 from tests.support.gguf import scripted_tensors, toy_metadata, toy_tensors, write_gguf
 
@@ -106,6 +107,16 @@ def test_the_doctor_looks_at_a_file(file, tmp_path):
     finding, here = pair_here(load_config(None, env={}, overrides=settings))
     assert finding.problem is None and "Llama, 1 layers of 272" in finding.says
     assert here is not None and (here.target / "config.json").exists()
+    assert stored_layers(here, "cpu") is None, "its weights are plain"
+
+
+@pytest.mark.skipif(quantized_path() == 0, reason="no kernels of this CPU are built")
+@pytest.mark.parametrize(("dtype", "stored"), [("auto", "gguf, toy.gguf"), ("float32", None)])
+def test_the_doctor_says_how_stored_layers_run(dtype, stored, tmp_path):
+    write_gguf(tmp_path / "toy.gguf", toy_metadata(), toy_tensors(toy_metadata()))
+    settings = {"model.target": str(tmp_path / "toy.gguf"), "model.dtype": dtype, "speculative.method": "none"}
+    _, here = pair_here(load_config(None, env={}, overrides=ROWS | settings))
+    assert here is not None and stored_layers(here, "cpu") == stored
 
 
 def test_an_architecture_that_is_not_read_is_named(file, tmp_path, capsys):
