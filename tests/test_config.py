@@ -230,6 +230,20 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(setting, allowed):
     assert message.count("\n") == 0
 
 
+@pytest.mark.parametrize(
+    ("setting", "cause"),
+    [
+        ("speculative.method=eagl2", "('eagl2' is no method; did you mean eagle2?)"),
+        ("speculative.method=ddd+suffix", "(ddd decides its tree alone, so it cannot be merged)"),
+        ("speculative.sources=[grammar, grammar]", "(grammar is named twice)"),
+        ("execution.shard=3/2", "('3/2' is not i/n with i from 1 to n"),
+        ("chat.tools=[{type: function, function: {name: a b}}]", "(tools[0].function.name: must be 1 to 64 letters"),
+    ],
+)
+def test_an_error_says_why_a_value_is_not_among_the_allowed(setting, cause):
+    assert cause in refusal(setting)
+
+
 def test_an_error_says_where_the_value_came_from(tmp_path):
     job = write(tmp_path / "job.yaml", "seed: x")
     assert f"(from {job})" in refusal(path=job)

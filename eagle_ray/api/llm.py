@@ -60,7 +60,7 @@ class LLM:
     """A target and its drafter, loaded into this process.
 
     Args:
-        target: a local directory, a hub id, embedded:tiny or embedded:smollm2.
+        target: a local directory or GGUF file, a URL, a hub id, embedded:tiny or embedded:smollm2.
         draft: what the method reads, such as an EAGLE head. Without it the method is none (plain decoding), unless one
             is named that needs no draft, such as method="suffix". The embedded pairs have their own drafts.
         seed: prompts without a seed of their own derive theirs from it and from their ids, which count up from 0.

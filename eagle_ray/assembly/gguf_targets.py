@@ -30,7 +30,7 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
-WRITER_VERSION = 2  # raise it when the files of a directory change
+WRITER_VERSION = 3  # raise it when the files of a directory change
 LINK = "model.gguf"
 DIGEST_CHARS = 16  # of the GGUF file's SHA-256, in directory names
 QUESTION = "What is the capital of France?"

@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    DryRunError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 
 import eagle_ray
 from eagle_ray.assembly.engine_sizes import ModelLimits
@@ -31,7 +37,8 @@ from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.checked_parquet import check_datastore
-from eagle_ray.storage.model_files import fetch_model
+from eagle_ray.storage.gguf_names import has_gguf_name, hub_file, is_gguf_file
+from eagle_ray.storage.model_files import CONFIG, fetch_file, fetch_model, gguf_in, has_weights, only_gguf
 from eagle_ray.storage.store import NotAllowed, NotFound, NotSupported, StorageError
 from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
 
@@ -44,12 +51,12 @@ IGNORE_PATTERNS = [
     "metal/*",
     "consolidated*",
     "*.pth",
-    "*.gguf",
     "*.h5",
     "*.msgpack",
     "*.onnx*",
 ]  # the same weights
-WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
+GGUF = "*.gguf"  # the same weights, too, unless there are no others
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt", GGUF]
 
 
 class ModelUnavailable(ConfigError):
@@ -60,18 +67,29 @@ def download(name: str, part: str) -> Path:
     """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
     A name is `embedded:tiny`, `embedded:smollm2` (from its wheel), a local directory or GGUF file, a URL, or a hub id
-    (from the local cache, or from storage or the hub). Raises ModelUnavailable if only the hub cannot be reached,
-    StorageError if only the storage cannot, ConfigError if the name is no model or the wheel is missing.
+    (from the local cache, or from storage or the hub); of a GGUF file in storage or in a hub repository, with its path.
+    Raises ModelUnavailable if only the hub cannot be reached, StorageError if only the storage cannot, ConfigError if
+    the name is no model or the wheel is missing.
     """
     return _find(name, part)
 
 
 def download_metadata(name: str, part: str) -> Path:
-    """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there."""
+    """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there.
+
+    A GGUF file that is named itself comes whole: it holds the config and the tokenizer.
+    """
     return _find(name, part, WEIGHTS)
 
 
 def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
+    try:
+        return _located(name, part, left_out)
+    except EngineError as error:
+        raise ConfigError(f"model.{part}: {error}") from error
+
+
+def _located(name: str, part: str, left_out: Sequence[str]) -> Path:
     if (name, part) == (SMOLLM2, "target"):
         return target_directory()
     if name.startswith(EMBEDDED):
@@ -81,12 +99,12 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
         return path
     if Path(name).is_dir():
         return _local(Path(name), part)
-    if part == "target" and name.lower().endswith(".gguf") and Path(name).is_file():
+    if part == "target" and is_gguf_file(name):
         return gguf_directory(Path(name))
     if is_url(name):
         return _fetch(name, part, left_out)
     try:
-        return Path(snapshot_download(name, ignore_patterns=[*IGNORE_PATTERNS, *left_out]))
+        return _from_hub(name, part, left_out)
     except LocalEntryNotFoundError as error:
         raise ModelUnavailable(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
@@ -98,27 +116,51 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
             "HF_TOKEN, here and on every machine of the cluster"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
+        local = "a local GGUF file" if has_gguf_name(name) else "a local directory"
         raise ConfigError(
-            f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
+            f"model.{part}: {name!r} is neither 'embedded:tiny', nor {local}, nor a hub id that can be "
             f"reached from here ({type(error).__name__})"
         ) from error
 
 
+def _from_hub(name: str, part: str, left_out: Sequence[str]) -> Path:
+    """Return the directory of a hub repository, or of a GGUF file in one. Raises huggingface_hub's errors."""
+    if part == "target" and (file := hub_file(name)) is not None:
+        return gguf_directory(Path(hf_hub_download(*file)))
+    path = Path(snapshot_download(name, ignore_patterns=[*IGNORE_PATTERNS, GGUF, *left_out]))
+    has_config = (path / CONFIG).exists()
+    if part == "target" and not (has_config and (left_out or has_weights(path) or gguf_in(path))):
+        _fetch_gguf(name, path, left_out)
+    return path
+
+
+def _fetch_gguf(repository: str, path: Path, left_out: Sequence[str]) -> None:
+    """Add a repository's GGUF file to its directory, if its weights are in one. Raises as only_gguf does.
+
+    left_out: patterns of files that are not wanted.
+    """
+    try:
+        infos = snapshot_download(repository, revision=path.name, allow_patterns=[CONFIG, GGUF], dry_run=True)
+    except DryRunError:  # the hub does not answer: the loader says what is missing
+        return
+    file = only_gguf([info.filename for info in infos], repository)
+    if file is not None and not left_out:
+        hf_hub_download(repository, file, revision=path.name)
+
+
 def _local(directory: Path, part: str) -> Path:
-    """Return the directory. Raises ConfigError if it has nothing but a GGUF file, which is to be named itself."""
-    files = [] if part != "target" or (directory / "config.json").exists() else sorted(directory.glob("*.gguf"))
-    if files:
-        raise ConfigError(
-            f"model.target: {directory} has no config.json. Name the GGUF file itself, such as {files[0]}, or put the "
-            "model's config.json and tokenizer.json into the directory"
-        )
+    """Return the directory. Raises EngineError as only_gguf does."""
+    if part == "target":
+        only_gguf([file.name for file in directory.glob("*")], str(directory))
     return directory
 
 
 def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:
     """Return the directory of a model in object storage. Raises StorageError for what may pass, else ConfigError."""
     try:
-        return fetch_model(url, IGNORE_PATTERNS, left_out)
+        if part == "target" and has_gguf_name(url):
+            return gguf_directory(fetch_file(url))
+        return fetch_model(url, IGNORE_PATTERNS if part == "target" else [*IGNORE_PATTERNS, GGUF], left_out)
     except NotFound as error:
         raise ConfigError(f"model.{part}: {error}. Check the bucket and the path.") from error
     except (NotAllowed, NotSupported) as error:

@@ -32,6 +32,7 @@ from eagle_ray.models.decoder import CAUSAL_LMS, is_llama_shaped
 from eagle_ray.models.gpu_linears import quantize_fp8, why_no_fp8
 from eagle_ray.models.loader import (
     CausalLM,
+    activation_dtype,
     auto_dtype,
     decoder_layers,
     eos_ids,
@@ -217,7 +218,11 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
             raise ConfigError(f"model.dtype: {name}, and model.quantization: fp8 computes in bfloat16. Set it to auto.")
         return torch.bfloat16
     if name != "auto":
-        return getattr(torch, name)
+        wanted: torch.dtype = getattr(torch, name)
+        dtype = activation_dtype(wanted, load_config(path), path, device)
+        if dtype is not wanted:
+            log.info("model.dtype: float32 in place of %s, in which a quantised target is not exact on this CPU", name)
+        return dtype
     if device != "cpu":
         return "auto"
     dtype, reason = auto_dtype(load_config(path), path, device)
@@ -229,7 +234,9 @@ def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> t
     """Return the dtype in which the target would be loaded. path, config: of the target."""
     if model.dtype == "auto" and model.quantization == "fp8":
         return torch.bfloat16
-    return getattr(torch, model.dtype) if model.dtype != "auto" else auto_dtype(config, path, device)[0]
+    if model.dtype == "auto":
+        return auto_dtype(config, path, device)[0]
+    return activation_dtype(getattr(torch, model.dtype), config, path, device)
 
 
 def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:

@@ -43,7 +43,9 @@ log = logging.getLogger("eagle_ray")
 
 PROFILE_PROMPTS = 8
 LOGIT_ROWS = 1024  # of the largest pass that decodes
-SCALE_BYTES = 4 / 32  # of a weight of a GGUF file: a scale and an offset in 16 bits for 32 weights
+SCALES_OF_K = {"Q4_K": 8 / 32, "Q5_K": 8 / 32, "Q6_K": 8 / 16}  # bytes of a weight's scale and offset in GGUF blocks,
+SCALE_BYTES = 4 / 32  # and in those of other types
+DENSE_SUFFIXES = (".weight", ".bias")  # of tensors that are loaded in the model's dtype if they are floats
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
 
@@ -258,7 +260,14 @@ def _tensor_bytes(
             for name, h in headers.items()
         }
     factor = dtype.itemsize if is_restored(quantized, device) else 1
-    return {name: h.num_bytes * (1 if h.is_float else factor) for name, h in headers.items()}
+    return {name: _quantized_bytes(name, header, dtype, factor) for name, header in headers.items()}
+
+
+def _quantized_bytes(name: str, header: TensorHeader, dtype: torch.dtype, factor: int) -> int:
+    """Return the bytes of a tensor of a quantised checkpoint. factor: by which codes grow."""
+    if not header.is_float:
+        return header.num_bytes * factor
+    return _loaded(header, dtype) if name.endswith(DENSE_SUFFIXES) else header.num_bytes  # the others are scales
 
 
 def _gguf_bytes(target: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool) -> dict[str, float]:
@@ -272,7 +281,8 @@ def _gguf_bytes(target: Path, shape: Any, dtype: torch.dtype, device: str, dequa
         kind = tensor.tensor_type.name
         bits = READERS[kind][0] if name in quantized and kind in READERS else None
         is_dense = bits is None or (bits == 8 and device == "cuda")
-        each = dtype.itemsize if is_dense or bits is None else bits / 8 + SCALE_BYTES
+        scales = SCALES_OF_K.get(kind, SCALE_BYTES)
+        each = dtype.itemsize if is_dense or bits is None else bits / 8 + scales
         sizes[name] = int(tensor.n_elements) * each
     return sizes
 

@@ -33,7 +33,7 @@ class TargetConfig(StrictModel):
 
     target: Name = Field(
         default="embedded:tiny",
-        description="embedded:tiny, embedded:smollm2, a local directory, a URL such as "
+        description="embedded:tiny, embedded:smollm2, a local directory or GGUF file, a URL such as "
         "s3://bucket/path, or a hub id such as org/name",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -132,6 +132,8 @@ class ModelConfig(StrictModel):
     """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise.
 
     draft: a list for a method whose parts read several, in the order of the parts.
+    dtype: float32 dequantises weights. A quantised target on a CPU runs in fp32 in place of float16, and of bfloat16
+        where oneDNN has no bf16: in these its outputs would depend on the batch.
     quantization: how plain weights of the target are quantised when they are loaded, on a GPU. fp8 rounds the weights
         of its layers with a scale for each output, and their inputs with a scale for each row; embeddings and lm_head
         stay. Outputs are those of this quantised target. A checkpoint that is quantised already runs with none.
@@ -382,7 +384,8 @@ class EnginesConfig(StrictModel):
         engine, or on a CPU. It must divide the target's heads and the widths of its MLP and experts, and divide its
         key/value heads or be a multiple of them. auto is the number of GPUs if there are several, the target can be
         split and a rank's weights fit into a GPU; other targets have their layers placed on the GPUs in turn, which is
-        slower. Outputs are those of one process, but for rounding.
+        slower. Outputs are those of one process, but for rounding: with quantised weights, which round inputs, other
+        tokens may follow, those of plain decoding on as many ranks.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 

@@ -143,6 +143,7 @@ def load_train_config(
         raise ConfigError("data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count")
     if data.user_turns.count and data.answers.by == "given":
         data = data.model_copy(update={"answers": data.answers.model_copy(update={"by": "target"})})
+    model = _with_absolute(model, "target", "chat_template")
     check_target_name(model.target)
     data = data.model_copy(update={"answers": _with_absolute(data.answers, "draft")})
     output = config.output
@@ -150,7 +151,6 @@ def load_train_config(
         output = output.model_copy(update={"path": os.path.abspath(os.path.expanduser(output.path))})
     elif not output.path.startswith("s3://"):
         raise ConfigError(f"output.path: unsupported storage {output.path!r}. Use a local path or s3://bucket/key.")
-    model = _with_absolute(model, "target", "chat_template")
     return config.model_copy(update={"data": data, "model": model, "output": output})
 
 
@@ -407,8 +407,14 @@ def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], s
         value = given[-1].value
     if key in SECRET:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
-    why = "" if wrong is None else wrong.why
+    why = _why_refused(detail) if wrong is None else wrong.why
     return f"{key}: must be {allowed}, got {value!r}{why}{_origin(key, settings)}"
+
+
+def _why_refused(detail: ErrorDetails) -> str:
+    """Return what one of our validators said, in brackets; empty for pydantic's own, which the allowed values say."""
+    error = detail.get("ctx", {}).get("error")
+    return f" ({error})" if isinstance(error, ValueError) else ""
 
 
 def _allowed(root: type[BaseModel], key: str) -> str:

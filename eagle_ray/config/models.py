@@ -28,6 +28,7 @@ from eagle_ray.methods.method import (
     parts_of,
     reads_draft,
 )
+from eagle_ray.storage.gguf_names import has_gguf_name, hub_file, is_gguf_file
 from eagle_ray.text.chat_format import TEMPLATE_NAMES, is_template_name
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
@@ -108,13 +109,46 @@ def is_url(name: str) -> bool:
 
 
 def _check_name(part: str, name: str) -> None:
-    embedded = EMBEDDED_NAMES[part]
-    if name in embedded or is_url(name) or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    if name in EMBEDDED_NAMES[part] or is_url(name):
         return
-    near = difflib.get_close_matches(name, [*embedded, *_siblings(name)], 1)
-    missing = f"; there is no {name}" if os.path.isabs(name) and not os.path.exists(name) else ""
-    hint = f"{missing}; did you mean {near[0]}?" if near else missing
-    raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
+    if os.path.exists(name):
+        _check_path(part, name)
+    elif not _may_be_of_hub(part, name):
+        near = difflib.get_close_matches(name, [*EMBEDDED_NAMES[part], *_siblings(name)], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{_why_missing(name)}{hint}")
+
+
+def _may_be_of_hub(part: str, name: str) -> bool:
+    if os.path.lexists(name):  # a link to nowhere
+        return False
+    return HUB_ID.fullmatch(name) is not None or (part == "target" and hub_file(name) is not None)
+
+
+def _check_path(part: str, name: str) -> None:
+    """Raise ConfigError for a file or a device that is no model. What it holds is looked at when it is read."""
+    if os.path.isdir(name) or (part == "target" and is_gguf_file(name)):
+        return
+    wrong = "is no directory and no GGUF file"
+    if os.path.isfile(name) and not os.access(name, os.R_OK):
+        wrong = "is a file that cannot be read (Permission denied)"
+    elif part == "draft" and is_gguf_file(name):
+        wrong = "is a GGUF file, which only a target can be"
+    remedy = "Name the directory with the model's config.json" + (", or a GGUF file" if part == "target" else "")
+    raise ConfigError(f"model.{part}: {name} {wrong}. {remedy}")
+
+
+def _why_missing(name: str) -> str:
+    """Return why there is no such file, to stand behind a name that looks like a path."""
+    try:
+        os.stat(name)
+    except FileNotFoundError:
+        target = f"; it is a link to {os.readlink(name)}, which is missing" if os.path.islink(name) else ""
+        is_path = os.sep in name or has_gguf_name(name)
+        return target or (f"; there is no {name}" if is_path else "")
+    except (OSError, ValueError) as error:
+        return f" ({getattr(error, 'strerror', error)})"
+    return ""
 
 
 def _check_sources(speculative: SpeculativeConfig) -> None:
@@ -141,11 +175,11 @@ def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
 
 
 def _siblings(name: str) -> list[str]:
-    """Return the directories in the parent of a path, for "did you mean"."""
+    """Return the directories and GGUF files in the parent of a path, for "did you mean"."""
     parent = Path(name).parent
     if not (os.path.isdir(parent) and os.access(parent, os.R_OK | os.X_OK)):
         return []
-    return [str(path) for path in sorted(parent.iterdir()) if os.path.isdir(path)]
+    return [str(path) for path in sorted(parent.iterdir()) if os.path.isdir(path) or has_gguf_name(path.name)]
 
 
 def _check_template(name: str) -> None:

@@ -156,10 +156,15 @@ def threads(num_workers: int, per_worker: int) -> Finding:
     return Finding("threads", says, facts, advice=advice)
 
 
-def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_required: bool = False) -> Finding:
+def attention(
+    shape: PretrainedConfig, device: str, dtype: torch.dtype, is_required: bool = False, stored: str | None = None
+) -> Finding:
     """Return the kernels of a target's attention and linear layers on a device.
 
-    shape: the target's configuration. is_required: execution.require_kernels.
+    Args:
+        shape: the target's configuration.
+        is_required: execution.require_kernels.
+        stored: how the target's weights are quantised, if layers multiply them as they are stored.
     """
     missing = why_not(torch.device(device)) or unsupported_heads(dtype, *head_dims(shape))
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
@@ -171,10 +176,13 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_requi
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "packed_linears": packs_linears(device, dtype),
+        "stored": stored,
         "no_kernels": missing,
     }
     attends = path + (f" for {' and '.join(why)}" if why and missing else "")
     linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
+    if stored is not None:
+        linears = f"multiplied as they are stored ({stored}), dense ones {linears}"
     ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
     says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
     todo = _kernels_todo(missing) if missing and device == "cuda" else None
@@ -218,7 +226,9 @@ def trial(device: Literal["cpu", "cuda"]) -> Finding:
     same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
     tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)
     identical = f"{same} of {len(plain)} outputs are plain decoding's"
-    says = f"the embedded pair on {device}: {identical}, {tokens} tokens in {steps} target passes"
+    says = (
+        f"embedded:tiny, in place of the job's pair, on {device}: {identical}, {tokens} tokens in {steps} target passes"
+    )
     facts = {"device": device, "same": same, "outputs": len(plain), "tokens": tokens, "steps": steps}
     problem = None if same == len(plain) else "outputs differ in fp32 on this device: report it with this page"
     advice = _graphs_todo(fallbacks.get("graphs"))

@@ -12,24 +12,29 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.follow import SharedTarget
+from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.load_models import planned_dtype, why_too_large
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
-from eagle_ray.assembly.model_memory import plan_checkpoint, process_bytes
+from eagle_ray.assembly.model_memory import is_restored, plan_checkpoint, process_bytes
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import Finding, free_memory
+from eagle_ray.kernels.cpu_ops import quantized_path
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import load_config
+from eagle_ray.models.quantized_model import quantization_of, quantized_checkpoint
 from eagle_ray.report.text import gib
+from eagle_ray.storage.gguf_names import hub_file
+from eagle_ray.storage.model_files import gguf_in, stored_quantization
 from eagle_ray.storage.store import StorageError
 
 NODE_GPUS = 8  # of the largest usual machine; the ranks of a worker are on one
@@ -78,7 +83,7 @@ def directory_of(name: str, part: str) -> Path | None:
     A target in object storage is there without its weights. Raises ConfigError if an embedded model is missing or
     storage cannot be read.
     """
-    if name.startswith(EMBEDDED) or Path(name).is_dir():
+    if name.startswith(EMBEDDED) or Path(name).exists():
         return download(name, part)
     if is_url(name):
         try:
@@ -86,6 +91,8 @@ def directory_of(name: str, part: str) -> Path | None:
         except StorageError as error:
             raise ConfigError(str(error)) from error
     try:
+        if part == "target" and (file := hub_file(name)) is not None:
+            return gguf_directory(Path(hf_hub_download(*file, local_files_only=True)))
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
@@ -94,6 +101,23 @@ def directory_of(name: str, part: str) -> Path | None:
 def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
     """Return the dtype in which the pair would be loaded. name: model.dtype."""
     return planned_dtype(here.config.model.model_copy(update={"dtype": name}), device, here.target, here.shape)
+
+
+def stored_layers(here: PairHere, device: str) -> str | None:
+    """Return how the target's weights are quantised, if layers multiply them as they are stored; None if not.
+
+    device: cpu or cuda.
+    """
+    if here.config.model.dtype == "float32" or (device == "cpu" and quantized_path() == 0):
+        return None  # then they are dequantised
+    try:
+        checkpoint = quantized_checkpoint(here.target, here.shape)
+        quantization = {} if gguf_in(here.target) else quantization_of(here.shape) or {}
+        if checkpoint is None or not checkpoint.names() or is_restored(quantization, device):
+            return None
+        return stored_quantization(here.target)
+    except EngineError:  # the weights are not here, or what is wrong with them is said elsewhere
+        return None
 
 
 def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> Finding:

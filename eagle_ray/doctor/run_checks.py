@@ -50,7 +50,8 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     if here is not None:
         dtype = model_checks.dtype_of(config.model.dtype, device, here)
         if planned is None or planned.is_here:
-            yield devices.attention(here.shape, device, dtype, config.execution.require_kernels)
+            stored = model_checks.stored_layers(here, device)
+            yield devices.attention(here.shape, device, dtype, config.execution.require_kernels, stored)
         if planned is not None:
             yield model_checks.memory(here, planned, device, dtype)
     if planned is None or planned.is_here:

@@ -2,6 +2,7 @@
 
     tokenizer_json(file.metadata)                     # the content of tokenizer.json
     tokenizer_config(file.metadata, max_length)       # the content of tokenizer_config.json
+    end_ids(file.metadata)                            # [128001, 128009]: the tokens that end an answer
 
 SCHEMES holds the ways to split text that tests compare with tokenizers which transformers builds.
 """
@@ -58,6 +59,33 @@ ROLES = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+ENDS = ("eos", "eot", "eom")  # of a sequence, a turn, a message, as keys name them
+END_TEXTS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<eos>",
+        "</s>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)  # tokens that end an answer in llama.cpp, too, whatever their file says of them
+MARKUP = {"</s>", "<eos>"}  # of END_TEXTS; an ordinary token may be this text, which is HTML's
+HARMONY = {"<|return|>", "<|call|>"}  # of a vocabulary in which <|end|> ends a message and no answer
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +140,27 @@ def tokenizer_config(metadata: dict[str, Any], max_length: int) -> dict[str, Any
 
 def special_ids(metadata: dict[str, Any]) -> list[int]:
     """Return the ids of special tokens."""
-    return [id for id, kind in enumerate(metadata["tokenizer.ggml.token_type"]) if kind == TokenType.CONTROL]
+    return [id for id, kind in enumerate(_token_types(metadata)) if kind == TokenType.CONTROL]
+
+
+def end_ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the tokens that end an answer: those that keys name, the EOS first, and those of END_TEXTS.
+
+    Files of models without a turn of their own, and old ones of Llama 3, name none but the EOS. Raises KeyError.
+    """
+    tokens = metadata["tokenizer.ggml.tokens"]
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ENDS]
+    texts = END_TEXTS - {"<|end|>"} if HARMONY.issubset(tokens) else END_TEXTS
+    types = _token_types(metadata)
+    known = [id for id, text in enumerate(tokens) if text in texts and types[id] != TokenType.NORMAL]
+    return list(dict.fromkeys(id for id in (*named, *known) if id is not None))
+
+
+def _token_types(metadata: dict[str, Any]) -> list[int]:
+    """Return the type of each token. Those of END_TEXTS are special: some files have them as ordinary ones."""
+    pairs = zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+    special = END_TEXTS - MARKUP
+    return [TokenType.CONTROL if text in special else kind for text, kind in pairs]
 
 
 def _vocabulary(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -133,7 +181,7 @@ def _added_tokens(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the tokens that stand for themselves in a text, special or not."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
-    tokens = zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+    tokens = zip(metadata["tokenizer.ggml.tokens"], _token_types(metadata), strict=True)
     return [
         {"id": id, "content": content, **flags, "special": special[TokenType(kind)]}
         for id, (content, kind) in enumerate(tokens)

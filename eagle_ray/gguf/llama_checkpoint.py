@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.gguf.blocks import DENSE, BlockValues, GGUFError, read_blocks
-from eagle_ray.gguf.byte_level_bpe import tokenizer_config, tokenizer_json
+from eagle_ray.gguf.byte_level_bpe import end_ids, tokenizer_config, tokenizer_json
 
 RUN_DTYPE = "bfloat16"
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -131,8 +131,9 @@ def write_checkpoint(file: GGUFFile, directory: Path) -> None:
 def write_metadata(file: GGUFFile, directory: Path) -> None:
     """Write the config and the tokenizer into an existing directory. Raises GGUFError."""
     config = llama_config(file)
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation = {name: config[name] for name in ("bos_token_id", "pad_token_id")}
     try:
+        generation["eos_token_id"] = end_ids(file.metadata)
         tokenizer = tokenizer_json(file.metadata)
         tokenizer_settings = tokenizer_config(file.metadata, config["max_position_embeddings"])
     except KeyError as error:

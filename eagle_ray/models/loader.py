@@ -33,6 +33,8 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.models.packed_layouts import DOWNLOAD, FLOATS, NOT_FINITE
+from eagle_ray.models.packed_linear import can_pack
 from eagle_ray.models.quantized_checkpoint import reads
 from eagle_ray.models.quantized_model import build_model, quantization_of, quantized_checkpoint
 from eagle_ray.models.sharded_checkpoint import load_shard
@@ -107,6 +109,7 @@ def load_causal_lm(
         raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, by output_loading_info
     _check_complete(path, report)
+    _check_finite(model)
     if "device_map" not in options:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
     model.eval().requires_grad_(False)
@@ -226,6 +229,13 @@ def _check_complete(path: Path, report: dict[str, Any]) -> None:
         raise EngineError(f"the target in {path} is not whole: {'; '.join(faults + misshapen)}")
 
 
+def _check_finite(model: PreTrainedModel) -> None:
+    """Raise EngineError for the first tensor with a number that is not finite. A sum shows one, and takes less time."""
+    for name, values in model.named_parameters():
+        if values.dtype in FLOATS and not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
+            raise EngineError(f"tensor {name}: {NOT_FINITE}. {DOWNLOAD}")
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars, which would overwrite the caller's output."""
@@ -271,6 +281,17 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     if size < MIN_BF16_BYTES:
         return torch.float32, f"{size >> 20} MiB of weights are too few for bf16 to be faster"
     return torch.bfloat16, f"the checkpoint's own, and this CPU has {unit}"
+
+
+def activation_dtype(dtype: torch.dtype, config: PretrainedConfig, path: Path, device: str) -> torch.dtype:
+    """Return the dtype in which a target runs that is asked to run in this one.
+
+    A quantised target on a CPU runs in fp32 if rows of dense layers would depend on their company: in fp16, and in bf16
+    on a CPU without its instructions.
+    """
+    if device != "cpu" or not keeps_quantized(path, config) or cpu_ops.quantized_path() == 0:
+        return dtype
+    return dtype if can_pack(device, dtype) else torch.float32
 
 
 def checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:

@@ -29,17 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int32, UInt8
+from jaxtyping import Float, Float8e4m3fn, Int, Int32, UInt8
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+from eagle_ray.parallel.shard import LM_HEAD
 from eagle_ray.storage.model_files import check_no_pointers, read_object
 
+EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, lowest bits first
 DOWNLOAD = "Download the model again"
+NOT_FINITE = "holds a number that is not finite"
+FP8_NAN = 0x7F  # a float8_e4m3fn without its sign; it has no infinity
 Weight = QuantizedWeight | Fp8Weight | Tensor
 
 
@@ -98,6 +102,12 @@ class SafetensorFiles:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
         return self.handle(self.file_of[name]).get_slice(name)
 
+    def has_own_head(self) -> bool:
+        """Return whether there are an embedding and an lm_head in plain weights, and these differ."""
+        if not {EMBEDDING, LM_HEAD} <= self.file_of.keys():
+            return False
+        return not torch.equal(self.tensor(EMBEDDING), self.tensor(LM_HEAD))
+
 
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name
@@ -131,12 +141,19 @@ class LayerTensors:
             raise self.fault(suffix, f"has shape {tuple(tensor.shape)}, wanted ({wanted})")
         return tensor
 
-    def scale(self, suffix: str, shape: Sequence[int | None] | None = None) -> Float[Tensor, "..."]:
+    def finite(self, suffix: str, shape: Sequence[int | None] | None = None) -> Float[Tensor, "..."]:
         """Return a tensor of finite floating-point numbers. Raises EngineError."""
-        scale = self.tensor(suffix, FLOATS, shape)
-        if not scale.isfinite().all():
-            raise self.fault(suffix, "holds a number that is not finite")
-        return scale
+        values = self.tensor(suffix, FLOATS, shape)
+        if not values.isfinite().all():
+            raise self.fault(suffix, NOT_FINITE)
+        return values
+
+    def fp8(self, suffix: str) -> Float8e4m3fn[Tensor, "O I"]:
+        """Return a matrix of 8-bit floats. Raises EngineError if one is not a number."""
+        values = self.tensor(suffix, (torch.float8_e4m3fn,), (None, None))
+        if (values.view(torch.uint8) & FP8_NAN == FP8_NAN).any():
+            raise self.fault(suffix, NOT_FINITE)
+        return values
 
     def fault(self, suffix: str, message: str, remedy: str = DOWNLOAD) -> EngineError:
         """Return the error of one of the tensors."""
@@ -157,7 +174,7 @@ def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> Quantize
     codes = _awq_codes(words)
     num_outputs, num_inputs = codes.shape
     num_groups = _num_groups(layer, "qweight", num_inputs, group_size)
-    scale = layer.scale("scales", (num_groups, num_outputs))
+    scale = layer.finite("scales", (num_groups, num_outputs))
     zero = torch.full_like(scale.T, 8)
     if zero_point or layer.has("qzeros"):
         zero = _awq_codes(layer.tensor("qzeros", WORDS, (num_groups, words.shape[1])))
@@ -187,7 +204,7 @@ def read_gptq(layer: LayerTensors, bits: int, group_size: int, zero_shift: int, 
     codes = _codes(words.T, bits)
     num_outputs, num_inputs = codes.shape
     num_groups = _num_groups(layer, "qweight", num_inputs, group_size)
-    scale = layer.scale("scales", (num_groups, num_outputs))
+    scale = layer.finite("scales", (num_groups, num_outputs))
     zero_words = layer.tensor("qzeros", WORDS, (num_groups, -(-num_outputs * bits // 32)))
     zero = _codes(zero_words, bits)[:, :num_outputs].int() + zero_shift
     order = _input_order(layer, "g_idx", num_inputs, num_groups, desc_act)
@@ -205,7 +222,7 @@ def read_packed(layer: LayerTensors, bits: int, group_size: int, symmetric: bool
     words = layer.tensor("weight_packed", WORDS, (num_outputs, -(-num_inputs * bits // 32)))
     codes = _codes(words, bits)[:, :num_inputs]
     num_groups = _num_groups(layer, "weight_packed", num_inputs, group_size)
-    scale = _by_output(layer, "weight_scale", layer.scale("weight_scale"), num_outputs, num_groups)
+    scale = _by_output(layer, "weight_scale", layer.finite("weight_scale"), num_outputs, num_groups)
     zero = torch.full_like(scale, 1 << bits - 1)
     if not symmetric:
         packed = layer.tensor("weight_zero_point", WORDS, (-(-num_outputs * bits // 32), num_groups))
@@ -232,7 +249,7 @@ def read_integers(layer: LayerTensors, bits: int, group_size: int, symmetric: bo
     if int(values.min()) < -half or int(values.max()) >= half:
         raise layer.fault("weight", f"holds integers that do not fit into {bits} bits")
     num_groups = _num_groups(layer, "weight", num_inputs, group_size)
-    scale = _by_output(layer, "weight_scale", layer.scale("weight_scale"), num_outputs, num_groups)
+    scale = _by_output(layer, "weight_scale", layer.finite("weight_scale"), num_outputs, num_groups)
     zero = torch.full_like(scale, half)
     if not symmetric:
         own = layer.tensor("weight_zero_point", (torch.int8, torch.int32, torch.int64, *FLOATS))
@@ -256,8 +273,8 @@ def _by_output(
 
 def read_fp8(layer: LayerTensors) -> Fp8Weight:
     """Return a weight of 8-bit floats with a scale of each output, or one of all."""
-    values = layer.tensor("weight", (torch.float8_e4m3fn,), (None, None))
-    scale = layer.scale("weight_scale").float()
+    values = layer.fp8("weight")
+    scale = layer.finite("weight_scale").float()
     if scale.numel() == 1:
         return Fp8Weight(values, scale.reshape(1, 1))
     return Fp8Weight(values, _by_output(layer, "weight_scale", scale, len(values), 1))
@@ -270,9 +287,9 @@ def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) ->
         suffix: the name of the scales below the layer's.
         block: outputs and inputs that share a scale; the last blocks may be smaller.
     """
-    values = layer.tensor("weight", (torch.float8_e4m3fn,), (None, None))
+    values = layer.fp8("weight")
     shape = [-(-size // step) for size, step in zip(values.shape, block, strict=True)]
-    scale = layer.scale(suffix, shape).float().repeat_interleave(block[1], 1)[:, : values.shape[1]]
+    scale = layer.finite(suffix, shape).float().repeat_interleave(block[1], 1)[:, : values.shape[1]]
     weight = values.float()
     for rows, row_scale in zip(weight.split(block[0]), scale, strict=True):
         rows.mul_(row_scale)

@@ -219,13 +219,16 @@ def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     each part stays in the module tree as a slice of its outputs. So do quantised projections that are alike.
 
     Args:
-        min_weights: smaller layers stay, as do those of other quantisers; None is MIN_WEIGHTS of their dtype. A weight
-            tied to an embedding stays, too.
+        min_weights: smaller layers stay, as do those of other quantisers; None is MIN_WEIGHTS of their dtype. With
+            quantised layers none stays: their inputs are rounded to 8 bits, so one bit more or less may become another
+            token. A weight tied to an embedding stays, too.
     """
     _merge_quantized(model)
-    can_pack = cache(_can_pack)  # tried once, not for every layer
+    if holds_quantized(model):
+        min_weights = 1
+    packs = cache(can_pack)  # tried once, not for every layer
     for site in list(_sites(model)):
-        if site.is_worth(min_weights) and can_pack(*site.kind):
+        if site.is_worth(min_weights) and packs(*site.kind):
             site.pack()
 
 
@@ -336,8 +339,10 @@ def _plain_weight(module: nn.Module) -> nn.Parameter | None:
     return weight if type(weight) is nn.Parameter else None
 
 
-def _can_pack(device: str, dtype: torch.dtype) -> bool:
-    """Found out by trying: the operators have no public name, and bf16 wants a CPU that has it."""
+def can_pack(device: str, dtype: torch.dtype) -> bool:
+    """Return whether layers are packed: found out by trying, as the operators have no public name, and bf16 wants a CPU
+    that has it.
+    """
     if device != "cpu" or dtype not in DTYPES or not torch.backends.mkldnn.is_available():
         return False
     try:

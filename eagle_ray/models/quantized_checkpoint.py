@@ -11,7 +11,8 @@
     GGUF                               Q4_0, Q4_1, Q4_K                                     4 bits in groups
                                        Q5_0, Q5_1, Q5_K, Q6_K, Q8_0                         8 bits in groups
     awq                                version gemm, 4 bits                                 4 bits in groups
-    gptq                               gptq and gptq_v2, 4 and 8 bits, desc_act too         4 or 8 bits in groups
+    gptq                               gptq and gptq_v2, 4 and 8 bits, desc_act and         4 or 8 bits in groups
+                                       dynamic too
     compressed-tensors                 pack-quantized (W4A16, W8A16)                        4 or 8 bits in groups
                                        int-quantized (W8A8)                                 8 bits in groups
                                        float-quantized (FP8) by output or whole             FP8
@@ -42,6 +43,7 @@ from torch import Tensor
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.llama_checkpoint import LM_HEAD, GGUFError, GGUFFile, check_names, row_order, tensor_names
 from eagle_ray.models.packed_layouts import (
+    EMBEDDING,
     LayerTensors,
     SafetensorFiles,
     Weight,
@@ -58,8 +60,8 @@ log = logging.getLogger("eagle_ray")
 
 KEY = "quantization_config"
 MARKERS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # tensors of a quantised layer
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GPTQ_ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
+LEFT_OUT, OVERRIDDEN = "-:", "+:"  # how patterns of GPTQ's `dynamic` begin
 LINEAR, PATTERN = "Linear", "re:"  # what config_groups say in place of a name: a class, or the prefix of a pattern
 LayerReader = Callable[[LayerTensors], Weight]
 ReaderOf = Callable[[str], LayerReader | None]  # by a layer's name; None if it is dense
@@ -81,11 +83,15 @@ def has_scattered_groups(quantization: dict[str, Any]) -> bool:
     quantization: as of `reads`.
     """
     if quantization.get("quant_method") == "gptq":
-        in_order = quantization.get("static_groups") is True or quantization.get("group_size", -1) == -1
-        return quantization.get("desc_act") is True and not in_order
+        kinds = [quantization, *(quantization | own for own in _dynamic(quantization).values())]
+        return any(kind.get("desc_act") is True and not _has_groups_in_order(kind) for kind in kinds)
     groups = quantization.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]
     return any(own.get("strategy") == "group" and own.get("actorder") in GROUPED_ACTORDERS for own in weights)
+
+
+def _has_groups_in_order(gptq: dict[str, Any]) -> bool:
+    return gptq.get("static_groups") is True or gptq.get("group_size", -1) == -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +126,8 @@ class QuantizedCheckpoint:
         if reader is not None and not (layer.has("weight") and not _is_quantized(layer)):
             return reader(layer)
         if _is_quantized(layer):
-            raise layer.fault("weight", "is quantised, but config_groups ignore it", f"Mend {KEY} in config.json")
-        return layer.tensor("weight", FLOAT_DTYPES)
+            raise layer.fault("weight", f"is quantised, but {KEY} leaves it out", f"Mend {KEY} in config.json")
+        return layer.finite("weight")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises EngineError if there is none of this name."""
@@ -130,6 +136,10 @@ class QuantizedCheckpoint:
     def tensor_names(self) -> set[str]:
         """Return the names of all stored tensors."""
         return set(self.files.file_of)
+
+    def has_own_head(self) -> bool:
+        """Return whether the files have an lm_head that is not equal to their embedding."""
+        return "lm_head" in self.names() or self.files.has_own_head()
 
 
 def _is_quantized(layer: LayerTensors) -> bool:
@@ -173,13 +183,40 @@ def _first_key(settings: dict[str, Any], *keys: str) -> str:
 
 
 def _gptq(quantization: dict[str, Any]) -> ReaderOf:
-    bits = _choice(quantization, "bits", [4, 8])
-    layout = _choice(quantization, "checkpoint_format", GPTQ_ZERO_SHIFTS, "gptq")
-    group_size = _group_size(quantization, "group_size")
-    desc_act = _choice(quantization, "desc_act", [True, False], False)
+    """Return readers by the first pattern of `dynamic` that matches the beginning of a layer's name.
+
+    A pattern after `-:` leaves layers out. Any other, with `+:` before it or not, has settings in place of the base
+    ones, which hold for layers that no pattern matches. GPTQModel, transformers, vLLM and SGLang read it so.
+    """
+    base = _gptq_reader(quantization)
+    rules: list[tuple[re.Pattern[str], LayerReader | None]] = []
+    for key, own in _dynamic(quantization).items():
+        pattern = _pattern(key.removeprefix(LEFT_OUT).removeprefix(OVERRIDDEN), "dynamic")
+        is_left_out = key.startswith(LEFT_OUT)
+        rules.append((pattern, None if is_left_out else _gptq_reader(quantization | own, f"dynamic.{key}: ")))
+    return lambda name: next((reader for pattern, reader in rules if pattern.match(name)), base)
+
+
+def _gptq_reader(settings: dict[str, Any], prefix: str = "") -> LayerReader:
+    """prefix: of keys in messages."""
+    _choice(settings, _first_key(settings, "method", "quant_method"), ["gptq"], prefix=prefix)
+    bits = _choice(settings, "bits", [4, 8], prefix=prefix)
+    layout = _choice(settings, "checkpoint_format", GPTQ_ZERO_SHIFTS, "gptq", prefix)
+    group_size = _group_size(settings, "group_size", prefix)
+    desc_act = _choice(settings, "desc_act", [True, False], False, prefix)
     zero_shift = GPTQ_ZERO_SHIFTS[layout]
-    reader = partial(read_gptq, bits=bits, group_size=group_size, zero_shift=zero_shift, desc_act=desc_act)
-    return lambda name: reader
+    return partial(read_gptq, bits=bits, group_size=group_size, zero_shift=zero_shift, desc_act=desc_act)
+
+
+def _dynamic(quantization: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return GPTQ's settings of some layers by pattern, in the file's order."""
+    dynamic = quantization.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise _fault("dynamic", f"must be a JSON object of patterns, got {dynamic!r}", "Mend config.json")
+    for key, own in dynamic.items():
+        if not isinstance(own or {}, dict):
+            raise _fault(f"dynamic.{key}", f"must be a JSON object of settings, got {own!r}", "Mend config.json")
+    return {key: own or {} for key, own in dynamic.items()}
 
 
 def _fp8(quantization: dict[str, Any]) -> ReaderOf:
@@ -231,11 +268,15 @@ def _matcher(entries: object, key: str) -> Callable[[str], bool]:
     if not (isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)):
         raise _fault(key, f"must be a list of names, got {entries!r}", "Mend config.json")
     names = {entry for entry in entries if not entry.startswith(PATTERN)}
+    patterns = [_pattern(entry.removeprefix(PATTERN), key) for entry in entries if entry.startswith(PATTERN)]
+    return lambda name: not names.isdisjoint((name, LINEAR)) or any(pattern.match(name) for pattern in patterns)
+
+
+def _pattern(text: str, key: str) -> re.Pattern[str]:
     try:
-        patterns = [re.compile(entry.removeprefix(PATTERN)) for entry in entries if entry.startswith(PATTERN)]
+        return re.compile(text)
     except re.error as error:
         raise _fault(key, f"holds an invalid pattern: {error}", "Mend config.json") from error
-    return lambda name: not names.isdisjoint((name, LINEAR)) or any(pattern.match(name) for pattern in patterns)
 
 
 def _group_reader(quantization: dict[str, Any], key: str, group: object) -> tuple[Callable[[str], bool], LayerReader]:
@@ -305,7 +346,7 @@ class GGUFCheckpoint:
         self.sources = {name: source for source, name in tensor_names(config)}
         if config["tie_word_embeddings"]:
             own = LM_HEAD in file.tensors
-            self.sources["lm_head.weight"] = LM_HEAD if own else self.sources["model.embed_tokens.weight"]
+            self.sources["lm_head.weight"] = LM_HEAD if own else self.sources[EMBEDDING]
 
     def names(self) -> list[str]:
         """Return the layers with a quantised weight, the embedding among them."""
@@ -336,6 +377,13 @@ class GGUFCheckpoint:
     def tensor_names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self.sources)
+
+    def has_own_head(self) -> bool:
+        """Return whether the file has an lm_head that is not equal to its embedding."""
+        if LM_HEAD not in self.file.tensors:
+            return False
+        head, embedding = (self.file.tensors[self._source(name)] for name in ("lm_head.weight", EMBEDDING))
+        return head.tensor_type != embedding.tensor_type or not np.array_equal(head.data, embedding.data)
 
     def _source(self, name: str) -> str:
         if name not in self.sources:

@@ -9,7 +9,7 @@ Q8_0, Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all exac
 
 On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that products are integers.
 Sums of integers have no rounding, and blocks are added in the order of the inputs. Hence a row's result is the same
-bits in any batch, on any number of threads and on any x86 processor.
+bits in any batch, on any number of threads and with AVX2 as with AVX-512.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ copy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -23,10 +24,13 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.llama_checkpoint import GGUFFile
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.gpu_linears import GpuLinear, dense_linear, gpu_linear
-from eagle_ray.models.packed_layouts import Weight
+from eagle_ray.models.packed_layouts import DOWNLOAD, EMBEDDING, FLOATS, NOT_FINITE, Weight
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import QuantizedLinear, QuantizedWeight, fits_kernel
+from eagle_ray.parallel.shard import LM_HEAD
 from eagle_ray.storage.model_files import gguf_in
+
+log = logging.getLogger("eagle_ray")
 
 
 @runtime_checkable
@@ -42,6 +46,10 @@ class Checkpoint(Protocol):
     def projection(self, name: str) -> Weight: ...
 
     def tensor(self, name: str) -> Tensor: ...
+
+    def has_own_head(self) -> bool:
+        """Return whether the lm_head is stored and is not equal to the embedding."""
+        ...
 
 
 def quantized_checkpoint(path: Path, config: PretrainedConfig) -> Checkpoint | None:
@@ -77,12 +85,14 @@ def build_model(
         model: without memory for its parameters; None makes it of the config.
     """
     model = empty_model(config, dtype) if model is None else model
+    if model.config.tie_word_embeddings and checkpoint.has_own_head():
+        _untie(model)
     quantized = set(checkpoint.names())
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name in quantized:
             weight = checkpoint.projection(name)
             check_shape(f"{name}.weight", weight.shape, (module.out_features, module.in_features))
-            bias = checkpoint.tensor(f"{name}.bias").to(device, dtype) if module.bias is not None else None
+            bias = _read(checkpoint, f"{name}.bias").to(device, dtype) if module.bias is not None else None
             model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize, runs_on or device))
     _fill(model, checkpoint, dtype, device)
     return model.eval().requires_grad_(False)
@@ -116,6 +126,22 @@ def _layer(
     return dense_linear(dense.to(device, dtype), bias)
 
 
+def _untie(model: PreTrainedModel) -> None:
+    """Give the lm_head a weight of its own, as transformers does if a checkpoint stores another one."""
+    log.warning("the lm_head that is stored is used: it is not the embedding, though config.json ties the two")
+    head = cast(nn.Linear, model.get_output_embeddings())
+    head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+    model.config.tie_word_embeddings = False
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a tensor. Raises EngineError if a number in it is not finite."""
+    value = checkpoint.tensor(name)
+    if value.dtype in FLOATS and not value.isfinite().all():
+        raise EngineError(f"tensor {name}: {NOT_FINITE}. {DOWNLOAD}")
+    return value
+
+
 def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raise EngineError naming a tensor if it has another shape than the config wants."""
     if tuple(shape) != tuple(wanted):
@@ -123,21 +149,23 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
-    """Read every parameter that has no memory yet; tied ones are the embedding's."""
+    """Read every parameter that has no memory yet; tied ones are the embedding's, under either name."""
     stored = checkpoint.tensor_names()
+    is_tied = model.config.tie_word_embeddings
     missing = []
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        if name not in stored:
+        source = LM_HEAD if is_tied and name == EMBEDDING and name not in stored else name
+        if source not in stored:
             missing.append(name)
             continue
-        value = checkpoint.tensor(name)
+        value = _read(checkpoint, source)
         check_shape(name, value.shape, parameter.shape)
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, own)
-    if model.config.tie_word_embeddings and isinstance(model.get_output_embeddings(), nn.Linear):
+    if is_tied and isinstance(model.get_output_embeddings(), nn.Linear):
         model.tie_weights()
     missing = [name for name in missing if model.get_parameter(name).is_meta]
     if checkpoint.names() and any(".experts." in name for name in missing):

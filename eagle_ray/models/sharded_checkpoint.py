@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE, fp8_weight
-from eagle_ray.models.packed_layouts import SafetensorFiles, Weight
+from eagle_ray.models.packed_layouts import EMBEDDING, SafetensorFiles, Weight
 from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import (
@@ -48,7 +48,7 @@ from eagle_ray.parallel.shard import (
 )
 from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
-EMBEDDING = "model.embed_tokens.weight"
+TIED = {EMBEDDING, LM_HEAD}
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIXTRAL_NAMES = {
     ".block_sparse_moe.": ".mlp.",
@@ -123,7 +123,8 @@ def load_shard(
     shapes = {
         name: tensor.shape for name, tensor in empty_model(config, dtype).named_parameters(remove_duplicate=False)
     }
-    checkpoint = ShardedCheckpoint(whole, shard, shapes, ranks.check, device if rounds else None)
+    is_tied = config.tie_word_embeddings
+    checkpoint = ShardedCheckpoint(whole, shard, shapes, is_tied, ranks.check, device if rounds else None)
     build_model(shape, checkpoint, dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
@@ -164,6 +165,9 @@ class PlainCheckpoint:
     def tensor(self, name: str) -> Tensor:
         return self.files.tensor(self.stored.get(name, name))
 
+    def has_own_head(self) -> bool:
+        return self.files.has_own_head()
+
     def part(self, source: str, name: str, shard: Shard, shape: Sequence[int]) -> Tensor:
         """Read one rank's part of a tensor.
 
@@ -201,6 +205,7 @@ class ShardedCheckpoint:
 
     Attributes:
         shapes: of the whole target's parameters.
+        is_tied: whether the embedding and the lm_head stand for each other if one of them is not stored.
         check: is called before each tensor, and raises if there is no use in reading it.
         rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them as they are.
     """
@@ -208,6 +213,7 @@ class ShardedCheckpoint:
     whole: Checkpoint
     shard: Shard
     shapes: Mapping[str, Sequence[int]]
+    is_tied: bool = False
     check: Callable[[], None] = lambda: None
     rounds_on: str | None = None
 
@@ -217,8 +223,12 @@ class ShardedCheckpoint:
         return [name.removesuffix(".weight") for name in self.whole.tensor_names() if name.endswith(PROJECTION)]
 
     def tensor_names(self) -> set[str]:
-        """Return the names of the tensors, that of an lm_head tied to the embedding among them."""
-        return self.whole.tensor_names() | {LM_HEAD}
+        """Return the names of the tensors, of an embedding and an lm_head that are tied both."""
+        stored = self.whole.tensor_names()
+        return stored | TIED if self.is_tied and stored & TIED else stored
+
+    def has_own_head(self) -> bool:
+        return self.whole.has_own_head()
 
     def projection(self, name: str) -> Weight:
         if self.rounds_on is not None:
@@ -235,8 +245,9 @@ class ShardedCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         self.check()
-        is_tied = name == LM_HEAD and name not in self.whole.tensor_names()
-        source = EMBEDDING if is_tied else name
+        source = name
+        if name in TIED and name not in self.whole.tensor_names():
+            [source] = TIED - {name}
         if isinstance(self.whole, PlainCheckpoint):
             tensor = self.whole.part(source, name, self.shard, self.shapes[name])
         else:

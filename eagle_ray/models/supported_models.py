@@ -231,6 +231,9 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
         model.set_attn_implementation(ATTENTION)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     _check_layers(name, examination, num_layers)
+    if own.isnan().any():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise EngineError(f"{name} computes what is no number in {dtype}. Set model.dtype to float32 or bfloat16")
     if not (own - ours).abs().max() <= CLOSE * own.abs().max():
         raise EngineError(f"{name} changes its logits after the lm_head in an unsupported way")
     return KVSpec(num_layers, *examination.shapes[0])

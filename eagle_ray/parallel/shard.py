@@ -338,6 +338,7 @@ def group_size_of(quantization: Mapping[str, Any] | None) -> int | None:
     if quantization is None:
         return None
     groups = quantization.get("config_groups") or {}
-    weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
-    sizes = [quantization.get("group_size"), quantization.get("q_group_size"), weights.get("group_size")]
-    return math.lcm(next((size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK), INPUT_BLOCK)
+    of_layers = [group.get("weights") or {} for group in groups.values()]
+    of_layers += [own or {} for own in (quantization.get("dynamic") or {}).values()]  # GPTQ's, by pattern
+    sizes = [quantization.get("q_group_size"), *(own.get("group_size") for own in (quantization, *of_layers))]
+    return math.lcm(*(size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK)

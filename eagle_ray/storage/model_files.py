@@ -34,6 +34,7 @@ from typing import Any
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.storage.cache_directory import cache_home, made_once
+from eagle_ray.storage.gguf_names import file_name, has_gguf_name
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import DISK_FULL, FileVersion, NotFound, NotSupported, ObjectChanged, StorageError
 
@@ -123,14 +124,28 @@ def eos_ids_of(directory: Path, tokenizer_eos: int | None = None) -> frozenset[i
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model's files by their names below its URL."""
+    """A model's files by their names below its URL.
+
+    Attributes:
+        is_file: whether the URL is that of the only file.
+    """
 
     url: str
     files: dict[str, tuple[StoragePath, FileVersion]]
+    is_file: bool = False
+
+    @classmethod
+    def of_file(cls, url: str) -> RemoteModel:
+        """Look at a file that is a model by itself. Raises NotFound if there is none, StorageError."""
+        file = StoragePath(url)
+        return cls(url, {file_name(url): (file, file.stat())}, is_file=True)
 
     @classmethod
     def of(cls, url: str, omitted: Sequence[str]) -> RemoteModel:
-        """List the files. omitted: patterns of names. Raises NotFound if there are none, StorageError."""
+        """List the files, those of GGUF without the ones that no target is read from.
+
+        omitted: patterns of names. Raises NotFound if there are none, StorageError, EngineError as only_gguf does.
+        """
         directory = StoragePath(url.rstrip("/"))
         files = {}
         for file, version in directory.list_versions().items():
@@ -141,6 +156,8 @@ class RemoteModel:
                 files[name] = file, version
         if not files:
             raise NotFound(f"{url}: there are no files of a model below it")
+        weights = only_gguf(files, directory.text)
+        files = {name: file for name, file in files.items() if name == weights or not has_gguf_name(name)}
         return cls(directory.text, files)
 
     @property
@@ -182,7 +199,17 @@ def fetch_model(url: str, omitted: Sequence[str], weights: Sequence[str] = ()) -
     if weights and not directory.is_dir():
         model = model.without(weights)
         directory = directory.with_name(f"{directory.name}-metadata")
-    waiting = f"waiting for another process of this machine, which downloads {url}"
+    return _made(model, directory)
+
+
+def fetch_file(url: str) -> Path:
+    """Return a local copy of a file that is a model by itself, downloading it first. Raises as fetch_model does."""
+    model = RemoteModel.of_file(url)
+    return _made(model, cache_home() / "models" / model.directory_name) / file_name(url)
+
+
+def _made(model: RemoteModel, directory: Path) -> Path:
+    waiting = f"waiting for another process of this machine, which downloads {model.url}"
     return made_once(directory, lambda temporary: _download(model, temporary), waiting)
 
 
@@ -199,7 +226,8 @@ def _download(model: RemoteModel, directory: Path) -> None:
         if error.errno in DISK_FULL:
             raise _no_room(model, directory, shutil.disk_usage(directory).free) from error
         raise
-    now = StoragePath(model.url).list_versions()
+    place = StoragePath(model.url)
+    now = {place: place.stat()} if model.is_file else place.list_versions()
     for name, (file, version) in model.files.items():
         if now.get(file) != version:
             raise ObjectChanged(f"{model.url}: {name} changed while it was downloaded. Start again.")
@@ -265,14 +293,41 @@ def _no_room(model: RemoteModel, directory: Path, free: int) -> StorageError:
     return error
 
 
+def only_gguf(names: Iterable[str], place: str) -> str | None:
+    """Return the GGUF file that holds a target's weights by the names of all its files; None if others hold them.
+
+    place: the directory, the URL or the hub repository. Raises EngineError if a GGUF file is to be named itself.
+    """
+    own = set(names)
+    files = sorted(filter(has_gguf_name, own))
+    if not files:
+        return None
+    example = f"{place.rstrip('/')}/{files[0]}"
+    if CONFIG not in own:
+        raise EngineError(
+            f"{place} has no config.json. Name the GGUF file itself, such as {example}, or put the model's config.json "
+            "and tokenizer.json into the directory"
+        )
+    if any(fnmatch(name, pattern) for name in own for pattern in WEIGHT_PATTERNS):
+        return None
+    if len(files) > 1:
+        raise EngineError(f"{place} has {len(files)} GGUF files. Name one of them, such as {example}")
+    return files[0]
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has weights in safetensors or bin files."""
+    return any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+
+
 def gguf_in(directory: Path) -> Path | None:
     """Return the GGUF file that holds a directory's weights, or None if they are in other files.
 
     Raises EngineError if there are several GGUF files and nothing else.
     """
-    if any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+    if has_weights(directory):
         return None
-    files = sorted(directory.glob("*.gguf"))
+    files = sorted(file for file in directory.glob("*") if has_gguf_name(file.name))
     if len(files) > 1:
         raise EngineError(f"{directory} has {len(files)} GGUF files. Name one of them, such as {files[0]}")
     return files[0] if files else None

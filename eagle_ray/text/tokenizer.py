@@ -23,7 +23,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
-from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
+from eagle_ray.gguf.byte_level_bpe import end_ids
+from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.storage.model_files import GENERATION_CONFIG, check_files, eos_ids_of, gguf_in, is_lfs_pointer
 from eagle_ray.text.chat_format import (
     TEMPLATE_NAMES,
     THINK_CLOSE,
@@ -116,7 +118,7 @@ class Tokenizer:
         tokenizer = _read_tokenizer(directory)
         template = _template(tokenizer, directory, chat_template)
         chat_format = ChatFormat.of(template, tool_parser, reasoning_parser)
-        eos_ids = eos_ids_of(directory, tokenizer.eos_token_id)
+        eos_ids = eos_ids_of(directory, tokenizer.eos_token_id) | _ends_of_gguf(directory)
         loaded = cls(tokenizer, template, eos_ids, max_model_len, chat_format)
         if chat_template == "auto" and TOOL_TEMPLATE in _own_templates(tokenizer):
             template = _own_template(tokenizer, directory, TOOL_TEMPLATE)
@@ -437,6 +439,13 @@ def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"the tokenizer in {directory} cannot be read from {' and '.join(names)}: {one_line(error)}. Download it "
             "again if it is damaged, or install the versions of transformers and tokenizers that it needs"
         ) from error
+
+
+def _ends_of_gguf(directory: Path) -> frozenset[int]:
+    """Return what ends an answer by a target's GGUF file, if no generation config says it. Raises EngineError."""
+    file = None if (directory / GENERATION_CONFIG).is_file() else gguf_in(directory)
+    metadata = {} if file is None else GGUFFile.open(file).metadata
+    return frozenset(end_ids(metadata)) if "tokenizer.ggml.token_type" in metadata else frozenset()
 
 
 def _byte_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

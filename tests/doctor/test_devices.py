@@ -14,6 +14,11 @@ def test_attention_says_why_it_is_explicit():
     assert soft.facts["path"] != plain.facts["path"] and "its soft-cap" in soft.says
 
 
+def test_quantised_layers_are_said_to_run_as_they_are_stored():
+    finding = attention(LlamaConfig(), "cpu", torch.float32, stored="awq, 4 bits")
+    assert "linear layers multiplied as they are stored (awq, 4 bits)" in finding.says
+
+
 def test_a_gpu_without_kernels_is_explained(monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
     monkeypatch.setattr(compute, "packs_linears", lambda *_: False)

@@ -54,7 +54,7 @@ def test_weights_are_fp16_and_run_in_bf16(converted):
 
 
 def test_the_end_of_sequence_is_the_files(converted):
-    assert eos_ids(load_causal_lm(converted, torch.float32, "cpu")) == {2}
+    assert eos_ids(load_causal_lm(converted, torch.float32, "cpu")) == {0, 2}, "<|endoftext|> and the file's EOS"
 
 
 def test_an_lm_head_of_its_own_is_kept(tmp_path):

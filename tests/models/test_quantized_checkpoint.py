@@ -18,14 +18,21 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.blocks import READERS
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, tensor_names, write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import (
+    GGUFError,
+    GGUFFile,
+    llama_config,
+    tensor_names,
+    write_checkpoint,
+    write_metadata,
+)
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.families import FAMILIES
-from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
+from tests.support.gguf import F32, Q8_0, toy_metadata, toy_tensors, write_gguf
 from tests.support.quantised_files import (
     PackedLayer,
     awq_layer,
@@ -200,7 +207,7 @@ def test_ignore_lists_and_targets_are_read(tmp_path, entry):
     targeted = opened(tmp_path, layer, packed(targets=[entry])).projection(LAYER)
     assert torch.equal(targeted.dequantize(), layer.weight)
     for quantization in (packed(targets=["re:.*mlp.*"]), packed(ignore=[entry])):
-        with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but config_groups"):
+        with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but quantization_config leaves it out"):
             opened(tmp_path, layer, quantization).projection(LAYER)
 
 
@@ -364,6 +371,71 @@ def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method, is_tied
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+BASE = {"bits": 4, "group_size": 32}
+LEFT_OUT = None
+DYNAMIC: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # the key, and the settings of layers by parts of their names
+    "bits": ({"+:.*down_proj": {"bits": 8}}, {"down_proj": BASE | {"bits": 8}}),
+    "group_size": ({r".*\.o_proj": {"group_size": 64}}, {"o_proj": BASE | {"group_size": 64}}),
+    "both of a layer": ({r"+:.*\.0\..*": {"bits": 8, "group_size": -1}}, {".0.": {"bits": 8, "group_size": -1}}),
+    "left out": ({r"-:.*\.q_proj": {}}, {"q_proj": LEFT_OUT}),
+    "left out, then set": ({"-:.*q_proj": {}, "+:.*_proj": {"bits": 8}}, {"q_proj": LEFT_OUT, "": BASE | {"bits": 8}}),
+    "set, then left out": ({r".*self_attn": {"bits": 8}, "-:.*q_proj": {}}, {"self_attn": BASE | {"bits": 8}}),
+    "in the middle of a name": ({"down_proj": {"bits": 8}}, {}),
+    "only whole settings": ({"model.layers.1": {"desc_act": False}, ".*": {"bits": 8}}, {".0.": BASE | {"bits": 8}}),
+}
+
+
+def write_dynamic(directory: Path, dynamic: object, settings: dict[str, Any]) -> torch.nn.Module:
+    """Write a GPTQ checkpoint whose layers have the first settings of which the key is in their names, else BASE."""
+    model = llama(hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=2)
+    state = model.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if "_proj" not in name}
+    for name in sorted(state.keys() - tensors.keys()):
+        own = next((own for part, own in settings.items() if part in name), BASE)
+        if own is LEFT_OUT:
+            tensors[name] = state[name]
+            continue
+        outputs, inputs = state[name].shape
+        size = own["group_size"] if own["group_size"] > 0 and inputs % own["group_size"] == 0 else inputs
+        layer = gptq_layer(own["bits"], outputs, [i // size for i in range(inputs)], 1)
+        state[name] = layer.weight
+        tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    model.load_state_dict(state)
+    model.config.save_pretrained(directory)
+    quantization = {**GPTQ, **BASE, "desc_act": False, "dynamic": dynamic}
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize("kind", DYNAMIC)
+def test_gptq_layers_have_the_settings_of_the_first_pattern(tmp_path, kind):
+    model = write_dynamic(tmp_path, *DYNAMIC[kind])
+    loaded = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "says"),
+    [
+        ({"+:.*down_proj": {"bits": 3}}, r"dynamic\.\+:\.\*down_proj: bits: is 3, which is not read"),
+        ({".*down_proj": {"method": "awq"}}, r"dynamic\.\.\*down_proj: method: is 'awq', which is not read"),
+        ({"-:(": {}}, r"dynamic: holds an invalid pattern"),
+        ([".*"], r"dynamic: must be a JSON object of patterns"),
+        ({".*": 8}, r"dynamic\.\.\*: must be a JSON object of settings, got 8"),
+        ({"-:.*q_proj": {}}, r"q_proj\.weight: is quantised, but quantization_config leaves it out"),
+    ],
+)
+def test_gptq_settings_that_are_not_read_are_named(tmp_path, dynamic, says):
+    write_dynamic(tmp_path, dynamic, {})
+    with pytest.raises(EngineError, match=says):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize(("family", "says"), [("mixtral", "quantised experts are"), ("gemma2", "of this family is")])
 def test_families_whose_quantised_layers_are_not_read_are_named(tmp_path, family, says):
     config = FAMILIES[family]
@@ -375,6 +447,85 @@ def test_families_whose_quantised_layers_are_not_read_are_named(tmp_path, family
     tensors |= {f"model.layers.0.mlp.experts.0.w1.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=f"{says} not read here"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("stored", ["both", "lm_head"])
+@pytest.mark.parametrize("method", MODELS)
+def test_a_stored_lm_head_counts_under_a_tied_config(tmp_path, method, stored, caplog):
+    """Names of a tied pair stand for each other, and if both are stored and differ, neither is ignored."""
+    write_model(tmp_path, method, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"] = embedding.flip(0) if stored == "both" else embedding
+    if stored == "both":
+        tensors["model.embed_tokens.weight"] = embedding
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load_causal_lm(tmp_path, torch.float32, "cpu")
+    assert torch.equal(loaded.get_output_embeddings().weight, tensors["lm_head.weight"])
+    assert torch.equal(loaded.get_input_embeddings().weight, embedding)
+    assert ("the lm_head that is stored is used" in caplog.text) == (stored == "both")
+
+
+def test_equal_copies_of_a_tied_embedding_are_kept_once(tmp_path, caplog):
+    write_model(tmp_path, "awq", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load_causal_lm(tmp_path, torch.float32, "cpu")
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight and not caplog.records
+
+
+@pytest.mark.parametrize("kind", [F32, Q8_0])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_gguf_lm_head_counts_under_a_tied_config(tmp_path, kind, dequantize):
+    metadata = toy_metadata()
+    tensors = toy_tensors(metadata)
+    tensors["output.weight"] = (kind, tensors["token_embd.weight"][1][::-1].copy())
+    write_gguf(tmp_path / "toy.gguf", metadata, tensors)
+    file = GGUFFile.open(tmp_path / "toy.gguf")
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(file) | {"tie_word_embeddings": True}))
+    head = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize).get_output_embeddings()
+    weight = head.quantized_weight().dequantize() if isinstance(head, QuantizedLinear) else head.weight
+    assert torch.equal(weight, torch.from_numpy(file.tensor("output.weight")))
+
+
+BROKEN_TENSORS = {
+    "fp8": "model.layers.0.mlp.up_proj.weight",
+    "awq": "model.layers.0.mlp.up_proj.scales",
+    "gptq": "model.norm.weight",
+    "compressed-tensors": "lm_head.weight",
+}
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_a_tensor_with_what_is_no_number_is_named(tmp_path, method):
+    write_model(tmp_path, method)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = BROKEN_TENSORS[method]
+    tensors[name].flatten()[-1:].copy_(torch.tensor([torch.nan]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=rf"tensor {name}: holds a number that is not finite\. Download"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.attn_norm.weight", "blk.0.attn_output.weight"])
+def test_a_gguf_tensor_with_what_is_no_number_is_named(tmp_path, name):
+    metadata = toy_metadata()
+    tensors = toy_tensors(metadata)
+    tensors[name] = (F32, tensors[name][1])
+    tensors[name][1].flat[-1] = np.nan
+    write_gguf(tmp_path / "toy.gguf", metadata, tensors)
+    write_metadata(GGUFFile.open(tmp_path / "toy.gguf"), tmp_path)
+    with pytest.raises(EngineError, match="holds a number that is not finite"):
+        load_causal_lm(tmp_path, torch.float32, "cpu")
+
+
+def test_plain_weights_with_what_is_no_number_are_named(tmp_path):
+    model = llama(num_hidden_layers=1)
+    model.model.embed_tokens.weight.data[50, 3] = torch.inf  # of a token that no trial pass has
+    model.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"tensor model\.embed_tokens\.weight: holds a number that is not finite"):
         load_causal_lm(tmp_path, torch.float32, "cpu")
 
 

@@ -128,6 +128,29 @@ def test_ranks_compute_what_one_process_computes(checkpoint, tmp_path, name, siz
         assert torch.equal(logits, parts[0][0]), "all ranks have the same bits"
 
 
+@pytest.mark.parametrize("stored", ["both", "lm_head"])
+def test_a_stored_lm_head_counts_under_a_tied_config_on_ranks(checkpoint, tmp_path, stored):
+    path = checkpoint("llama, tied")
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous() if stored == "both" else embedding.clone()
+    if stored == "lm_head":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    whole, some, _ = prefill_logits(path)
+    for logits, some_logits, _ in on_ranks(2, tmp_path, lambda ranks: prefill_logits(path, ranks)):
+        assert error(logits, whole) < 1e-5 and error(some_logits, some) < 1e-5
+
+
+def test_an_embedding_stands_for_no_lm_head_of_its_own(checkpoint, tmp_path):
+    path = checkpoint("llama")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"not whole: missing lm_head\.weight"):
+        on_ranks(2, tmp_path, lambda ranks: prefill_logits(path, ranks))
+
+
 @pytest.mark.parametrize("dequantize, most", [(True, 1e-5), (False, 1e-2)])
 def test_quantised_projections_are_shared(tmp_path, dequantize, most):
     """With their own kernels inputs are rounded to 8 bits, so that a last bit of a sum may become a step of those."""

@@ -494,6 +494,9 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _send(self, name: str, path: str) -> None:
         file = self.repos[name] / path
+        if not file.is_file():
+            self._answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
+            return
         if self.command == "GET":
             self.asked.append(f"{name}/{path}")
         self._answer(file.read_bytes(), 200, {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT})

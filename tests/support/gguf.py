@@ -88,6 +88,20 @@ def toy_tensors(metadata: dict[str, Any], seed: int = 0) -> dict[str, tuple[int,
     return tensors | {"output_norm.weight": weight(F32, hidden)}
 
 
+def scripted_tensors(metadata: dict[str, Any], script: list[int]) -> dict[str, tuple[int, np.ndarray]]:
+    """Return tensors of a model that writes the rest of a script of token ids after its first one.
+
+    Each id occurs once. The model needs as many hidden numbers as tokens; its layers add nothing.
+    """
+    hidden, num_tokens = metadata["llama.embedding_length"], len(metadata["tokenizer.ggml.tokens"])
+    head = np.zeros((num_tokens, hidden), np.float32)
+    head[script[1:], script[:-1]] = 1.0
+    shapes = {name: values.shape for name, (_, values) in toy_tensors(metadata).items()}
+    tensors = {name: (F32, np.full(shape, float("norm" in name), np.float32)) for name, shape in shapes.items()}
+    embedding = np.eye(num_tokens, hidden, dtype=np.float32)
+    return tensors | {"token_embd.weight": (F32, embedding), "output.weight": (F32, head)}
+
+
 def byte_letters() -> list[str]:
     """Return the letter that byte-level BPE writes for each byte: itself if printable, else one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}

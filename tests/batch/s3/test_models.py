@@ -19,6 +19,7 @@ from eagle_ray.storage import model_files
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import ObjectChanged, StorageError
+from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
 from tests.support.jobs import PAIR, token_rows
 from tests.support.workers import answers, outputs
 
@@ -98,9 +99,36 @@ def test_a_job_takes_models_from_a_bucket(url, make_job):
     assert outputs(answers(config)) == outputs(answers(local))
 
 
+def test_a_gguf_file_in_a_bucket_is_a_target(bucket, tmp_path, opened, make_job):
+    local = tmp_path / "toy.gguf"
+    write_gguf(local, toy_metadata(), toy_tensors(toy_metadata()))
+    made = download(str(local), "target")
+    (bucket / "one/toy.GGUF").write_atomic(local.read_bytes())
+    for name in ("config.json", "tokenizer.json", "toy.gguf"):
+        content = local if name.endswith("gguf") else made / name
+        (bucket / f"own/{name}").write_atomic(content.read_bytes())
+    with pytest.raises(
+        ConfigError, match=rf"{bucket}/one has no config\.json\. Name .* such as {bucket}/one/toy\.GGUF"
+    ):
+        download(f"{bucket}/one", "target")
+    assert "toy.gguf" not in contents(download_metadata(f"{bucket}/own", "target")) and "toy.gguf" not in opened
+    for url in (f"{bucket}/one/toy.GGUF", f"{bucket}/own"):
+        assert contents(download(url, "target"))
+        config = make_job(token_rows(1), **{"model.target": url, "speculative.method": "none"})
+        assert [row["status"] for row in answers(config)] == ["ok"]
+    (bucket / "own/other.gguf").write_atomic(b"another")
+    with pytest.raises(
+        ConfigError, match=rf"{bucket}/own has 2 GGUF files\. Name one of them, such as {bucket}/own/other"
+    ):
+        download(f"{bucket}/own", "target")
+    (bucket / "own/model.safetensors").write_atomic(b"its weights")
+    assert not [name for name in contents(download(f"{bucket}/own", "target")) if name.endswith(".gguf")]
+
+
 def test_what_cannot_be_read_is_named(bucket, make_job, monkeypatch):
     wrong = {
         f"{bucket}/nothing": "there are no files of a model below it",
+        f"{bucket}/nothing/m.gguf": "there is no such object",
         "s3://no-such-bucket-here/x": "there is no such bucket",
         "elsewhere://host/x": "elsewhere",
     }
