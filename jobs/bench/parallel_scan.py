@@ -24,7 +24,7 @@ from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import load_config
 from jobs.bench.starts import make_input, settings
-from jobs.chaos import MODEST, cluster
+from tests.system.chaos import MODEST, cluster
 
 IN_DRIVER, IN_TASKS = "in the driver", "in Ray tasks"
 MB = 1e6

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "serve_demo.yaml"
 TITLES = {"replica": "ServeReplica:eagle-ray:engine", "proxy": "ProxyActor", "controller": "ServeController"}
 TITLES |= {"board": "ServeReplica:eagle-ray:board", "gcs": "gcs_server", "raylet": "raylet/raylet"}

@@ -1,4 +1,4 @@
-"""A day of an endpoint's life in ten minutes: python -m jobs.soak
+"""A day of an endpoint's life in ten minutes: python -m tests.system.soak
 
 One server (`eagle-ray serve`, the embedded pair, configs/serve_demo.yaml) and clients that come back at once, each time
 as one of VISITS, by chance: they read streams to the end or slowly, leave in the middle, ask for several answers, for
@@ -39,7 +39,7 @@ import psutil
 
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.serve.access import ENV_NAME
-from jobs.local_server import ROOT, Served
+from jobs.bench.local_server import ROOT, Served
 from jobs.tiny_pair.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"

@@ -6,8 +6,8 @@ nodes are killed with SIGKILL; lines are appended and files added, also while th
 is started again with the same command. At last `eagle-ray finish` is killed, and run to its end. A run of its own over
 the whole input, without shards and without kills, says what every row should be. Exit code 1 where a check fails.
 
-    python -m jobs.chaos_at_scale                              # 100,000 rows, 100 kills: half an hour on two cores
-    python -m jobs.chaos_at_scale --rows 3000 --kills 6
+    python -m tests.system.chaos_at_scale                 # 100,000 rows, 100 kills: half an hour on two cores
+    python -m tests.system.chaos_at_scale --rows 3000 --kills 6
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyarrow import fs
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.runs.job_errors import DONE, INTERRUPTED, MISMATCH, TRANSIENT
 from eagle_ray.runs.layout import JobShard
-from jobs.chaos import (
+from tests.system.chaos import (
     MODEST,
     NAME,
     NODES,

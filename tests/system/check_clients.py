@@ -1,8 +1,8 @@
 """Clients that people use, unmodified, against a real `eagle-ray serve`: one line each with what was checked.
 
     make clients                                    # makes an environment for them first: 2.5 GB in .venv-clients
-    python -m jobs.check_clients --python .venv-clients/bin/python --only openai,curl
-    python -m jobs.check_clients --python .venv-clients/bin/python --only lm-eval --target embedded:smollm2
+    python -m tests.system.check_clients --python .venv-clients/bin/python --only openai,curl
+    python -m tests.system.check_clients --python .venv-clients/bin/python --only lm-eval --target embedded:smollm2
 
 Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis, last, sends malformed
 requests by the hundred from the served OpenAPI document. The embedded targets were trained without tools, so the server
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from eagle_ray.assembly.hub import download
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "clients"
 TEMPLATES = {f"embedded:{name}": PROGRAMS / "templates" / f"{name}.jinja" for name in ("tiny", "smollm2")}
 READY_WITHIN_S = 300.0

@@ -5,7 +5,7 @@ Drivers, engines, write tasks and whole nodes are killed with SIGKILL, seeded; t
 done. A watcher opens every file as it appears. Exit code 1 where a check fails.
 
     make chaos                                        # five minutes on two cores
-    python -m jobs.chaos --seconds 120 --seed 7
+    python -m tests.system.chaos --seconds 120 --seed 7
 """
 
 from __future__ import annotations

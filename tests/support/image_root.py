@@ -1,6 +1,6 @@
 """Make the stages of infra/Dockerfile as root directories, on a machine that has no docker engine.
 
-    python -m jobs.image_root DIRECTORY       # as root; minutes and ten gigabytes, most of them torch's CUDA libraries
+    python -m tests.support.image_root DIRECTORY   # as root; minutes and ten gigabytes, most of them CUDA libraries
     chroot DIRECTORY/final python -c 'import triton'
 
 Every RUN of the file is run in its stage's directory, every COPY copied. The base image is imitated: Debian by
@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
 # What the libraries of CPython's standard modules are in, which the base image has.
 BASE_PACKAGES = "ca-certificates netbase tzdata libssl3 libffi8 libsqlite3-0 libbz2-1.0 liblzma5 zlib1g libuuid1"
