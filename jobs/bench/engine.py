@@ -50,9 +50,9 @@ from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.report.intervals import Counted, pooled_ratio
 from eagle_ray.text.tokenizer import Tokenizer
+from jobs.bench.prompts import shuffled_prompts
 from jobs.bench.widening import BENCH, widen_pair
 from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from jobs.tiny_pair.prompts import shuffled_prompts
 
 
 @torch.no_grad()

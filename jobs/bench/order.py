@@ -35,7 +35,7 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.prompts import prompt_rows
 
 SLOTS = 16
 PROMPT_TOKEN_COST = 1 / 128  # of a step

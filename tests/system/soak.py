@@ -40,7 +40,7 @@ import psutil
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.serve.access import ENV_NAME
 from jobs.bench.local_server import ROOT, Served
-from jobs.tiny_pair.prompts import read_prompts
+from jobs.bench.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

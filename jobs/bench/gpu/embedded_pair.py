@@ -12,7 +12,7 @@ import eagle_ray
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.prompts import prompt_rows
 
 ASSETS = Path(eagle_ray.__file__).parent / "assets" / "tiny"
 PER_CATEGORY = 32  # prompts

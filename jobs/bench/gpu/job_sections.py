@@ -57,8 +57,8 @@ from jobs.bench.gpu.models import NOISE
 from jobs.bench.gpu.plain_rig import random_model, random_weights
 from jobs.bench.gpu.settings import SHAPES
 from jobs.bench.gpu.steady_job import SteadyJob, aged_requests, cut_prompts, requests
+from jobs.bench.prompts import prompt_rows
 from jobs.bench.widening import widen_pair
-from jobs.tiny_pair.prompts import prompt_rows
 
 SMOLLM2_HEAD = "embedded:smollm2/eagle2"
 METHODS = ("none", "suffix", "eagle2", "eagle2+suffix", "auto")

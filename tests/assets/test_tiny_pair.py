@@ -1,5 +1,6 @@
 """The embedded pair as it is shipped: small, complete, held-out prompts, and answers that make sense."""
 
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -10,14 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_ray
 from eagle_ray.methods.eagle.checkpoint import load_head
-from jobs.tiny_pair.corpus import CATEGORIES, is_held_out
-from jobs.tiny_pair.corpus.grammar import Turn
-from jobs.tiny_pair.prompts import read_prompts
-from jobs.tiny_pair.tiny_tokenizer import encode_prompt
+from jobs.bench.prompts import HELD_OUT, read_prompts
 
 ASSETS = Path(eagle_ray.__file__).parent / "assets"
 TARGET, DRAFT = ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft"
 PROMPTS = read_prompts(ASSETS / "prompts.jsonl")
+CATEGORIES = ["chat", "code", "math", "instruction", "summarization", "qa"]
+BOS, USER, ASSISTANT, END = range(1, 5)  # token ids; 0 pads
 MEGABYTE = 1_000_000
 
 
@@ -57,15 +57,26 @@ def test_the_head_fits_the_target(target):
 
 def test_there_are_as_many_prompts_for_each_category():
     counts = Counter(row["category"] for row in PROMPTS)
-    assert list(counts) == list(CATEGORIES)
+    assert list(counts) == CATEGORIES
     assert len(set(counts.values())) == 1
     assert 24 <= len(PROMPTS) <= 60
     assert len({row["id"] for row in PROMPTS}) == len(PROMPTS)
 
 
+def is_held_out(row) -> bool:
+    """Training left out each conversation whose first message has such a checksum."""
+    return zlib.crc32(row["messages"][0]["content"].encode()) % 50 == 0
+
+
+def test_prompts_of_benchmarks_are_held_out():
+    rows = read_prompts(HELD_OUT)
+    assert all(map(is_held_out, rows))
+    assert Counter(row["category"] for row in rows) == dict.fromkeys(CATEGORIES, 48)
+
+
 @pytest.mark.parametrize("row", PROMPTS, ids=lambda row: row["id"])
 def test_a_prompt_is_held_out_and_survives_the_tokenizer(row, tokenizer):
-    assert is_held_out(row["messages"][0]["content"])
+    assert is_held_out(row)
     for message in row["messages"]:
         assert tokenizer.decode(tokenizer.encode(message["content"])) == message["content"]
 
@@ -73,8 +84,11 @@ def test_a_prompt_is_held_out_and_survives_the_tokenizer(row, tokenizer):
 @pytest.mark.parametrize("row", PROMPTS[::7], ids=lambda row: row["id"])
 def test_the_chat_template_says_what_the_trainer_said(row, tokenizer):
     asked = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
-    turns = [Turn(message["role"], message["content"]) for message in row["messages"]]
-    assert asked == encode_prompt(tokenizer.backend_tokenizer, turns)
+    trained = [BOS]
+    for message in row["messages"]:
+        role = ASSISTANT if message["role"] == "assistant" else USER
+        trained += [role, *tokenizer.encode(message["content"], add_special_tokens=False), END]
+    assert asked == [*trained, ASSISTANT]
 
 
 @pytest.mark.parametrize(
