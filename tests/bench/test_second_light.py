@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs.bench.gpu.findings import Findings
-from jobs.bench.gpu.kernel_sections import FINDINGS
 from jobs.bench.gpu.second_light import LIMIT_S
+from jobs.bench.gpu.sections.kernels import FINDINGS
 from jobs.bench.gpu.steady_job import cut_prompts
 
 ROOT = Path(__file__).parents[2]

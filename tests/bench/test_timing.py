@@ -6,14 +6,17 @@ from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.tree_bounds import NO_TREE
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.evaluation.method_comparison import compare, first_difference
-from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
+from eagle_ray.evaluation.timing import ForwardTimer, RecordingPlanner, SteadyQueue, run_requests
+from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
+from jobs.bench.simulated_costs import flat
 from tests.support.toy_models import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]
+TREE_BOUNDS = TreeBounds(8, 3, 4)
 TREE = SpeculativeConfig(method="eagle2", max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
@@ -105,3 +108,17 @@ def test_difference_from_a_sure_plain_token_is_no_near_tie():
     identity = compare(model, PROMPTS, other, outputs(job))
     assert (identity.num_compared, identity.num_equal, identity.num_near_ties) == (2, 0, 0)
     assert first_difference([1, 2], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1
+
+
+def test_recorder_predicts_steps_and_corrects_only_its_own_costs():
+    _, (_, drafting), _ = engines()
+    costs = flat()
+    recorders = [
+        RecordingPlanner(UniformPlanner(NO_TREE), flat()),
+        RecordingPlanner(BudgetPlanner(TREE_BOUNDS, costs), costs),
+    ]
+    for recorder in recorders:
+        drafting.planner = recorder
+        run_requests(drafting, list(itertools.islice(requests(), 3)))
+        assert recorder.predicted_s > 0 and recorder.predicted_plain_s > 0 and min(recorder.parts[1:]) > 0
+        assert recorder.step_costs != flat()

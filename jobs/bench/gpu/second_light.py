@@ -8,8 +8,8 @@
     DIR/second_light.md            the same as tables
     DIR/triton-cache.tar.gz        compiled kernels; a later call reuses them by --triton-cache
 
-What each section measures stands in `job_sections` and `kernel_sections`. The most important ones come first. Each runs
-in a process of its own, and one that fails is run again with EAGLE_RAY_KERNELS=portable. What does not fit into
+What each section measures stands in `sections/engines.py` and `sections/kernels.py`, the most important first. Each
+runs in a process of its own, and one that fails is run again with EAGLE_RAY_KERNELS=portable. What does not fit into
 --minutes is recorded as skipped. A machine that is lent has torch, triton and transformers, but neither Ray nor
 pydantic: sections of jobs' engines need pydantic's wheels on PYTHONPATH (pydantic, pydantic_core, annotated_types,
 typing_inspection), and --write-model gguf's. SmolLM2's GGUF file is larger than one transfer: `jobs.bench.gpu.parts`
@@ -26,8 +26,8 @@ import torch
 
 from jobs.bench.gpu.findings import ROOT, Findings, environment
 from jobs.bench.gpu.isolated_runs import IsolatedRun, TimeBudget, run_all
-from jobs.bench.gpu.kernel_sections import FINDINGS
-from jobs.bench.gpu.kernel_sections import SECTIONS as KERNEL_SECTIONS
+from jobs.bench.gpu.sections.kernels import FINDINGS
+from jobs.bench.gpu.sections.kernels import SECTIONS as KERNEL_SECTIONS
 from jobs.bench.gpu.triton_cache import triton_cache
 
 MINUTES = 4.0  # of a call, without imports and the packing of Triton's cache
@@ -74,7 +74,7 @@ def main() -> None:
 def section_run(name: str, args: argparse.Namespace) -> IsolatedRun:
     """Return a section as a run of its own, which appends to the findings."""
     of_kernels = name in KERNEL_SECTIONS
-    module = "kernel_sections" if of_kernels else "job_sections"
+    module = "sections.kernels" if of_kernels else "sections.engines"
     words = ["--out", str(args.out), *(["--smoke"] if args.smoke else [])]
     words += ["--model", str(args.model)] if args.model and not of_kernels else []
     words += ["--prompts", str(args.prompts)] if args.prompts and not of_kernels else []

@@ -1,6 +1,6 @@
 """Sections of the second script for a lent GPU that time parts of a pass, each in a process of its own.
 
-    python3 -m jobs.bench.gpu.kernel_sections NAME --out DIR [--smoke]
+    python3 -m jobs.bench.gpu.sections.kernels NAME --out DIR [--smoke]
 
     attention     tree attention of an 8B's layer: rows of a tree, context and batch, long contexts among short ones,
                   plain rows by torch's `varlen_attn`, and whether repeats and other batches give the same bits
@@ -36,7 +36,9 @@ from jobs.bench.gpu.device import GIB, peak_gib, release, seconds_of, synchroniz
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.isolated_runs import measurement_parser
 from jobs.bench.gpu.kernel_counts import count_kernels
-from jobs.bench.gpu.plain_rig import (
+from jobs.bench.gpu.random_models import (
+    SHAPES,
+    TINY,
     abort_all,
     add_sequences,
     plain_engine,
@@ -45,7 +47,6 @@ from jobs.bench.gpu.plain_rig import (
     seconds_per_step,
     step_until,
 )
-from jobs.bench.gpu.settings import SHAPES, TINY
 from jobs.bench.widening import seeded
 
 FINDINGS = "second_light"

@@ -1,25 +1,20 @@
-"""A model of random weights on the device, made there, and an engine that decodes it plainly.
+"""Models of random weights, made on the device, and an engine that decodes one plainly.
 
 model = random_model(LLAMA_8B, torch.bfloat16, device)
-engine = plain_engine(model, slots=64, graphs=MeasuredGraphRunner(...))
-seconds = decode(engine, batch=64)          # of one step
+engine = plain_engine(TargetModel(model, 64, 2048), graphs=None)
+sequences = add_sequences(engine, batch=64, max_tokens=200)
+step_until(engine, sequences, 8)
+seconds_per_step(engine, sequences, 40)
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Hashable
-from collections.abc import Sequence as Items
-from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
@@ -29,11 +24,11 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
-from jobs.bench.gpu.device import free_bytes, synchronize
-from jobs.bench.gpu.findings import Findings
-from jobs.bench.widening import seeded, typed
+from jobs.bench.gpu.device import synchronize
+from jobs.bench.widening import LLAMA_8B, seeded, typed
 
-MIB = 2**20
+TINY = ModelShape(320, 10, 8, 2, 64, 512, 1600)
+SHAPES = {"8b": LLAMA_8B, "tiny": TINY}
 PROMPT_TOKENS, MAX_MODEL_LEN = 64, 2048
 MAX_POSITION = 1 << 17
 
@@ -52,63 +47,6 @@ def random_weights(
     with seeded(0, device), typed(dtype), torch.device(device), torch.no_grad():
         model = kind._from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
-
-
-def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:
-    return replace(shape, num_layers=num_layers)
-
-
-class LastWarning(logging.Handler):
-    """Keeps the text of the last warning: the reason of a capture that failed."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
-
-
-class MeasuredGraphRunner(CudaGraphRunner):
-    """A runner that records the seconds and the device memory of each capture as a finding.
-
-    The memory is what mem_get_info lost, so CUDA's own share of a graph is counted too.
-    """
-
-    def __init__(self, target: TargetModel, findings: Findings, batch: int):
-        super().__init__(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
-        self._target_device = target.device
-        self._findings = findings
-        self._batch = batch
-        self._keys: set[Hashable] = set()
-        self._last_warning = LastWarning()
-        logging.getLogger("eagle_ray").addHandler(self._last_warning)
-
-    def run(self, key: tuple[Hashable, ...], function: Any, inputs: Items[PaddedInput]) -> Any:
-        if key in self._keys:  # a replay is timed, so nothing is measured in it
-            return super().run(key, function, inputs)
-        self._keys.add(key)
-        num_before, num_failures = self.num_captured, len(self.failures)
-        free_before, seconds_before, bytes_before = free_bytes(self._target_device), self.seconds, self.bytes
-        result = super().run(key, function, inputs)
-        if self.num_captured > num_before:
-            self._record(key, self.seconds - seconds_before, self.bytes - bytes_before, free_before)
-        elif len(self.failures) > num_failures:
-            self._findings.add("failed graph capture", batch=self._batch, key=str(key), reason=self._last_warning.text)
-        return result
-
-    def _record(self, key: tuple[Hashable, ...], seconds: float, reserved: int, free_before: int | None) -> None:
-        synchronize(self._target_device)
-        free = free_bytes(self._target_device)
-        lost = "none on a CPU" if free is None or free_before is None else (free_before - free) / MIB
-        self._findings.add(
-            "graph capture",
-            batch=self._batch,
-            key=str(key),
-            seconds=seconds,
-            reserved_mib=reserved / MIB,
-            mem_get_info_mib=lost,
-        )
 
 
 def plain_engine(

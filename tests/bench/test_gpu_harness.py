@@ -1,4 +1,4 @@
-"""The three calls for a lent GPU: what crashes is recorded and repeated, and the rest still runs."""
+"""The calls for a lent GPU: what crashes is recorded and repeated, and the rest still runs."""
 
 import json
 import os
@@ -9,20 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import TargetModel
-from jobs.bench.gpu import first_light
-from jobs.bench.gpu.check_list import check_runs, pytest_detail, sanitizer_detail
-from jobs.bench.gpu.device_checks import run_check
 from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
-from jobs.bench.gpu.plain_rig import MeasuredGraphRunner
+from jobs.bench.gpu.sections.checks import check_runs, pytest_detail, sanitizer_detail
 from jobs.bench.gpu.triton_cache import triton_cache
 from tests.support.processes import is_running
-from tests.support.toy_models import llama
 
 ROOT = Path(__file__).parents[2]
-FIRST_LIGHT = [sys.executable, "-m", "jobs.bench.gpu.first_light"]
 ABORT_UNLESS_PORTABLE = """
 import os
 if os.environ.get("EAGLE_RAY_KERNELS") != "portable":
@@ -125,20 +118,11 @@ def test_compiled_kernels_are_found_again_in_another_directory(tmp_path, monkeyp
         assert (directory / "KEY" / "k.cubin").read_bytes() == b"code"
 
 
-def test_a_device_check_is_run_by_name_and_fails_if_it_raises():
-    def load(dtype):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    check = run_check("graphs", load, [], torch.bfloat16)
-    assert (check.name, check.ok) == ("graphs bfloat16", False) and "out of memory" in check.detail
-
-
 def test_a_missing_sanitizer_is_recorded(findings, monkeypatch):
     monkeypatch.setenv("PATH", "")
     names = [run.name for run in check_runs(torch.device("cuda"), False, findings)]
     assert results(findings) == [("compute-sanitizer", "default", "not there")]
     assert {path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")} <= {n.split("/")[-1] for n in names}
-    assert {"lossless float32", "kernels bfloat16", "graphs bfloat16", "edges float32"} <= set(names)
 
 
 def test_details_are_taken_from_the_output():
@@ -147,37 +131,6 @@ def test_details_are_taken_from_the_output():
     memcheck = "========= Invalid __global__ read of size 4\n========= ERROR SUMMARY: 1 error\n1 passed in 1.00s\n"
     expected = "Invalid __global__ read of size 4 / ERROR SUMMARY: 1 error / 1 passed in 1.00s"
     assert sanitizer_detail(memcheck) == expected
-
-
-def test_benchmark_without_drafts_is_repeated_portably(findings, tmp_path, monkeypatch):
-    """The first run loses the device after plain decoding; its file is kept under another name."""
-    ways = {"default": ["plain"], "portable": ["plain", "ours"]}
-
-    def record_run(run, findings, budget, path):
-        cells = [{"way": way, "over_plain": {"mean": 2.0, "low": 1.0, "high": 3.0}} for way in ways[path]]
-        (tmp_path / "results.json").write_text(json.dumps({"cells": cells, "failed": [f"a fault, {path}"]}))
-
-    monkeypatch.setattr(first_light, "record_run", record_run)
-    monkeypatch.setattr(sys, "argv", ["first_light", "benchmark", "--smoke", "--out", str(tmp_path)])
-    args = first_light.parse_arguments()
-    first_light.run_benchmark(args, torch.device("cpu"), findings, TimeBudget(60))
-    found = [(record["path"], record.get("way", record.get("what"))) for record in findings.records()]
-    assert found == [
-        ("default", "plain"),
-        ("default", "a fault, default"),
-        ("portable", "plain"),
-        ("portable", "ours"),
-        ("portable", "a fault, portable"),
-    ]
-    assert json.loads((tmp_path / "results-default.json").read_text())["failed"] == ["a fault, default"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
-    command = [*FIRST_LIGHT, "checks", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "torch sees no CUDA device. Use --smoke" in done.stderr
 
 
 @pytest.fixture
@@ -192,9 +145,8 @@ def bare_environment(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["jobs.bench.gpu.first_light", "--help"],
-        pytest.param(["jobs.bench.gpu.device_checks", "--help"], marks=pytest.mark.slow),
-        pytest.param(["jobs.bench.gpu.decode_findings", "--help"], marks=pytest.mark.slow),
+        ["jobs.bench.gpu.second_light", "--help"],
+        ["jobs.bench.gpu.third_light", "run", "--help"],
         ["pytest", "--confcutdir=tests/kernels", "tests/kernels", "--collect-only", "-p", "no:cacheprovider"],
     ],
 )
@@ -202,43 +154,3 @@ def test_scripts_need_only_torch_triton_and_transformers(words, bare_environment
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["checks", "decode", "benchmark"])
-def test_a_dry_run(call, tmp_path, bare_environment):
-    command = [*FIRST_LIGHT, call, "--smoke", "--out", str(tmp_path / "out"), "--commit", "abc"]
-    environment = {**bare_environment, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-2000:]
-    header, *found, end = Findings(tmp_path / "out", call).records()
-    assert header["kind"] == "header" and header["smoke"] and header["commit"] == "abc" and end["kind"] == "end"
-    runs = [(record["name"], record["path"], record["result"]) for record in found if record["kind"] == "run"]
-    assert {result for *_, result in runs} <= {"ok", "not there"} and {path for _, path, _ in runs} == {"default"}
-    kinds = {record["kind"] for record in found}
-    assert EXPECTED[call] <= kinds
-    assert (tmp_path / "out" / f"{call}.md").read_text().startswith(f"## {header['date']} · first light: {call}")
-
-
-EXPECTED = {
-    "checks": {"run"},
-    "decode": {
-        "graph capture",
-        "plain decoding",
-        "kernels of a plain step",
-        "attention prefill",
-        "prompt prefill",
-        "decoder layer",
-    },
-    "benchmark": {"cell"},
-}
-
-
-def test_the_captures_that_are_measured_are_those_of_an_engine(findings, monkeypatch):
-    """With Triton's kernels one graph serves every context and every kind of sampling."""
-    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    target = TargetModel(llama(), 4, 2048)
-    measured, own = MeasuredGraphRunner(target, findings, batch=4), CudaGraphRunner.of(target)
-    greedy = (False, False, False, False)
-    assert measured.contexts == own.contexts == [2048]
-    assert measured.sampling_kind(greedy) == own.sampling_kind(greedy) != greedy

@@ -1,7 +1,7 @@
-"""The checks of the first call: kernel tests by file, device checks by name and dtype, and compute-sanitizer.
+"""The kernel tests file by file, and compute-sanitizer over some of them.
 
-The most telling ones come first: kernels one by one, then the engine on them, CUDA graphs, and memory checks. Tests
-that need no GPU come last.
+The most telling ones come first: kernels one by one, the engine on them, and memory checks. Tests that need no GPU come
+last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 
 import torch
 
-from jobs.bench.gpu.device_checks import NAMES, type_name
 from jobs.bench.gpu.findings import ROOT, Findings
 from jobs.bench.gpu.isolated_runs import IsolatedRun
 
@@ -28,17 +27,16 @@ SANITIZER_ERRORS = 99  # exit status
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor is an allocation of its own, so its end is checked
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 CHECK_LIMIT_S, SANITIZER_LIMIT_S = 120.0, 180.0
-SMOKE_PROMPTS, PROMPTS = 2, 12
 
 
 def check_runs(device: torch.device, is_smoke: bool, findings: Findings) -> list[IsolatedRun]:
     """Return all checks in order. A missing compute-sanitizer is recorded."""
     memory_checks = sanitizer_runs(findings)
     if is_smoke:
-        return [*(_kernel_test(name, device) for name in SMOKE_TESTS), *_device_checks(device, is_smoke)]
+        return [_kernel_test(name, device) for name in SMOKE_TESTS]
     first = [_kernel_test(name, device) for name in FIRST]
     rest = [_kernel_test(name, device) for name in _other_tests()]
-    return [*first, *_device_checks(device, is_smoke), *memory_checks, *rest]
+    return [*first, *memory_checks, *rest]
 
 
 def _other_tests() -> list[str]:
@@ -56,20 +54,6 @@ def _pytest(file: str, *options: str) -> list[str]:
     """Return the command for one file of kernel tests, without the configuration of the other tests."""
     paths = [f"--rootdir={ROOT}", f"--confcutdir={KERNEL_TESTS}", str(KERNEL_TESTS / file)]
     return [sys.executable, "-m", "pytest", *paths, "-x", "-p", "no:cacheprovider", *options]
-
-
-def _device_checks(device: torch.device, is_smoke: bool) -> list[IsolatedRun]:
-    if is_smoke:
-        names, dtypes, prompts = ["lossless", "graphs"], [torch.float32], SMOKE_PROMPTS
-    else:
-        names, dtypes, prompts = list(NAMES), [torch.float32, torch.bfloat16], PROMPTS
-    return [_device_check(name, type_name(dtype), device, prompts) for name in names for dtype in dtypes]
-
-
-def _device_check(name: str, dtype: str, device: torch.device, prompts: int) -> IsolatedRun:
-    words = [name, dtype, "--device", device.type, "--prompts", str(prompts)]
-    command = [sys.executable, "-m", "jobs.bench.gpu.device_checks", *words]
-    return IsolatedRun(f"{name} {dtype}", command, CHECK_LIMIT_S, detail=check_detail)
 
 
 def sanitizer_runs(findings: Findings) -> list[IsolatedRun]:
@@ -97,12 +81,6 @@ def pytest_detail(output: str) -> str:
     errors = [line[:200] for line in output.splitlines() if line.startswith(("E  ", "FAILED", "ERROR"))]
     summary = re.findall(r"^.*\b(?:passed|failed|skipped|deselected|error)\b.* in .*s.*$", output, re.MULTILINE)
     return " / ".join([*errors[:4], *summary[-1:]])
-
-
-def check_detail(output: str) -> str:
-    """Return the line of a device check."""
-    lines = [line for line in output.splitlines() if line.startswith("check ")]
-    return lines[-1] if lines else ""
 
 
 def sanitizer_detail(output: str) -> str:
