@@ -11,7 +11,7 @@ import torch
 
 from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
-from jobs.bench.gpu.sections.checks import check_runs, pytest_detail, sanitizer_detail
+from jobs.bench.gpu.sections.checks import kernel_test_runs, pytest_detail, sanitizer_detail, sanitizer_runs
 from jobs.bench.gpu.triton_cache import triton_cache
 from tests.support.processes import is_running
 
@@ -48,9 +48,14 @@ def test_crashed_check_is_repeated_portably_and_next_one_runs(findings, monkeypa
     assert "illegal memory access" in findings.records()[0]["detail"]
 
 
-def test_a_check_that_fails_on_both_paths_has_two_outcomes(findings):
-    run_all([python("wrong", "raise SystemExit(1)")], findings, TimeBudget(60))
-    assert [path for _, path, _ in results(findings)] == ["default", "portable"]
+def test_an_error_of_kernels_is_repeated_and_no_other_is(findings):
+    triton = python("triton", "raise SystemExit('a fault of Triton')")
+    run_all([triton, python("wrong", "raise SystemExit(1)")], findings, TimeBudget(60))
+    assert [(name, path) for name, path, _ in results(findings)] == [
+        ("triton", "default"),
+        ("triton", "portable"),
+        ("wrong", "default"),
+    ]
     assert all(result == "failed: exit status 1" for *_, result in results(findings))
 
 
@@ -120,9 +125,14 @@ def test_compiled_kernels_are_found_again_in_another_directory(tmp_path, monkeyp
 
 def test_a_missing_sanitizer_is_recorded(findings, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    names = [run.name for run in check_runs(torch.device("cuda"), False, findings)]
+    assert sanitizer_runs(findings) == []
     assert results(findings) == [("compute-sanitizer", "default", "not there")]
-    assert {path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")} <= {n.split("/")[-1] for n in names}
+
+
+def test_every_kernel_test_runs_and_those_of_new_kernels_first():
+    names = [run.name.split("/")[-1] for run in kernel_test_runs(torch.device("cuda"), False)]
+    assert sorted(names) == sorted(path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py"))
+    assert names[0] == "test_work_list"
 
 
 def test_details_are_taken_from_the_output():

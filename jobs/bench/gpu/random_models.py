@@ -1,16 +1,14 @@
 """Models of random weights, made on the device, and an engine that decodes one plainly.
 
 model = random_model(LLAMA_8B, torch.bfloat16, device)
-engine = plain_engine(TargetModel(model, 64, 2048), graphs=None)
-sequences = add_sequences(engine, batch=64, max_tokens=200)
-step_until(engine, sequences, 8)
-seconds_per_step(engine, sequences, 40)
+figures, kernels = step_figures(TargetModel(model, 64, 2048), batch=64, num_steps=40)
 """
 
 from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
@@ -18,6 +16,7 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graph_warmup import capture_fixed
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
@@ -25,6 +24,7 @@ from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import synchronize
+from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
 from jobs.bench.widening import LLAMA_8B, seeded, typed
 
 TINY = ModelShape(320, 10, 8, 2, 64, 512, 1600)
@@ -81,6 +81,29 @@ def seconds_per_step(engine: Engine, sequences: list[Sequence], num_steps: int) 
         engine.step()
     synchronize(engine.target.device)
     return (time.perf_counter() - started) / num_steps
+
+
+def step_figures(target: TargetModel, batch: int, num_steps: int) -> tuple[dict[str, Any], KernelCounts]:
+    """Decode random prompts plainly, replayed where graphs are; return a step's figures and kernels."""
+    engine = plain_engine(target, CudaGraphRunner.of(target) if target.device.type == "cuda" else None)
+    if engine.graphs is not None:
+        capture_fixed(engine)
+    sequences = add_sequences(engine, batch, 200)
+    step_until(engine, sequences, 8)
+    seconds = seconds_per_step(engine, sequences, num_steps)
+    engine.overlap = False  # a step that is launched ahead would be counted in part
+    engine.step()
+    counts = count_kernels(engine.step, target.device)
+    abort_all(engine, sequences)
+    figures = {
+        "batch": batch,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second": batch / seconds,
+        "kernels": counts.num,
+        "kernels_ms": 1e3 * counts.seconds,
+        "replayed": engine.graphs is not None and not engine.fallbacks,
+    }
+    return figures, counts
 
 
 def abort_all(engine: Engine, sequences: list[Sequence]) -> None:

@@ -1,7 +1,6 @@
-"""The kernel tests file by file, and compute-sanitizer over some of them.
+"""The kernel tests file by file, and compute-sanitizer over attention by its work list.
 
-The most telling ones come first: kernels one by one, the engine on them, and memory checks. Tests that need no GPU come
-last.
+Tests of what no card has run yet come first. Tests that need no GPU come last.
 """
 
 from __future__ import annotations
@@ -16,32 +15,30 @@ from jobs.bench.gpu.findings import ROOT, Findings
 from jobs.bench.gpu.isolated_runs import IsolatedRun
 
 KERNEL_TESTS = ROOT / "tests" / "kernels"
-FIRST = ["test_kv_commit", "test_topk", "test_sample", "test_tree_attention", "test_steps", "test_engine", "test_edges"]
+FIRST = [
+    "test_work_list",
+    "test_tree_attention",
+    "test_grouped_experts",
+    "test_gpu_linears",
+    "test_fused_layer",
+    "test_engine",
+    "test_edges",
+]
 SMOKE_TESTS = ["test_kv_commit", "test_launch"]
 SANITIZER = "compute-sanitizer"
-SANITIZED = {  # by what is tested
-    "KV commit": ["test_kv_commit.py"],
-    "attention": ["test_tree_attention.py", "-k", "more_nodes or contexts_in_parts"],
-}
+SANITIZER_TOOLS = ("memcheck", "synccheck")
+SANITIZED = ["test_tree_attention.py", "-k", "one_long_context"]
 SANITIZER_ERRORS = 99  # exit status
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor is an allocation of its own, so its end is checked
 INTERPRETER = {"TRITON_INTERPRET": "1"}
-CHECK_LIMIT_S, SANITIZER_LIMIT_S = 120.0, 180.0
+CHECK_LIMIT_S, SANITIZER_LIMIT_S = 120.0, 100.0
 
 
-def check_runs(device: torch.device, is_smoke: bool, findings: Findings) -> list[IsolatedRun]:
-    """Return all checks in order. A missing compute-sanitizer is recorded."""
-    memory_checks = sanitizer_runs(findings)
-    if is_smoke:
-        return [_kernel_test(name, device) for name in SMOKE_TESTS]
-    first = [_kernel_test(name, device) for name in FIRST]
-    rest = [_kernel_test(name, device) for name in _other_tests()]
-    return [*first, *memory_checks, *rest]
-
-
-def _other_tests() -> list[str]:
-    """Return the names of all kernel test files that do not come first."""
-    return [path.stem for path in sorted(KERNEL_TESTS.glob("test_*.py")) if path.stem not in FIRST]
+def kernel_test_runs(device: torch.device, is_smoke: bool) -> list[IsolatedRun]:
+    """Return the files of kernel tests in order."""
+    rest = [path.stem for path in sorted(KERNEL_TESTS.glob("test_*.py")) if path.stem not in FIRST]
+    names = SMOKE_TESTS if is_smoke else [*FIRST, *rest]
+    return [_kernel_test(name, device) for name in names]
 
 
 def _kernel_test(name: str, device: torch.device) -> IsolatedRun:
@@ -57,22 +54,22 @@ def _pytest(file: str, *options: str) -> list[str]:
 
 
 def sanitizer_runs(findings: Findings) -> list[IsolatedRun]:
-    """Return the memory checks of attention and KV commit; record it if compute-sanitizer is not on the PATH."""
-    tool = shutil.which(SANITIZER)
-    if tool is None:
+    """Return the checks of attention's memory and barriers; record it if compute-sanitizer is not on the PATH."""
+    program = shutil.which(SANITIZER)
+    if program is None:
         findings.add("run", name=SANITIZER, path="default", result="not there", seconds=0.0, detail="not on the PATH")
         return []
-    options = ["--tool", "memcheck", "--error-exitcode", str(SANITIZER_ERRORS), "--target-processes", "all"]
+    options = ["--error-exitcode", str(SANITIZER_ERRORS), "--target-processes", "all"]
     return [
         IsolatedRun(
-            f"memcheck {subject}",
-            [tool, *options, *_pytest(*arguments)],
+            f"{tool} of attention",
+            [program, "--tool", tool, *options, *_pytest(*SANITIZED)],
             SANITIZER_LIMIT_S,
-            least_s=60.0,
+            least_s=40.0,
             environment=NO_CACHE,
             detail=sanitizer_detail,
         )
-        for subject, arguments in SANITIZED.items()
+        for tool in SANITIZER_TOOLS
     ]
 
 

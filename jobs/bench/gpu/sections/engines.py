@@ -2,13 +2,15 @@
 
     python3 -m jobs.bench.gpu.sections.engines NAME --out DIR [--model DIR] [--prompts FILE] [--smoke]
 
-    bar-METHOD        SmolLM2 at 512 and 256 slots, questions with up to 1,024 tokens of answer, by one drafting method
-    host              the host's time in a step of the bar's plain decoding, by function
-    bar-qwen3-8b      the same lengths with random weights of Qwen3-8B's shape, plainly, at 256 slots
+    random-smollm2    random weights of SmolLM2's shape, plainly, at 512 slots; the host's time in a step, by function
+    random-qwen3-8b   random weights of Qwen3-8B's shape, plainly, at 256 slots and 1; the kernels of a step
+    bar-METHOD        SmolLM2 at 512 and 256 slots, questions with up to 1,024 tokens of answer, by one drafting method;
+                      with none, the host's time in a step, too
+    sources           the same rows for 32 sequences and one: the head, look-ups, and all sources in one tree
     steady            a widened 8B pair: prompts and answers of 200/200 and 50/30 tokens at 64 and 256 slots
     prefix            short questions behind one shared prefix: seconds and memory of the prompt steps
     single            one sequence in windows of seconds: our budget and fixed trees, with the parts of a step
-    batches           64 and 256 sequences: no drafts, a chain, our budget
+    batches           16, 64 and 256 sequences: no drafts, a chain, our budget and fixed trees
     start             how long the parts of a start take, and the memory taken
     real              SmolLM2 in fp32 and bf16: drafts decode plain decoding's tokens, and tau is a CPU's
 
@@ -65,6 +67,9 @@ METHODS = ("none", "suffix", "eagle2", "eagle2+suffix", "auto")
 COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section here is a start
 THREADS = 8
 PROFILED_STEPS, PROFILED_FUNCTIONS = 100, 30
+TOP_KERNELS = 20
+SMOLLM2_SIZES = (576, 30, 9, 3, 1536, 49152)  # hidden, layers, heads, key and value heads, intermediate, vocabulary
+SMOKE_SIZES = (64, 2, 4, 2, 128, 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,33 +201,74 @@ def _measure_jobs(scale: Scale, findings: Findings, kind: str, jobs: list[tuple[
         job.run(scale.warm_s)
         figures = job.window(scale.window_s) | job.busy_share()
         findings.add(kind, method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine))
+        if kind == "bar" and method == "none":
+            _add_host(findings, job, slots)
         job.end()
         del engine, job
         release(scale.device)
 
 
-def measure_host(scale: Scale, findings: Findings) -> None:
-    """The host's own time in a step of the bar's plain decoding, by function; a profile makes calls dearer."""
-    length, output = (256, 32) if scale.is_smoke else (2048, 1024)
-    engine = real_engine(scale, "none", scale.slots(512)[0], length)
-    job = SteadyJob(engine, requests(chat_prompts(scale, length - output), output))
-    job.run(scale.warm_s)
+def _add_host(findings: Findings, job: SteadyJob, slots: int) -> None:
+    """Add the host's own time in a step, by function; a profile makes calls dearer."""
     for place, calls, ms in job.host_profile(PROFILED_STEPS, PROFILED_FUNCTIONS):
-        findings.add("host", place=place, calls=calls, ms=ms)
-    job.end()
+        findings.add("host", slots=slots, place=place, calls=calls, ms=ms)
 
 
-def measure_qwen3(scale: Scale, findings: Findings) -> None:
-    """Random weights of Qwen3-8B's shape, plainly: questions of 60 tokens with 1,024 of answer."""
+def measure_random_smollm2(scale: Scale, findings: Findings) -> None:
+    """The bar's step without its model: lengths as of its questions and answers."""
+    prompt, output = (8, 24) if scale.is_smoke else (100, 400)
+    model = _smollm2(scale)
+    for slots in scale.slots(512):
+        job = _measure_random(scale, findings, "smollm2, random", model, slots, prompt, output)
+        _add_host(findings, job, slots)
+        job.end()
+
+
+def measure_random_qwen3(scale: Scale, findings: Findings) -> None:
+    """Questions of 60 tokens with 1,024 of answer."""
     prompt, output = (8, 24) if scale.is_smoke else (60, 1024)
     model = _qwen3(scale)
-    for slots in scale.slots(256):
-        engine = shaped_engine(model, None, slots, prompt + output + 1)
-        job = SteadyJob(engine, aged_requests(model.config.vocab_size, prompt, output, slots))
-        job.run(2 * scale.warm_s)
-        figures = job.window(scale.window_s) | job.busy_share()
-        findings.add("bar", method="none", model="qwen3-8b, random", slots=slots, **figures, **_engine_facts(engine))
+    for slots in scale.slots(256, 1):
+        job = _measure_random(scale, findings, "qwen3-8b, random", model, slots, prompt, output)
+        for kernel, calls, microseconds in job.kernels().top(TOP_KERNELS):
+            findings.add("kernel of a step", slots=slots, kernel=kernel, calls=calls, microseconds=microseconds)
         job.end()
+        del job
+        release(scale.device)
+
+
+def _measure_random(
+    scale: Scale, findings: Findings, name: str, model: nn.Module, slots: int, prompt: int, output: int
+) -> SteadyJob:
+    """Add a window of plain decoding in mid-job; return the job, which goes on."""
+    engine = shaped_engine(model, None, slots, prompt + output + 1)
+    job = SteadyJob(engine, aged_requests(model.config.vocab_size, prompt, output, slots))
+    job.run(scale.warm_s)
+    figures = job.window(scale.window_s) | job.busy_share()
+    findings.add("bar", method="none", model=name, slots=slots, **figures, **_engine_facts(engine))
+    return job
+
+
+def _smollm2(scale: Scale) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, heads, kv_heads, intermediate, vocab = SMOKE_SIZES if scale.is_smoke else SMOLLM2_SIZES
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = random_weights(LlamaForCausalLM, config, scale.dtype, scale.device)
+    pack_linears(model)
+    return model
 
 
 def _qwen3(scale: Scale) -> nn.Module:
@@ -325,8 +371,10 @@ def measure_batches(scale: Scale, findings: Findings) -> None:
         ("plain", NO_TREE, "uniform"),
         ("chain", TreeBounds(6, 6, 1), "global"),
         ("ours", LARGEST, "global"),
+        ("8/4/4", TreeBounds(8, 4, 4), "uniform"),
+        ("4/4/1", TreeBounds(4, 4, 1), "uniform"),
     ]
-    _measure_ways(scale, findings, ways, scale.slots(64, 256), rounds=1)
+    _measure_ways(scale, findings, ways, scale.slots(16, 64, 256), rounds=1)
 
 
 def _measure_ways(
@@ -440,8 +488,8 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
     **{f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS},
     "sources": measure_sources,
-    "host": measure_host,
-    "bar-qwen3-8b": measure_qwen3,
+    "random-smollm2": measure_random_smollm2,
+    "random-qwen3-8b": measure_random_qwen3,
     "steady": measure_steady,
     "prefix": measure_prefix,
     "single": measure_single,

@@ -2,9 +2,10 @@
 
     python3 -m jobs.bench.gpu.sections.kernels NAME --out DIR [--smoke]
 
+    work-list     whether attention over one long context among short ones ends, and gives the same bits again
     attention     tree attention of an 8B's layer: rows of a tree, context and batch, long contexts among short ones,
                   plain rows by torch's `varlen_attn`, and whether repeats and other batches give the same bits
-    fp8           `scaled_mm` with a scale for each row and each column and bf16, in an 8B's four shapes
+    products      bf16, and `scaled_mm` with a scale for each row and each column, in an 8B's four shapes
     prefill       prompt tokens per second: one long prompt, some, many short ones, one in chunks
     moe           two layers of Qwen3-30B-A3B's shape: are their steps captured, and what does a step cost
 
@@ -17,41 +18,32 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import ScalingType, scaled_mm
 
 from eagle_ray.attention.backend import tree_metadata
-from eagle_ray.attention.metadata import AttentionParams
+from eagle_ray.attention.metadata import AttentionMetadata, AttentionParams, AttentionShape, Rotary
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.engine.graph_warmup import capture_fixed
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PromptBatch, TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB, peak_gib, release, seconds_of, synchronize
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.isolated_runs import measurement_parser
-from jobs.bench.gpu.kernel_counts import count_kernels
-from jobs.bench.gpu.random_models import (
-    SHAPES,
-    TINY,
-    abort_all,
-    add_sequences,
-    plain_engine,
-    random_model,
-    random_weights,
-    seconds_per_step,
-    step_until,
-)
+from jobs.bench.gpu.random_models import SHAPES, TINY, random_model, random_weights, step_figures
 from jobs.bench.widening import seeded
 
 FINDINGS = "second_light"
 REPEATS = 12
 MOST_CELLS = 5_000_000  # cached tokens of one layer: 20 GB of an 8B's keys and values
+COPIES = 20  # calls of attention in one graph
+ROTATED_BYTES = 100 << 20  # of weights in FP8 that a product reads in turn: more than a card's cache holds
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
@@ -90,7 +82,17 @@ def measure_attention(scale: Scale, findings: Findings) -> None:
 
 
 @torch.inference_mode()
-def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str) -> None:
+def measure_work_list(scale: Scale, findings: Findings) -> None:
+    """Add whether attention by its work list ends, and with which bits: the first thing that a card is asked."""
+    long, short, others = (128, 64, 3) if scale.is_smoke else (16384, 1024, 63)
+    lengths = [long, *[short] * others]
+    cache = _random_cache(scale, lengths)
+    rows = _random_rows(scale, 4 * len(lengths))
+    _compare_bits(scale, findings, cache, lengths, 4, rows, f"one of {long} among {others} of {short}")
+
+
+def _random_cache(scale: Scale, lengths: list[int]) -> KVCache:
+    """Return a layer's cache in which each slot has so many tokens, and room for a tree of 64."""
     shape, device = scale.shape, scale.device
     num_blocks = sum(-(-(length + 64) // BLOCK_SIZE) for length in lengths)
     blocks = BlockManager(len(lengths), max(lengths) + 2 * BLOCK_SIZE, num_blocks, device)
@@ -100,11 +102,17 @@ def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_cou
     cache = KVCache(blocks, 1, shape.num_kv_heads, shape.head_dim, scale.dtype, device)
     cache.keys.normal_()
     cache.values.normal_()
+    return cache
+
+
+@torch.inference_mode()
+def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str) -> None:
+    shape, device = scale.shape, scale.device
+    cache = _random_cache(scale, lengths)
     read = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim * cache.keys.dtype.itemsize
     for num_rows in row_counts:
         rows = _random_rows(scale, len(lengths) * num_rows)
-        attend = _attend(scale, cache, lengths, num_rows, rows)
-        seconds = seconds_of(_replayed(attend, device), device, REPEATS)
+        seconds = _seconds_of_one([_attend_projected(scale, cache, lengths, num_rows)] * COPIES, device)
         findings.add(
             "tree attention",
             contexts=name,
@@ -153,26 +161,53 @@ def _attend(
     scale: Scale, cache: KVCache, lengths: list[int], num_rows: int, rows: list[torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
     """Return the attention of a chain of num_rows rows behind each context."""
-    shape, device, batch = scale.shape, scale.device, len(lengths)
+    metadata = _metadata(scale, cache, lengths, num_rows)
+    rule = AttentionParams(0, scale.shape.head_dim**-0.5)
+    return lambda: metadata.attend(*rows, rule)
+
+
+def _attend_projected(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> Callable[[], torch.Tensor]:
+    """Return the same from a merged projection, rotation and the cache's new rows included, as a layer asks for it."""
+    shape, size = scale.shape, len(lengths) * num_rows
+    metadata = _metadata(scale, cache, lengths, num_rows)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    qkv = torch.randn(size, width, dtype=scale.dtype, device=scale.device)
+    angles = torch.rand(size, shape.head_dim // 2, device=scale.device)
+    rotary = Rotary(angles.cos(), angles.sin())
+    heads = AttentionShape(0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5)
+    return lambda: metadata.attend_projected(qkv, rotary, heads)
+
+
+def _metadata(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> AttentionMetadata:
+    device, batch = scale.device, len(lengths)
     at = DecodeSlots.of(list(range(batch)), lengths, device)
     ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     depths = torch.arange(num_rows, device=device).expand(batch, -1).contiguous()
     columns = (at.lengths[:, None] + depths).flatten()
     cells = cache.slot_mapping(at.slots.repeat_interleave(num_rows), columns)
-    metadata = tree_metadata(cache, at, cells, ancestors.contiguous(), depths, depths)
-    rule = AttentionParams(0, shape.head_dim**-0.5)
-    return lambda: metadata.attend(*rows, rule)
+    return tree_metadata(cache, at, cells, ancestors.contiguous(), depths, depths)
 
 
-def _replayed(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Return the function as a CUDA graph, so that launches cost no time; on a CPU itself."""
+def _seconds_of_one(calls: list[Callable[[], Any]], device: torch.device) -> float:
+    """Return the seconds of one of the calls, which run after one another in a CUDA graph.
+
+    The time of a graph with one call is subtracted, so a graph's own launch is not in it. On a CPU calls just run.
+    """
     if device.type != "cuda":
-        return function
-    function()
-    synchronize(device)
+        return seconds_of(lambda: [call() for call in calls], device, REPEATS) / len(calls)
+    first, *rest = calls
+    alone = seconds_of(_replayed([first]), device, REPEATS)
+    together = seconds_of(_replayed([first, *rest]), device, REPEATS)
+    return max(together - alone, 1e-9) / len(rest)
+
+
+def _replayed(calls: list[Callable[[], Any]]) -> Callable[[], None]:
+    calls[0]()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        function()
+        for call in calls:
+            call()
     return graph.replay
 
 
@@ -198,10 +233,10 @@ def _time_varlen(scale: Scale, findings: Findings, lengths: list[int], name: str
     findings.add("varlen attention", contexts=name, rows=1, ms=1e3 * seconds, gb_per_s=read / seconds / 1e9)
 
 
-# FP8
+# Products
 
 
-def measure_fp8(scale: Scale, findings: Findings) -> None:
+def measure_products(scale: Scale, findings: Findings) -> None:
     """Add the time of each product of a layer by its rows."""
     shape = scale.shape
     merged = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
@@ -217,28 +252,32 @@ def measure_fp8(scale: Scale, findings: Findings) -> None:
 
 
 def _time_product(scale: Scale, findings: Findings, name: str, rows: int, width: int, height: int) -> None:
+    """Add the times of one product. Weights take turns, so that each is read from memory and not from a cache."""
     x = torch.randn(rows, width, dtype=scale.dtype, device=scale.device)
-    weight = torch.randn(height, width, dtype=scale.dtype, device=scale.device)
-    plain = seconds_of(_replayed(lambda: nn.functional.linear(x, weight), scale.device), scale.device, REPEATS)
+    count = 2 if scale.is_smoke else max(2, 1 + ROTATED_BYTES // (width * height))
+    weights = [torch.randn(height, width, dtype=scale.dtype, device=scale.device) for _ in range(count)]
+    plain = _seconds_of_one([partial(nn.functional.linear, x, weight) for weight in weights], scale.device)
     found: dict[str, Any] = {"bf16_ms": 1e3 * plain}
     if scale.device.type == "cuda":
         try:
-            found |= _fp8_times(scale.device, x, weight, plain)
+            found |= _fp8_times(scale.device, x, weights, plain)
         except RuntimeError as error:
             found["failed"] = str(error).splitlines()[0][:200]
     findings.add("product", layer=name, rows=rows, **found)
 
 
-def _fp8_times(device: torch.device, x: torch.Tensor, weight: torch.Tensor, plain: float) -> dict[str, float]:
+def _fp8_times(device: torch.device, x: torch.Tensor, weights: list[torch.Tensor], plain: float) -> dict[str, float]:
     """Time the product alone, and with the rounding of its rows before it."""
-    small, scale_of_weight = _rounded(weight)
+    rounded = [_rounded(weight) for weight in weights]
+    by_row = ScalingType.RowWise
 
-    def product(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return torch._scaled_mm(rows, small.t(), scales, scale_of_weight.t(), out_dtype=torch.bfloat16)
+    def product(rows: torch.Tensor, scales: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        values, scale = weight
+        return scaled_mm(rows, values.t(), scales, by_row, scale.t(), by_row, output_dtype=torch.bfloat16)
 
     rows, scales = _rounded(x)
-    alone = seconds_of(_replayed(lambda: product(rows, scales), device), device, REPEATS)
-    both = seconds_of(_replayed(lambda: product(*_rounded(x)), device), device, REPEATS)
+    alone = _seconds_of_one([partial(product, rows, scales, weight) for weight in rounded], device)
+    both = _seconds_of_one([lambda weight=weight: product(*_rounded(x), weight) for weight in rounded], device)
     return {"fp8_ms": 1e3 * alone, "fp8_rounding_ms": 1e3 * both, "bf16_over_fp8": plain / alone}
 
 
@@ -305,28 +344,10 @@ def _add_prefill(findings: Findings, name: str, tokens: int, seconds: float, sca
 def measure_moe(scale: Scale, findings: Findings) -> None:
     """Add the time of a step of two layers at several batch sizes, and whether it is replayed."""
     model = _moe_model(scale)
+    weights_gib = sum(p.nbytes for p in model.parameters()) / GIB
     for batch in (1, 2) if scale.is_smoke else (1, 16, 64):
-        target = TargetModel(model, batch, 2048)
-        engine = plain_engine(target, CudaGraphRunner.of(target) if scale.device.type == "cuda" else None)
-        if engine.graphs is not None:
-            capture_fixed(engine)
-        sequences = add_sequences(engine, batch, 200)
-        step_until(engine, sequences, 8)
-        seconds = seconds_per_step(engine, sequences, 4 if scale.is_smoke else 60)
-        counts = count_kernels(engine.step, scale.device)
-        findings.add(
-            "moe",
-            batch=batch,
-            layers=model.config.num_hidden_layers,
-            step_ms=1e3 * seconds,
-            kernels=counts.num,
-            kernels_ms=1e3 * counts.seconds,
-            replayed=engine.graphs is not None and not engine.fallbacks,
-            graphs=0 if engine.graphs is None else engine.graphs.num_captured,
-            weights_gib=sum(p.numel() * p.dtype.itemsize for p in model.parameters()) / GIB,
-        )
-        abort_all(engine, sequences)
-        del engine, target
+        figures, _ = step_figures(TargetModel(model, batch, 2048), batch, 4 if scale.is_smoke else 60)
+        findings.add("moe", layers=model.config.num_hidden_layers, weights_gib=weights_gib, **figures)
         release(scale.device)
 
 
@@ -361,8 +382,9 @@ def _moe_model(scale: Scale) -> nn.Module:
 
 
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
+    "work-list": measure_work_list,
     "attention": measure_attention,
-    "fp8": measure_fp8,
+    "products": measure_products,
     "prefill": measure_prefill,
     "moe": measure_moe,
 }
