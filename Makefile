@@ -33,23 +33,23 @@ coverage: $(VENV)/.installed    ## lines and branches of the package that the fa
 	$(BIN)/python -m coverage report | tee runs/coverage.txt
 
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
-	$(BIN)/python -m jobs.chaos
+	$(BIN)/python -m tests.system.chaos
 
 chaos-at-scale: $(VENV)/.installed  ## a hundred kills over two shards of 100,000 rows whose input grows, half an hour
-	$(BIN)/python -m jobs.chaos_at_scale
+	$(BIN)/python -m tests.system.chaos_at_scale
 
 bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes
 	$(BIN)/python -m jobs.bench.serve
 
 soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
-	$(BIN)/python -m jobs.soak
+	$(BIN)/python -m tests.system.soak
 
 image-root: $(VENV)/.installed   ## the image of infra/Dockerfile as a root directory, without docker; a kernel is compiled in it; as root
 	rm -rf runs/image-root && mkdir -p runs/image-root
 	EAGLE_RAY_IMAGE_ROOT=$(CURDIR)/runs/image-root $(BIN)/python -m pytest tests/infra/test_dockerfile.py -m slow -k compiles
 
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, instructor, langchain, litellm, curl, lm-eval, aiperf, schemathesis on a real server
-	$(BIN)/python -m jobs.check_clients --python $(VENV)-clients/bin/python
+	$(BIN)/python -m tests.system.check_clients --python $(VENV)-clients/bin/python
 
 lint: style types               ## ruff and mypy
 

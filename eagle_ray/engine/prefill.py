@@ -167,11 +167,6 @@ class Prefiller:
         retry_portable(lambda: read(prompts, next_tokens, features))
         prefill.start_copy(logits[ending], tokens)
 
-    def mark_prefilled(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
-        """Note that all caches, the drafter's too, already hold the keys and values of these chunks."""
-        self.prefix_state.fill(chunks, features)
-        self.prefix_state.read(chunks, drafting=True)
-
     def _sample(self, prefill: Prefill, logits: Float[Tensor, "B V"], ending: Int[Tensor, " P"]) -> Int[Tensor, " P"]:
         """Return the first tokens of the chunks that end a prompt; with controls, sampled from adjusted logits."""
         chunks, prompts = prefill.chunks, prefill.batch

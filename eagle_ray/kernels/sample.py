@@ -7,7 +7,7 @@ GPU busy; nothing of a row's length is written. Equal to sampling/sampler.py but
 and a token whose cumulative probability is within 1e-5 of top_p's edge may fall on its other side. Here that is for the
 rounding of the exponentials alone: e**-x is off by 2**-24 of itself for each unit of x, whose mean is the entropy at
 most, so by 1e-6 over 2**17 tokens. There it is for sums in fp32 too. Against exact sums both are within 1e-6 for 3,000
-random logits (tests/kernels/test_sample.py); `edges` in jobs/bench/gpu/device_checks.py counts it on a device.
+random logits (tests/kernels/test_sample.py); tests/kernels/test_edges.py counts it on a device.
 """
 
 from __future__ import annotations

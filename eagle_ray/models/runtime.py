@@ -2,7 +2,7 @@
 
 A pass over many long contexts makes tensors of tens of megabytes. By default glibc returns such memory to the system as
 soon as it is free, and the next layer gets it zeroed page by page: a pass over 64 sequences of 440 tokens took 494 ms
-instead of 181 with the 230M pair of `jobs/bench/engine.py` on two cores (measured 2026-11-22).
+instead of 181 with the 230M pair of `jobs/bench/widening.py` on two cores (measured 2026-11-22).
 
 A second thread gains little for a small model on an idle machine and loses a multiple on a busy one, where every
 operation waits for the thread that is not running.

@@ -15,7 +15,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -24,12 +24,11 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.tiny_pair.acceptance import PAPER_TREE, SMALL_TREE, TreeShape
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.prompts import prompt_rows
 
-TREES = {"paper": PAPER_TREE, "small": SMALL_TREE}
-PROMPTS_SEED = 77
+TREES = {"paper": TreeBounds(59, 6, 10), "small": TreeBounds(8, 4, 4)}
 RESAMPLES = 4000
 HEADER = "| T | top-p | category | tau plain | tau coupled | difference [95 %] | per node plain | coupled |"
 
@@ -55,10 +54,11 @@ class Arm:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    rows = list(prompt_rows(args.per_category, PROMPTS_SEED))
+    rows = list(prompt_rows(args.per_category))
     print(f"{provenance()}; {len(rows)} prompts, at most {args.max_tokens} tokens each, {args.slots} slots, fp32\n")
     for shape in (TREES[name] for name in args.trees):
-        print(f"### {shape}\n\n{HEADER}\n{'|---' * 8}|")
+        title = f"{shape.max_nodes} nodes, {shape.max_depth} levels, top-{shape.top_k}"
+        print(f"### {title}\n\n{HEADER}\n{'|---' * 8}|")
         for temperature in args.temperatures:
             for top_p in args.top_p if temperature else [1.0]:
                 params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=args.max_tokens)
@@ -85,12 +85,12 @@ def provenance() -> str:
     return f"{now}, commit {commit}, {platform.machine()} {platform.system()}, torch {torch.__version__}"
 
 
-def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int) -> Iterator[str]:
+def cell(shape: TreeBounds, rows: list[dict], params: SamplingParams, slots: int) -> Iterator[str]:
     """A line per category and one for all, then how many outputs are plain decoding's."""
     started = time.monotonic()
     oracle = answer(build(SpeculativeConfig(method="none"), slots), rows, params)
-    plain = answer(build(shape.settings("published"), slots), rows, params)
-    coupled = answer(build(shape.settings(), slots), rows, params)
+    plain = answer(build(uniform(shape, "published"), slots), rows, params)
+    coupled = answer(build(uniform(shape, "coupled"), slots), rows, params)
     place = f"| {params.temperature:g} | {params.top_p:g} |"
     for category in [*dict.fromkeys(row["category"] for row in rows), "all"]:
         mine = torch.tensor([i for i, row in enumerate(rows) if category in (row["category"], "all")])
@@ -100,6 +100,11 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
     ece = "calibration error {:.3f} as drafted, {:.3f} calibrated".format(*errors)
     identical = f"identical to plain decoding: {same[0]} and {same[1]} of {len(rows)}"
     yield f"{place} | {identical} | {ece} | {time.monotonic() - started:.0f} s | | |"
+
+
+def uniform(shape: TreeBounds, ranking: str) -> SpeculativeConfig:
+    """Return settings that draft this tree for every sequence at every step."""
+    return SpeculativeConfig(**asdict(shape), budget="uniform", ranking=ranking)
 
 
 def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:

@@ -2,7 +2,7 @@
 
 Rotary pair i of a head stands at pair i * E/h of the larger head, whose frequency is the same. One of the pairs that
 are left over, that of the lowest frequency, is the anchor: queries have a positive number in it and keys nothing, so
-that no query attends to a key made by hand (`gpu/synthetic_context.py`).
+that no query attends to a key made by hand.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import made_once
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
+from jobs.bench.prompts import prompt_rows
 from jobs.bench.widening import widen_pair
-from jobs.tiny_pair.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"
 QUESTIONS = ASSETS / "questions.jsonl"

@@ -42,8 +42,8 @@ from eagle_ray.methods.head_files import read_config, save_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.requests.sequences import sequences_of
 from jobs.bench.embedding_map import ModelShape
+from jobs.bench.prompts import prompt_rows
 from jobs.bench.widening import widen_pair
-from jobs.tiny_pair.prompts import prompt_rows
 
 LOOK_EVERY_S = 0.5
 PER_CATEGORY = 32  # different prompts, used again and again: some categories have not many more

@@ -36,9 +36,9 @@ from eagle_ray.models.graphs import CudaGraphRunner, PassSizes
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
+from jobs.bench.prompts import shuffled_prompts
 from jobs.bench.simulated_costs import SimulatedPlanner, amx, avx512, busy, cpu, flat, h100, h200, mistaken
 from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from jobs.tiny_pair.prompts import shuffled_prompts
 
 WORLDS: dict[str, Callable[[], StepCosts]] = {
     "cpu": cpu,

@@ -22,7 +22,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE
-from jobs.tiny_pair.prompts import shuffled_prompts
+from jobs.bench.prompts import shuffled_prompts
 
 PLAIN = SpeculativeConfig(method="none")
 EAGLE2 = SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=12, max_depth=4, top_k=4)

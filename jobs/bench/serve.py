@@ -33,8 +33,8 @@ import aiohttp
 
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.report.intervals import ratio_interval
-from jobs.local_server import ROOT, Served
-from jobs.tiny_pair.prompts import read_prompts
+from jobs.bench.local_server import ROOT, Served
+from jobs.bench.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"
 WAYS = {

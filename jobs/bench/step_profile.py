@@ -42,8 +42,8 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
+from jobs.bench.prompts import shuffled_prompts
 from jobs.bench.widening import BENCH, widen_pair
-from jobs.tiny_pair.prompts import shuffled_prompts
 
 Part = tuple[str, str, Any, str]  # group, name, and where the function is: an object and its attribute
 LINEAR, ATTENTION, TARGET, DRAFT = "linear", "attention", "target pass", "draft"

@@ -7,35 +7,46 @@ from pathlib import Path
 import pytest
 
 from jobs.bench.gpu.findings import Findings
-from jobs.bench.gpu.kernel_sections import FINDINGS
-from jobs.bench.gpu.second_light import LIMIT_S
+from jobs.bench.gpu.second_light import ALL, LIMITS_S
+from jobs.bench.gpu.sections.engines import SECTIONS as ENGINES
+from jobs.bench.gpu.sections.kernels import FINDINGS
+from jobs.bench.gpu.sections.kernels import SECTIONS as KERNELS
+from jobs.bench.gpu.sections.quantised import SECTIONS as QUANTISED
 from jobs.bench.gpu.steady_job import cut_prompts
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
-    "bar-none": "bar",
+    "work-list": "attention bits",
+    "random-smollm2": "host",
+    "random-qwen3-8b": "kernel of a step",
+    "quantised": "row in a tree",
+    "moe": "moe",
+    "attention": "tree attention",
+    "products": "product",
+    "prefill": "prefill",
+    "prefix": "shared prefix",
+    "bar-none": "host",
+    "bar-suffix": "bar",
+    "real": "real model",
+    "bar-eagle2": "bar",
     "bar-auto": "bar",
     "sources": "sources",
-    "host": "host",
-    "bar-eagle2": "bar",
-    "bar-suffix": "bar",
-    "bar-eagle2+suffix": "bar",
-    "bar-qwen3-8b": "bar",
     "steady": "steady job",
-    "prefix": "shared prefix",
     "single": "way",
     "batches": "way",
-    "attention": "tree attention",
-    "fp8": "product",
-    "prefill": "prefill",
-    "moe": "moe",
     "start": "start",
-    "real": "real model",
+    "bar-eagle2+suffix": "bar",
 }
 
 
+def test_every_section_has_its_place_in_one_call():
+    own_process = {name for name in ALL if name not in ("sanitizer", "kernel-tests")}
+    assert len(set(ALL)) == len(ALL)
+    assert own_process == set(LIMITS_S) == set(KINDS) == {*KERNELS, *QUANTISED, *ENGINES}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIMIT_S)
+@pytest.mark.parametrize("name", LIMITS_S)
 def test_a_section_runs_on_a_cpu(name, tmp_path):
     words = ["--smoke", "--minutes", "5", "--sections", name, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "jobs.bench.gpu.second_light", *words]

@@ -2,21 +2,21 @@
 
 import itertools
 
-import torch
-
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.tree_bounds import NO_TREE
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.evaluation.method_comparison import compare, first_difference
-from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
+from eagle_ray.evaluation.timing import ForwardTimer, RecordingPlanner, SteadyQueue, run_requests
+from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.bench.engine import damaged_head, random_head
+from jobs.bench.simulated_costs import flat
 from tests.support.toy_models import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]
+TREE_BOUNDS = TreeBounds(8, 3, 4)
 TREE = SpeculativeConfig(method="eagle2", max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
@@ -110,10 +110,15 @@ def test_difference_from_a_sure_plain_token_is_no_near_tie():
     assert first_difference([1, 2], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1
 
 
-def test_worse_heads_have_its_shape_and_do_not_change_the_head():
-    good = head()
-    before = {name: value.clone() for name, value in good.state_dict().items()}
-    for worse in (damaged_head(good, noise=0.5), random_head(good, seed=5)):
-        assert {n: v.shape for n, v in worse.state_dict().items()} == {n: v.shape for n, v in before.items()}
-        assert not torch.equal(worse.fc.weight, good.fc.weight)
-    assert all(torch.equal(value, before[name]) for name, value in good.state_dict().items())
+def test_recorder_predicts_steps_and_corrects_only_its_own_costs():
+    _, (_, drafting), _ = engines()
+    costs = flat()
+    recorders = [
+        RecordingPlanner(UniformPlanner(NO_TREE), flat()),
+        RecordingPlanner(BudgetPlanner(TREE_BOUNDS, costs), costs),
+    ]
+    for recorder in recorders:
+        drafting.planner = recorder
+        run_requests(drafting, list(itertools.islice(requests(), 3)))
+        assert recorder.predicted_s > 0 and recorder.predicted_plain_s > 0 and min(recorder.parts[1:]) > 0
+        assert recorder.step_costs != flat()

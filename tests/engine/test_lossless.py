@@ -15,7 +15,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.prompts import prompt_rows
 from tests.support.engines import TREES, Oracle, RandomPlanner, differing_rows, mostly_slow, some_params, some_prompts
 from tests.support.toy_models import llama, llama_engine, run
 
@@ -88,7 +88,7 @@ def embedded_oracle(per_category: int, max_tokens: int = 40) -> Oracle:
     directory = download("embedded:tiny", "target")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     text, eos = Tokenizer.load(directory), frozenset([model.generation_config.eos_token_id])
-    prompts = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed=77)]
+    prompts = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category)]
     params = some_params(len(prompts), max_tokens)
     return prompts, params, [reference_decode(model, ids, p, eos) for ids, p in zip(prompts, params, strict=True)]
 

@@ -19,7 +19,7 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.prompts import prompt_rows
 from tests.support.engines import SAMPLING, TREES, differing_rows
 from tests.support.schemas import Schema, check_schema, some_schemas
 from tests.support.toy_models import run
@@ -39,7 +39,7 @@ def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) 
 
 def some_rows(schemas: list[Schema], max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """A prompt for each schema, and its sampling: every other row is greedy."""
-    asked = [text().encode_chat(row["messages"]) for row in prompt_rows(per_category=8, seed=36)]
+    asked = [text().encode_chat(row["messages"]) for row in prompt_rows(per_category=8)]
     prompts = [asked[i % len(asked)] for i in range(len(schemas))]
     params = []
     for i, schema in enumerate(schemas):

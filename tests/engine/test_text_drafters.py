@@ -21,8 +21,8 @@ from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.lookup_gains import FIRST_TRIAL_STEPS, TRIAL_STEPS
 from eagle_ray.planner.planner import DraftKind
 from eagle_ray.requests.parameters import SamplingParams
+from jobs.bench.prompts import prompt_rows
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from jobs.tiny_pair.prompts import prompt_rows
 from tests.support.engines import Oracle, RandomPlanner, differing_rows, some_params
 from tests.support.toy_models import RoomRecordingPlanner, head, llama, run
 
@@ -170,7 +170,7 @@ def test_a_merge_is_accepted_more_than_its_parts_at_equal_nodes():
     for method in ("eagle2", "suffix", "eagle2+suffix"):
         speculative = SpeculativeConfig(method=method, budget="uniform", **TREE)
         pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(4))
-        prompts = [pair.tokenizer.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
+        prompts = [pair.tokenizer.encode_chat(row["messages"]) for row in prompt_rows(2)] * 2
         sequences = run(pair.engine, prompts, [SamplingParams(max_tokens=48)] * len(prompts))
         accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)
         taus[method] = 1 + accepted / sum(s.stats.num_steps for s in sequences)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import image_root
+from tests.support import image_root
 
 if sys.version_info >= (3, 11):
     import tomllib

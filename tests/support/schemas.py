@@ -3,7 +3,7 @@
     schemas = some_schemas(300)         # those of HAND_WRITTEN first
     check_schema(text, schema)
 
-They share the vocabulary of the schemas in `jobs/bench/json_schemas.py`.
+They share the vocabulary of the schemas in `tests/support/json_schemas.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema
 
-from jobs.bench.json_schemas import HAND_WRITTEN, WORDS, Schema, closed
+from tests.support.json_schemas import HAND_WRITTEN, WORDS, Schema, closed
 
 KEYS = ["name", "age", "kind", "size", "tags", "price", "next", "ok", "unit", "city", "note", "x-ray", "größe", 'a"b']
 PATTERNS = ["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(red|green)( fox)?$", "^v[0-9]+\\.[0-9]{1,2}$", "^#[0-9a-f]{6}$"]

@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from jobs.bench.embedding_map import ModelShape
-
 GIB = 2**30
 
 
@@ -65,18 +63,3 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-
-
-REPEATS = 20
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second of a copy on the device, read and written ones counted. num_bytes: of each of the two buffers."""
-    source = torch.randn(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device, REPEATS)
-
-
-def step_bytes(shape: ModelShape, dtype: torch.dtype, batch: int, cached: float) -> float:
-    """Read by a plain step: every weight once, and the keys and values of `cached` tokens of each sequence."""
-    return dtype.itemsize * (shape.pass_weights + batch * cached * shape.kv_numbers)

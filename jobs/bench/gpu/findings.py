@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from jobs.bench.gpu.device import device_name
-from jobs.bench.gpu.report import table
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "header"
@@ -112,7 +111,9 @@ def _heading(about: Record) -> str:
 
 def _table(rows: list[Record]) -> str:
     columns = tuple(dict.fromkeys(key for row in rows for key in row))
-    return table(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows])
+    lines = [columns, ("---",) * len(columns)]
+    lines += [tuple(_cell(row.get(column, "")) for column in columns) for row in rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _cell(value: Any) -> str:

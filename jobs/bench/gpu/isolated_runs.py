@@ -3,14 +3,16 @@
     runs = [IsolatedRun("kernels bfloat16", [sys.executable, "-m", ...], limit_s=120)]
     run_all(runs, findings, TimeBudget(450), workers=4)
 
-A run that fails is repeated with EAGLE_RAY_KERNELS=portable, and both outcomes are recorded; one that only takes too
-long is not, since the portable path is slower. A run for which too little time is left is recorded as skipped.
+A run that crashes, or fails with a text that names Triton or CUDA, is repeated with EAGLE_RAY_KERNELS=portable, and
+both outcomes are recorded. Other errors would come again there, and one that takes too long would take longer. A run
+for which too little time is left is recorded as skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import time
@@ -26,7 +28,8 @@ from jobs.bench.gpu.findings import FINDING_PREFIX, ROOT, Findings
 DEFAULT, PORTABLE = "default", "portable"
 DETAIL_CHARACTERS = 600
 NOT_ASKED = 77  # exit status of a check that this device cannot run
-TIMED_OUT = "timed out"
+TIMED_OUT, CRASHED, FAILED = "timed out", "crashed", "failed"
+KERNELS_AT_FAULT = re.compile("triton|cuda", re.IGNORECASE)
 EXIT_OUTCOMES = {0: "ok", NOT_ASKED: "not asked"}
 
 
@@ -73,8 +76,10 @@ class Outcome:
         return self.result not in EXIT_OUTCOMES.values()
 
     @property
-    def is_late(self) -> bool:
-        return self.result.startswith(TIMED_OUT)
+    def blames_kernels(self) -> bool:
+        """Return whether the portable path may do better."""
+        crashed = self.result.startswith(CRASHED)
+        return crashed or (self.result.startswith(FAILED) and KERNELS_AT_FAULT.search(self.output) is not None)
 
 
 def measurement_parser(description: str, names: Iterable[str]) -> argparse.ArgumentParser:
@@ -89,13 +94,13 @@ def measurement_parser(description: str, names: Iterable[str]) -> argparse.Argum
 def run_all(runs: list[IsolatedRun], findings: Findings, budget: TimeBudget, workers: int = 1) -> None:
     """Run everything in order, `workers` processes at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda run: run_andrecord_run(run, findings, budget), runs))
+        list(pool.map(lambda run: run_and_record(run, findings, budget), runs))
 
 
-def run_andrecord_run(run: IsolatedRun, findings: Findings, budget: TimeBudget) -> None:
-    """Run it once, and once more on the portable path if it failed."""
+def run_and_record(run: IsolatedRun, findings: Findings, budget: TimeBudget) -> None:
+    """Run it once, and once more on the portable path if it failed by the kernels."""
     outcome = record_run(run, findings, budget)
-    if outcome is not None and outcome.has_failed and not outcome.is_late:
+    if outcome is not None and outcome.blames_kernels:
         record_run(run, findings, budget, PORTABLE)
 
 
@@ -156,8 +161,8 @@ def _close(stream: IO[str] | None) -> None:
 
 def _result(returncode: int) -> str:
     if returncode < 0:
-        return f"crashed: {signal.Signals(-returncode).name}"
-    return EXIT_OUTCOMES.get(returncode, f"failed: exit status {returncode}")
+        return f"{CRASHED}: {signal.Signals(-returncode).name}"
+    return EXIT_OUTCOMES.get(returncode, f"{FAILED}: exit status {returncode}")
 
 
 def _echo_findings(output: str) -> None:

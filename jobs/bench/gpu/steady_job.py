@@ -27,7 +27,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.device import peak_gib, synchronize
-from jobs.bench.gpu.kernel_counts import count_kernels
+from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
 
 WAITING_PER_SLOT = 2  # rows that wait at every moment; a job keeps 32, and none of them costs time until admitted
 PROFILED_STEPS = 8
@@ -92,9 +92,13 @@ class SteadyJob:
         self._steps(PROFILED_STEPS)
         synchronize(device)
         seconds = (time.perf_counter() - started) / PROFILED_STEPS
-        counts = count_kernels(lambda: self._steps(PROFILED_STEPS), device)
+        counts = self.kernels()
         busy = counts.seconds / PROFILED_STEPS
         return {"profiled_step_ms": 1e3 * seconds, "kernels_ms": 1e3 * busy, "device_busy": busy / seconds}
+
+    def kernels(self) -> KernelCounts:
+        """Return the kernels of a few steps."""
+        return count_kernels(lambda: self._steps(PROFILED_STEPS), self.engine.target.device)
 
     @property
     def acceptance(self) -> dict[str, list[int]]:

@@ -1,0 +1,1 @@
+"""What a call for a lent GPU measures, section by section."""

@@ -1,1 +1,0 @@
-"""How the embedded pair is made: corpus, tokenizer, target, draft heads."""
