@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.combine.looked_up import AheadLookups, LookedUp
 from eagle_ray.methods.lookup.drafter import LookupDrafter, NgramIndex
@@ -125,6 +126,18 @@ def test_what_a_step_in_flight_commits_moves_the_root():
         (6, 7, 8, 1),
         (5, 6, 7, 8),
     ]
+
+
+def test_lookups_without_compiled_kernels_are_the_same(monkeypatch):
+    """The portable merge keeps a place for each part's root, which the merged tree has once."""
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [1, 2, 9, 1, 2, 5, 1, 2]]
+    _, compiled = look_ahead(2, texts, end=99)
+    monkeypatch.setattr(cpu_ops, "available", lambda device, dtype: False)
+    _, portable = look_ahead(2, texts, end=99)
+    real = compiled.depths > 0
+    assert torch.equal(portable.depths, compiled.depths)
+    for name in ("tokens", "parents", "paths", "log_probs"):
+        assert torch.equal(getattr(portable, name)[real], getattr(compiled, name)[real]), name
 
 
 def to_device(device: str, value: object) -> object:

@@ -136,18 +136,18 @@ class LookedUp:
 
         Args:
             log_probs: of each node given its parent, by drafter; -inf if it lacks the node.
-            num_nodes: M, at least the trees' nodes without their roots.
+            num_nodes: M, at least the trees' valid nodes without their roots.
             max_depth: P, a bound on their depths.
         """
         batch, num_drafters = len(num_known), log_probs.shape[2]
-        count = trees.num_nodes - 1
+        count = min(trees.num_nodes - 1, num_nodes)  # what is past it is padding
         integers = np.zeros((3, batch, num_nodes), dtype=np.int64)
-        drafted = DraftTree(*(tensor[:, 1:] for tensor in trees.tensors))
+        drafted = DraftTree(*(tensor[:, 1 : 1 + count] for tensor in trees.tensors))
         for row, tensor in zip(integers, (drafted.tokens, drafted.parents - 1, drafted.depths), strict=True):
             row[:, :count] = tensor.numpy()
         tokens, parents, depths = integers
         own_log_probs = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
-        own_log_probs[:, :count] = log_probs[:, 1:].numpy()
+        own_log_probs[:, :count] = log_probs[:, 1 : 1 + count].numpy()
         paths = _paths(tokens, parents, depths, max_depth)
         parts = [np.array(num_known)[:, None], *integers, paths.reshape(batch, -1)]
         parts.append(own_log_probs.view(np.int32).astype(np.int64).reshape(batch, -1))
