@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment: locked versions, and torch's CPU build where there is no GPU to use a bigger one.
-# Usage: infra/install.sh PYTHON VENV [CONSTRAINTS]; /dev/null as CONSTRAINTS takes the newest versions.
+# Usage: infra/install.sh PYTHON VENV [CONSTRAINTS]; an empty file as CONSTRAINTS takes the newest versions.
 set -euo pipefail
 python=$1 venv=$2
 here=$(cd "$(dirname "$0")/.." && pwd)
