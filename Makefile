@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS ?= infra/constraints.txt
+CPP := $(wildcard eagle_ray/kernels/*.cpp eagle_ray/kernels/*.h)
 
-.PHONY: help demo check test test-fast test-slow test-random durations coverage chaos chaos-at-scale clients bench-serve soak image-root lint style types install clean
+.PHONY: help demo check test test-fast test-slow test-random durations coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -51,11 +53,17 @@ image-root: $(VENV)/.installed   ## the image of infra/Dockerfile as a root dire
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, instructor, langchain, litellm, curl, lm-eval, aiperf, schemathesis on a real server
 	$(BIN)/python -m tests.system.check_clients --python $(VENV)-clients/bin/python
 
-lint: style types               ## ruff and mypy
+lint: style types               ## ruff, clang-format and mypy
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: $(VENV)/.installed      ## rewrite Python and C++ as `style` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
@@ -65,8 +73,20 @@ check: $(VENV)/.installed style ## lint and the cheapest tests of every folder, 
 
 install: $(VENV)/.installed     ## make the environment in .venv
 
-$(VENV)/.installed: pyproject.toml infra/constraints.txt infra/install.sh
-	bash infra/install.sh $(PYTHON) $(VENV)
+wheel:                          ## a wheel for this machine in dist/, with its compiled libraries; needs a C++ compiler
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PYTHON) infra/check_wheel.py dist/*.whl
+
+docs: $(VENV)-docs/.installed   ## every page as a site in runs/site, with search
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+
+$(VENV)-docs/.installed: infra/constraints.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint infra/constraints.txt mkdocs mkdocs-material
+	touch $@
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) infra/install.sh
+	bash infra/install.sh $(PYTHON) $(VENV) $(CONSTRAINTS)
 	touch $@
 
 # Optional: without network this prints what is missing, succeeds, and is tried again by the next `make demo`.
@@ -82,4 +102,4 @@ $(VENV)-clients/.installed: infra/clients.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients runs build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-docs runs build dist *.egg-info

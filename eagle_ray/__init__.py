@@ -9,7 +9,7 @@ The names in __all__ are imported on first use, so ``import eagle_ray`` needs ne
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {  # the public names, by module; __init__.pyi has them for type checkers
     "eagle_ray.api.llm": ("LLM",),

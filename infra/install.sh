@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment: locked versions, and torch's CPU build where there is no GPU to use a bigger one.
-# Usage: infra/install.sh PYTHON VENV
+# Usage: infra/install.sh PYTHON VENV [CONSTRAINTS]; an empty file as CONSTRAINTS takes the newest versions.
 set -euo pipefail
 python=$1 venv=$2
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,7 +11,8 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-torch=$(grep '^torch==' "$here/infra/constraints.txt")
+constraints=${3:-$here/infra/constraints.txt}
+torch=$(grep '^torch==' "$constraints" || true)
 
 install_cpu_torch() {
     echo "installing $torch (CPU build)"
@@ -19,8 +20,8 @@ install_cpu_torch() {
         "${pip[@]}" --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2>/dev/null ||
         echo "no CPU-only build to be had here: the default one will do, it is only larger"
 }
-if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+if [ -n "$torch" ] && [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
     "$venv/bin/python" -c 'import torch' 2>/dev/null || install_cpu_torch
 fi
-echo "installing eagle_ray and its locked dependencies into $venv"
-"${pip[@]}" --constraint "$here/infra/constraints.txt" --editable "$here[dev]"
+echo "installing eagle_ray and its dependencies by $constraints into $venv"
+"${pip[@]}" --constraint "$constraints" --editable "$here[dev]"

@@ -16,8 +16,8 @@
 
 namespace {
 
-constexpr int BLOCK = 4;              // queries that read a key together
-constexpr int ROWS_PER_TASK = 16;     // rows of one sequence that a thread takes at once
+constexpr int BLOCK = 4;           // queries that read a key together
+constexpr int ROWS_PER_TASK = 16;  // rows of one sequence that a thread takes at once
 
 // --- norms and activation -------------------------------------------------------------------------------------------
 
@@ -72,7 +72,8 @@ template <typename T> void silu_mul(T *out, const T *gate_up, int64_t rows, int6
 // --- rotary embedding -----------------------------------------------------------------------------------------------
 
 // Rotates pairs (i, i + half) of one head. to may be from.
-template <typename T, typename K> void rotate(K *to, const T *from, const float *cosine, const float *sine, int64_t half) {
+template <typename T, typename K>
+void rotate(K *to, const T *from, const float *cosine, const float *sine, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t left = half - i;
         Floats a = load_upto(from + i, left), b = load_upto(from + half + i, left);

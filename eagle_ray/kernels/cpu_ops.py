@@ -22,7 +22,6 @@ import os
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 
 log = logging.getLogger("eagle_ray")
 SWITCH = "EAGLE_RAY_CPU_OPS"
+SUFFIX = ".abi3.so"  # of a library that any version of Python loads
 LEVELS = {"AVX512": ["avx512", "avx2", "base"], "AVX2": ["avx2", "base"]}  # by torch's name of what a CPU can
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -451,14 +451,9 @@ def library_of(level: str) -> ctypes.CDLL | None:
 
 def load_library(name: str) -> ctypes.CDLL | None:
     """Load a library of this folder, or return None if it was not built or cannot be loaded."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).parent / f"{name}{suffix}"
-        if path.exists() and (library := _loaded(path)) is not None:
-            return library
-    return None
-
-
-def _loaded(path: Path) -> ctypes.CDLL | None:
+    path = Path(__file__).parent / f"{name}{SUFFIX}"
+    if not path.exists():
+        return None
     try:
         return ctypes.CDLL(str(path))  # torch is loaded: both use one OpenMP library, and so one set of threads
     except OSError as error:

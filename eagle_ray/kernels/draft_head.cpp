@@ -30,9 +30,9 @@ struct Drafts {
     float *log_values, *draft_log_probs;
     int64_t *frontier_nodes;  // [max_batch, max_width]
     float *frontier_values;
-    int64_t *words;                        // [max_batch, max_width, num_words]
+    int64_t *words;                          // [max_batch, max_width, num_words]
     int64_t *frontier_tokens, *parent_rows;  // [levels + 1, max_batch, max_width]
-    int64_t *offered;                      // [levels, max_batch, max_width, children]
+    int64_t *offered;                        // [levels, max_batch, max_width, children]
     float *scores;
     float *features;  // [levels, max_batch, max_width, hidden]
 
@@ -159,8 +159,16 @@ void attend_and_activate(Pass &pass, const DraftHead &h, const Drafts &d) {
     int threads = h.heads.threads;
     keep(pass.hidden, pass.kept, size);
     keep(pass.qkv, pass.kept, h.heads.row_stride);
-    Rows seen = {rows, pass.columns, d.block_size, d.table_width, d.table, pass.slots.data(), pass.begin.data(),
-                 pass.end.data(), pass.trunk.data(), pass.mask.data()};
+    Rows seen = {rows,
+                 pass.columns,
+                 d.block_size,
+                 d.table_width,
+                 d.table,
+                 pass.slots.data(),
+                 pass.begin.data(),
+                 pass.end.data(),
+                 pass.trunk.data(),
+                 pass.mask.data()};
     pass.attended.resize(rows * h.output.weight->inputs);
     attend_float32(&seen, &h.heads, pass.qkv.data(), h.keys, h.values, pass.attended.data(), nullptr);
     project(pass.delta, pass.attended.data(), h.output, rows, threads);
@@ -194,10 +202,10 @@ void choose(const Drafts &d, int64_t b, int64_t start, int64_t count) {
             values[i] = -INFINITY;
     std::vector<int64_t> order(count), words(d.width * d.num_words, 0);
     std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + d.width, order.end(), [&](int64_t i, int64_t j) {
-        return values[i] > values[j] || (values[i] == values[j] && i < j);
-    });
-    int64_t *seen = d.words + b * d.max_width * d.num_words, following = ((d.level + 1) * d.max_batch + b) * d.max_width;
+    std::partial_sort(order.begin(), order.begin() + d.width, order.end(),
+                      [&](int64_t i, int64_t j) { return values[i] > values[j] || (values[i] == values[j] && i < j); });
+    int64_t *seen = d.words + b * d.max_width * d.num_words,
+            following = ((d.level + 1) * d.max_batch + b) * d.max_width;
     for (int64_t i = 0; i < d.width; i++) {
         int64_t parent = order[i] / d.children, position = d.level * d.width + i;
         d.frontier_values[b * d.max_width + i] = values[order[i]];

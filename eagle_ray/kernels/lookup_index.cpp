@@ -13,14 +13,14 @@
 namespace {
 
 constexpr int32_t ROOT = 0, NONE = -1;
-constexpr int MAX_COUNTED = 32;     // states whose count one token raises
-constexpr int BELIEVED = 64;        // tokens of a context past which a longer one is no surer
-constexpr int TRIED = 4;            // contexts of falling length that are asked for children
-constexpr int VAGUE = 256;          // different tokens after a context that make it too vague to ask
+constexpr int MAX_COUNTED = 32;        // states whose count one token raises
+constexpr int BELIEVED = 64;           // tokens of a context past which a longer one is no surer
+constexpr int TRIED = 4;               // contexts of falling length that are asked for children
+constexpr int VAGUE = 256;             // different tokens after a context that make it too vague to ask
 constexpr double MIN_LEFT = 1.0 / 16;  // probability that longer contexts leave to shorter ones, or these are not asked
-constexpr int LONGEST_NGRAM = 4;    // tokens of a context of n-grams
-constexpr int LONG_RUN = 4;         // tokens of a run whose continuation counts as foreseen
-constexpr int FEW = 8;              // edges of a state that are searched one by one
+constexpr int LONGEST_NGRAM = 4;       // tokens of a context of n-grams
+constexpr int LONG_RUN = 4;            // tokens of a run whose continuation counts as foreseen
+constexpr int FEW = 8;                 // edges of a state that are searched one by one
 const double MIN_LOG_VALUE = std::log(1.0 / 256);
 constexpr double LARGEST_LOGIT = 16.0, LARGEST_LOG_PROB = -1e-7;
 
@@ -34,14 +34,18 @@ uint64_t mixed(uint64_t x) {
 class Table {
 public:
     int32_t find(uint64_t key) const {
-        if (keys_.empty()) return NONE;
+        if (keys_.empty())
+            return NONE;
         for (size_t at = mixed(key) & mask();; at = (at + 1) & mask()) {
-            if (keys_[at] == key) return values_[at];
-            if (keys_[at] == FREE) return NONE;
+            if (keys_[at] == key)
+                return values_[at];
+            if (keys_[at] == FREE)
+                return NONE;
         }
     }
     void insert(uint64_t key, int32_t value) {
-        if (2 * (size_ + 1) > keys_.size()) grow();
+        if (2 * (size_ + 1) > keys_.size())
+            grow();
         place(key, value);
         ++size_;
     }
@@ -52,7 +56,8 @@ private:
     size_t mask() const { return keys_.size() - 1; }
     void place(uint64_t key, int32_t value) {
         size_t at = mixed(key) & mask();
-        while (keys_[at] != FREE) at = (at + 1) & mask();
+        while (keys_[at] != FREE)
+            at = (at + 1) & mask();
         keys_[at] = key;
         values_[at] = value;
     }
@@ -62,7 +67,8 @@ private:
         keys.swap(keys_);
         values.swap(values_);
         for (size_t i = 0; i < keys.size(); ++i)
-            if (keys[i] != FREE) place(keys[i], values[i]);
+            if (keys[i] != FREE)
+                place(keys[i], values[i]);
     }
     std::vector<uint64_t> keys_;
     std::vector<int32_t> values_;
@@ -87,9 +93,11 @@ public:
     void add(int32_t token, int32_t count) { shares_.push_back({token, num_contexts_, double(count)}); }
     void end_context(int length) {
         int64_t sum = 0;
-        for (size_t i = first_; i < shares_.size(); ++i) sum += int64_t(shares_[i].share);
+        for (size_t i = first_; i < shares_.size(); ++i)
+            sum += int64_t(shares_[i].share);
         const double believed = left_ * length / (length + 1) / double(sum);
-        for (size_t i = first_; i < shares_.size(); ++i) shares_[i].share = believed * shares_[i].share;
+        for (size_t i = first_; i < shares_.size(); ++i)
+            shares_[i].share = believed * shares_[i].share;
         left_ /= length + 1;
         ++num_contexts_;
     }
@@ -99,7 +107,8 @@ public:
             return a.token != b.token ? a.token < b.token : a.context < b.context;
         });
         for (const Share &share : shares_) {
-            if (children.empty() || children.back().token != share.token) children.push_back({share.token, 0.0});
+            if (children.empty() || children.back().token != share.token)
+                children.push_back({share.token, 0.0});
             children.back().probability += share.share;
         }
         const auto is_before = [](const Child &a, const Child &b) {
@@ -152,15 +161,18 @@ public:
             }
         }
         int32_t at = grown;
-        for (int i = 0; i < MAX_COUNTED && at != ROOT; ++i, at = states[at].link) ++states[at].count;
+        for (int i = 0; i < MAX_COUNTED && at != ROOT; ++i, at = states[at].link)
+            ++states[at].count;
         return grown;
     }
 
     int32_t find(int32_t state, int32_t token) const {
         const State &from = states[state];
-        if (from.num_edges > FEW) return table_.find(key(state, token));
+        if (from.num_edges > FEW)
+            return table_.find(key(state, token));
         for (int32_t edge = from.first_edge; edge != NONE; edge = edges[edge].next)
-            if (edges[edge].token == token) return edge;
+            if (edges[edge].token == token)
+                return edge;
         return NONE;
     }
 
@@ -194,7 +206,8 @@ private:
     }
 
     int32_t of_length(int32_t state, int32_t token, int32_t there) {
-        if (states[there].longest == states[state].longest + 1) return there;
+        if (states[there].longest == states[state].longest + 1)
+            return there;
         const int32_t split = new_state(states[state].longest + 1, states[there].link);
         states[split].count = states[there].count;
         for (int32_t edge = states[there].first_edge; edge != NONE; edge = edges[edge].next) {
@@ -237,7 +250,8 @@ public:
                 first_.push_back(NONE);
             }
             int32_t at = first_[context];
-            while (at != NONE && follows_[at].token != token) at = follows_[at].next;
+            while (at != NONE && follows_[at].token != token)
+                at = follows_[at].next;
             if (at != NONE) {
                 ++follows_[at].count;
             } else {
@@ -252,7 +266,8 @@ public:
         hashes(tail, length, keys);
         for (int n = length; n > 0 && shares.is_open(); --n) {
             const int32_t context = contexts_.find(keys[n - 1]);
-            if (context == NONE) continue;
+            if (context == NONE)
+                continue;
             shares.begin_context();
             for (int32_t at = first_[context]; at != NONE; at = follows_[at].next)
                 shares.add(follows_[at].token, follows_[at].count);
@@ -338,13 +353,15 @@ public:
     bool is_foreseen(const int32_t *at, int32_t token) const {
         const Automaton &young = young_.automaton;
         for (int32_t state : {at[0], young.states[at[0]].link})
-            if (state >= 0 && young.states[state].longest >= LONG_RUN && young.find(state, token) != NONE) return true;
+            if (state >= 0 && young.states[state].longest >= LONG_RUN && young.find(state, token) != NONE)
+                return true;
         return at[3] >= LONG_RUN && old_.automaton.find(at[2], token) != NONE;
     }
 
     // Let a reader go on in the young automaton; where it was is a match in the old one, if that is still there.
     void refresh(Reader &reader) const override {
-        if (reader.generation == generation_) return;
+        if (reader.generation == generation_)
+            return;
         int32_t *at = reader.cursor.values;
         const bool was_young = reader.generation == generation_ - 1;
         at[2] = was_young ? at[0] : ROOT;
@@ -358,10 +375,12 @@ public:
     void share(const Reader &, const Cursor &cursor, Shares &shares) const override {
         Walk walks[2] = {{&young_.automaton, cursor.values[0], cursor.values[1]},
                          {&old_.automaton, cursor.values[2], cursor.values[3]}};
-        for (Walk &walk : walks) walk.settle();
+        for (Walk &walk : walks)
+            walk.settle();
         for (int tried = 0; tried < TRIED && shares.is_open(); ++tried) {
             Walk &walk = walks[walks[1].length > walks[0].length];
-            if (!walk.length) return;
+            if (!walk.length)
+                return;
             shares.begin_context();
             const Automaton &in = *walk.automaton;
             for (int32_t edge = in.states[walk.state].first_edge; edge != NONE; edge = in.edges[edge].next)
@@ -389,7 +408,8 @@ public:
         size_t sum = 0;
         for (const Generation *each : {&young_, &old_}) {
             sum += each->automaton.bytes();
-            for (const auto &text : each->texts) sum += text.capacity() * sizeof(int32_t) + sizeof(text);
+            for (const auto &text : each->texts)
+                sum += text.capacity() * sizeof(int32_t) + sizeof(text);
         }
         return sum;
     }
@@ -417,7 +437,8 @@ private:
         void settle() {
             while (length) {
                 const int32_t edges = automaton->states[state].num_edges;
-                if (edges > 0 && edges <= VAGUE) return;
+                if (edges > 0 && edges <= VAGUE)
+                    return;
                 shorten();
             }
         }
@@ -445,14 +466,16 @@ private:
 class NgramIndex : public Index {
 public:
     void read(Reader &reader, const int64_t *tokens, int64_t count) override {
-        if (!reader.ngrams) reader.ngrams = std::make_unique<Ngrams>();
+        if (!reader.ngrams)
+            reader.ngrams = std::make_unique<Ngrams>();
         for (int64_t i = 0; i < count; ++i) {
             reader.ngrams->count(reader.cursor.values, reader.cursor.length, int32_t(tokens[i]));
             reader.cursor = after(reader.cursor, int32_t(tokens[i]));
         }
     }
     void share(const Reader &reader, const Cursor &cursor, Shares &shares) const override {
-        if (reader.ngrams) reader.ngrams->share(cursor.values, cursor.length, shares);
+        if (reader.ngrams)
+            reader.ngrams->share(cursor.values, cursor.length, shares);
     }
     Cursor after(const Cursor &cursor, int32_t token) const override {
         Cursor moved = cursor;
@@ -467,7 +490,8 @@ public:
     size_t bytes() const override {
         size_t sum = 0;
         for (const auto &reader : readers)
-            if (reader && reader->ngrams) sum += reader->ngrams->bytes();
+            if (reader && reader->ngrams)
+                sum += reader->ngrams->bytes();
         return sum;
     }
 };
@@ -493,7 +517,8 @@ struct Growth {
 };
 
 void *lookup_open(int32_t is_suffix, int64_t capacity) {
-    if (is_suffix) return static_cast<Index *>(new SuffixIndex(capacity));
+    if (is_suffix)
+        return static_cast<Index *>(new SuffixIndex(capacity));
     return static_cast<Index *>(new NgramIndex());
 }
 
@@ -526,7 +551,8 @@ void lookup_remove_reader(void *handle, int64_t reader) {
 void lookup_read(void *handle, int64_t rows, const int64_t *readers, const int64_t *counts, const int64_t *tokens) {
     Index &index = *static_cast<Index *>(handle);
     for (int64_t i = 0; i < rows; ++i) {
-        if (!counts[i]) continue;
+        if (!counts[i])
+            continue;
         Reader &reader = *index.readers[readers[i]];
         index.read(reader, tokens, counts[i]);
         tokens += counts[i];
@@ -569,8 +595,10 @@ void lookup_grow(void *handle, Growth *growth) {
             heap.pop_back();
             const Node &node = best.node;
             nodes.push_back(node);
-            if (int64_t(nodes.size()) > growth->max_nodes) break;
-            if (node.depth == growth->max_depth) continue;
+            if (int64_t(nodes.size()) > growth->max_nodes)
+                break;
+            if (node.depth == growth->max_depth)
+                continue;
             if (node.depth && ends && std::find(ends, ends + growth->num_ends, node.token) != ends + growth->num_ends)
                 continue;
             const Cursor cursor = node.depth ? index.after(best.before, node.token) : best.before;
@@ -586,8 +614,10 @@ void lookup_grow(void *handle, Growth *growth) {
                     given = calibrated(growth->parameters + 3 * set, log_prob, rank == 0);
                 }
                 const double log_value = node.log_value + given;
-                if (log_value < MIN_LOG_VALUE) break;
-                const Node child = {int32_t(nodes.size() - 1), children[rank].token, node.depth + 1, log_value, log_prob};
+                if (log_value < MIN_LOG_VALUE)
+                    break;
+                const Node child = {int32_t(nodes.size() - 1), children[rank].token, node.depth + 1, log_value,
+                                    log_prob};
                 heap.push_back({log_value, num_seen++, child, cursor});
                 std::push_heap(heap.begin(), heap.end(), is_later);
             }
@@ -595,17 +625,22 @@ void lookup_grow(void *handle, Growth *growth) {
 
         order.resize(nodes.size());
         at_index.resize(nodes.size());
-        for (size_t i = 0; i < order.size(); ++i) order[i] = int32_t(i);
-        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return nodes[a].depth < nodes[b].depth; });
-        for (size_t i = 0; i < order.size(); ++i) at_index[order[i]] = int32_t(i);
+        for (size_t i = 0; i < order.size(); ++i)
+            order[i] = int32_t(i);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int32_t a, int32_t b) { return nodes[a].depth < nodes[b].depth; });
+        for (size_t i = 0; i < order.size(); ++i)
+            at_index[order[i]] = int32_t(i);
         std::vector<Node> &sorted = index.grown[row];
         sorted.clear();
         int64_t in_level = 0;
         for (const int32_t i : order) {
             Node node = nodes[i];
-            if (node.parent != NONE) node.parent = at_index[node.parent];
+            if (node.parent != NONE)
+                node.parent = at_index[node.parent];
             in_level = sorted.empty() || sorted.back().depth != node.depth ? 1 : in_level + 1;
-            if (node.depth) growth->width = std::max(growth->width, in_level);
+            if (node.depth)
+                growth->width = std::max(growth->width, in_level);
             sorted.push_back(node);
         }
         growth->num_nodes = std::max(growth->num_nodes, int64_t(sorted.size()));
@@ -619,7 +654,8 @@ void lookup_write(void *handle, const Growth *growth, int64_t num_nodes, int64_t
                   uint8_t *valid, float *levels) {
     const Index &index = *static_cast<Index *>(handle);
     const int64_t size = growth->rows * num_nodes;
-    if (levels) std::fill(levels, levels + growth->depth * growth->rows * growth->width, -INFINITY);
+    if (levels)
+        std::fill(levels, levels + growth->depth * growth->rows * growth->width, -INFINITY);
     for (int64_t row = 0; row < growth->rows; ++row) {
         const auto &nodes = index.grown[row];
         int64_t depth = 0, in_level = 0;
@@ -633,7 +669,8 @@ void lookup_write(void *handle, const Growth *growth, int64_t num_nodes, int64_t
             floats[at] = float(node.log_value);
             floats[size + at] = float(node.log_prob);
             valid[at] = is_node;
-            if (!levels || !is_node || !node.depth) continue;
+            if (!levels || !is_node || !node.depth)
+                continue;
             in_level = node.depth == depth ? in_level + 1 : 0;
             depth = node.depth;
             levels[((depth - 1) * growth->rows + row) * growth->width + in_level] = float(node.log_value);
@@ -651,16 +688,19 @@ void lookup_num_texts(void *handle, int64_t *num_texts, int64_t *num_tokens) {
     *num_texts = *num_tokens = 0;
     for (int generation = 0; generation < 2; ++generation) {
         const auto *texts = static_cast<Index *>(handle)->texts(generation);
-        if (!texts) return;
+        if (!texts)
+            return;
         *num_texts += int64_t(texts->size());
-        for (const auto &text : *texts) *num_tokens += int64_t(text.size());
+        for (const auto &text : *texts)
+            *num_tokens += int64_t(text.size());
     }
 }
 
 void lookup_texts(void *handle, int64_t *lengths, int32_t *tokens) {
     for (int generation = 0; generation < 2; ++generation) {
         const auto *texts = static_cast<Index *>(handle)->texts(generation);
-        if (!texts) return;
+        if (!texts)
+            return;
         for (const auto &text : *texts) {
             *lengths++ = int64_t(text.size());
             tokens = std::copy(text.begin(), text.end(), tokens);

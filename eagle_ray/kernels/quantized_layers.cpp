@@ -39,7 +39,8 @@ void attend(const DecoderLayer &l, const Scratch &s, const Heads &h, Rotate rota
 }  // namespace
 
 // Runs the layers; delta is what the last one adds to hidden.
-extern "C" void quantized_layers(const DecoderLayer *layers, int64_t count, const Scratch *scratch, const Heads *heads) {
+extern "C" void quantized_layers(const DecoderLayer *layers, int64_t count, const Scratch *scratch,
+                                 const Heads *heads) {
     const Scratch &s = *scratch;
     int threads = heads->threads;
     for (const DecoderLayer *l = layers; l < layers + count; l++) {

@@ -33,8 +33,8 @@ namespace {
 enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI };
 
 constexpr int64_t TILE = 16, BLOCK = 32;
-constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
-constexpr int64_t AHEAD = 2048;       // bytes of codes that are fetched before they are read
+constexpr int64_t PANEL = 128;   // rows whose rounded inputs stay in a cache
+constexpr int64_t AHEAD = 2048;  // bytes of codes that are fetched before they are read
 // Multiplications below which starting threads costs more than they save: of threads that sleep, and of those that spin
 // since another product of the same call.
 constexpr int64_t SMALL = 1 << 21, SMALL_AWAKE = 1 << 18;
@@ -66,8 +66,8 @@ inline void set(bf16 &to, float x) {
 // The rounded inputs of some rows: int8 numbers, the step of each block, and each group's sum of step * rounded. Rows lie
 // together in each block, so that a kernel finds all of its rows at fixed distances.
 struct Inputs {
-    std::vector<int8_t> numbers;      // [blocks, rows, BLOCK]
-    std::vector<float> steps, sums;   // [blocks, rows] and [groups, rows]
+    std::vector<int8_t> numbers;         // [blocks, rows, BLOCK]
+    std::vector<float> steps, sums;      // [blocks, rows] and [groups, rows]
     int64_t rows, blocks, groups, part;  // part: inputs of a group or of a block, whichever is smaller
 
     void resize(int64_t count, const Weight &w) {

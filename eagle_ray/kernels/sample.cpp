@@ -24,10 +24,10 @@ struct Sampling {
     const int64_t *seed;
 };
 
-constexpr int CHUNK = 64;             // tokens that are looked at together
+constexpr int CHUNK = 64;  // tokens that are looked at together
 constexpr float BINS_PER_UNIT = 32.0f;
-constexpr int NUM_BINS = 1024;        // the last one has all that is 32 or more below the highest score
-constexpr float MOST_NOISE = 22.9f;   // -log(-log1p(-2^-33)), rounded up
+constexpr int NUM_BINS = 1024;       // the last one has all that is 32 or more below the highest score
+constexpr float MOST_NOISE = 22.9f;  // -log(-log1p(-2^-33)), rounded up
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
 
 // Scores above `score` are kept, and of those equal to it the tokens from `token` on.
@@ -51,7 +51,7 @@ inline float gumbel(float v) { return -std::log(-std::log1p(-v)); }
 
 // One row's scores, and what is left of them after each cut.
 class Row {
-  public:
+public:
     // scores: room for `size` numbers.
     Row(const float *logits, int64_t size, float temperature, float *scores) : scores_(scores), size_(size) {
         for (int64_t i = 0; i < size; i++)
@@ -127,7 +127,7 @@ class Row {
         return token;
     }
 
-  private:
+private:
     static int bin_of(float gap) { return gap < NUM_BINS / BINS_PER_UNIT ? int(gap * BINS_PER_UNIT) : NUM_BINS - 1; }
 
     // Call `see` with each token, its bin and e^(score - peak).
@@ -180,11 +180,13 @@ int64_t pick(const float *logits, int64_t size, const Sampling &sampling, int64_
 
 }  // namespace
 
-extern "C" void sample_rows_float32(int64_t *tokens, const float *logits, const float *temperature, const int64_t *top_k,
-                                    const float *top_p, const float *min_p, const int64_t *seed, const int64_t *seq,
-                                    const int64_t *positions, float *scratch, int64_t rows, int64_t size, int threads) {
+extern "C" void sample_rows_float32(int64_t *tokens, const float *logits, const float *temperature,
+                                    const int64_t *top_k, const float *top_p, const float *min_p, const int64_t *seed,
+                                    const int64_t *seq, const int64_t *positions, float *scratch, int64_t rows,
+                                    int64_t size, int threads) {
     const Sampling sampling{temperature, top_k, top_p, min_p, seed};
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1 && rows * size > SMALL)
     for (int64_t r = 0; r < rows; r++)
-        tokens[r] = pick(logits + r * size, size, sampling, seq[r], positions[r], scratch + omp_get_thread_num() * size);
+        tokens[r] =
+            pick(logits + r * size, size, sampling, seq[r], positions[r], scratch + omp_get_thread_num() * size);
 }

@@ -61,7 +61,8 @@ struct Nodes {
     void reset(int64_t most, int64_t depth) {
         tokens.clear(), parents.clear(), depths.clear(), draft_log_probs.clear(), log_probs.clear();
         uint64_t size = 16;
-        while (size < 2 * (uint64_t)most) size *= 2;
+        while (size < 2 * (uint64_t)most)
+            size *= 2;
         table.assign(size, -1), mask = size - 1;
         first.assign(depth + 2, 0);
     }
@@ -70,7 +71,8 @@ struct Nodes {
     int32_t find(int64_t parent, int64_t token, int64_t depth, float draft_log_prob, int64_t drafters) {
         uint64_t at = ((uint64_t)parent * 0x9E3779B97F4A7C15u + (uint64_t)token) * 0xC2B2AE3D27D4EB4Fu >> 20 & mask;
         for (; table[at] >= 0; at = (at + 1) & mask)
-            if (tokens[table[at]] == token && parents[table[at]] == parent) return table[at];
+            if (tokens[table[at]] == token && parents[table[at]] == parent)
+                return table[at];
         int32_t node = (int32_t)tokens.size();
         table[at] = node;
         tokens.push_back(token), parents.push_back(parent), depths.push_back(depth);
@@ -84,7 +86,8 @@ struct Nodes {
         own.assign(tree.nodes, -1);
         for (int64_t j = 0; j < tree.nodes; j++) {
             int64_t i = begin + j, parent = tree.parents[i];
-            if (!tree.valid[i]) continue;
+            if (!tree.valid[i])
+                continue;
             int64_t above = parent < 0 ? -1 : own[parent];
             own[j] = find(above, tree.tokens[i], tree.depths[i], tree.draft_log_probs[i], drafters);
             float given = parent < 0 ? 0.0f : tree.log_values[i] - tree.log_values[begin + parent];
@@ -94,10 +97,13 @@ struct Nodes {
 
     // Where each node stands breadth-first.
     void order(int64_t depth) {
-        for (int64_t each : depths) first[each + 1]++;
-        for (int64_t d = 0; d <= depth; d++) first[d + 1] += first[d];
+        for (int64_t each : depths)
+            first[each + 1]++;
+        for (int64_t d = 0; d <= depth; d++)
+            first[d + 1] += first[d];
         place.resize(depths.size());
-        for (size_t i = 0; i < depths.size(); i++) place[i] = first[depths[i]]++;
+        for (size_t i = 0; i < depths.size(); i++)
+            place[i] = first[depths[i]]++;
     }
 };
 
@@ -105,7 +111,8 @@ struct Nodes {
 float blended(const float *log_probs, const float *weights, const uint8_t *proposes, int64_t drafters) {
     const float *alone = weights, *together = weights + drafters, *lacks = weights + 2 * drafters;
     int64_t offers = 0;
-    for (int64_t a = 0; a < drafters; a++) offers += log_probs[a] > NEVER;
+    for (int64_t a = 0; a < drafters; a++)
+        offers += log_probs[a] > NEVER;
     const float *slopes = offers == 1 ? alone : together;
     float sum = weights[3 * drafters];
     for (int64_t a = 0; a < drafters; a++) {
@@ -121,7 +128,8 @@ void write(const Nodes &nodes, int64_t row, const Blend &blend, const MergedTree
     int64_t drafters = blend.drafters, count = (int64_t)nodes.tokens.size(), begin = row * out.nodes;
     uint8_t proposes[64] = {};
     for (int64_t i = 1; i < count; i++)
-        for (int64_t a = 0; a < drafters; a++) proposes[a] |= nodes.log_probs[i * drafters + a] > NEVER;
+        for (int64_t a = 0; a < drafters; a++)
+            proposes[a] |= nodes.log_probs[i * drafters + a] > NEVER;
 
     for (int64_t i = 0; i < count; i++) {  // parents come first
         int64_t at = begin + nodes.place[i], depth = nodes.depths[i];
@@ -152,7 +160,8 @@ extern "C" void merge_blended(const CandidateTree *trees, const Blend *blend, co
         thread_local Nodes nodes;
         nodes.reset(out->nodes, out->max_depth);
         for (int64_t a = 0; a < blend->drafters; a++)
-            if (trees[a].nodes) nodes.add(trees[a], row, a, blend->drafters);
+            if (trees[a].nodes)
+                nodes.add(trees[a], row, a, blend->drafters);
         nodes.order(out->max_depth);
         write(nodes, row, *blend, *out);
         largest = std::max(largest, (int64_t)nodes.tokens.size());

@@ -60,8 +60,8 @@ extern "C" void ancestors(uint8_t *seen, const int64_t *parents, int64_t batch, 
 }
 
 extern "C" void walk_paths(int64_t *nodes, int64_t *num_accepted, int64_t *out, const int64_t *tokens,
-                            const int64_t *parents, const int64_t *depths, const uint8_t *valid, const int64_t *row_of,
-                            const int64_t *picks, int64_t batch, int64_t num_nodes, int64_t length) {
+                           const int64_t *parents, const int64_t *depths, const uint8_t *valid, const int64_t *row_of,
+                           const int64_t *picks, int64_t batch, int64_t num_nodes, int64_t length) {
     std::vector<uint8_t> accepted(num_nodes);
     std::fill(nodes, nodes + batch * length, -1);
     for (int64_t b = 0; b < batch; b++) {
@@ -81,9 +81,9 @@ extern "C" void walk_paths(int64_t *nodes, int64_t *num_accepted, int64_t *out, 
 }
 
 // numbers: [layers, indices] of row_bytes each. Nodes rise along a path, and node j of it is moved to place j <= its own.
-extern "C" void move_rows(uint8_t *numbers, int64_t layers, int64_t layer_bytes, int64_t row_bytes, const int64_t *table,
-                          int64_t table_width, int64_t block_size, const int64_t *slots, const int64_t *lengths,
-                          const int64_t *nodes, int64_t batch, int64_t length) {
+extern "C" void move_rows(uint8_t *numbers, int64_t layers, int64_t layer_bytes, int64_t row_bytes,
+                          const int64_t *table, int64_t table_width, int64_t block_size, const int64_t *slots,
+                          const int64_t *lengths, const int64_t *nodes, int64_t batch, int64_t length) {
     for (int64_t b = 0; b < batch; b++)
         for (int64_t j = 1; j < length; j++) {
             int64_t node = nodes[b * length + j];

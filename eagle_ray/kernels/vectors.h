@@ -99,10 +99,13 @@ inline float sum(Floats v) {
 // The sums of four vectors, each in the order of `sum`.
 inline Floats4 sums(const Floats *v) {
     Floats4 b[4] = {folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
-    Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5), low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
-    Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7), high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
+    Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5),
+            low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
+    Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7),
+            high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
     Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
-    return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) + __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
+    return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) +
+           __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
 }
 
 inline Floats broadcast(float x) { return x - (Floats){}; }

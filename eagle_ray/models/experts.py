@@ -47,7 +47,7 @@ FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads
 ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
 TRIED_ROWS = (1, 33)  # of the passes whose routes ranks compare
 MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row
-grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", torch._grouped_mm)  # torch 2.9 has the second only
+grouped_mm: Callable[..., Tensor] = F.grouped_mm
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 
 from eagle_ray.gguf.blocks import READERS, GGUFError, read_blocks
-from tests.support.quantised_files import SLOW_BLOCKS, random_blocks
+from tests.support.quantised_files import FP16_AT, SLOW_BLOCKS, random_blocks
 
 
 def tensor(kind: str, data: np.ndarray) -> SimpleNamespace:
@@ -59,7 +59,7 @@ def test_a_type_that_is_not_read_is_named(kind):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_scale_that_is_no_number_is_refused(kind, scale):
     data = random_blocks(kind, rows=2, blocks=2).copy()
-    at = 208 if kind == "Q6_K" else 0
+    at = FP16_AT[kind][0]
     data[1, at : at + 2] = np.frombuffer(struct.pack("<e", scale), np.uint8)
     with np.errstate(invalid="ignore"), pytest.raises(GGUFError, match="tensor w: a block's scale is not a finite"):
         read_blocks(tensor(kind, data))

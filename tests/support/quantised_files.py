@@ -21,14 +21,17 @@ from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_linear import QuantizedWeight
 
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
-FP16_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+FP16_AT = {  # bytes at which a block has fp16 numbers
+    **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]},
+    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]},
+}
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> np.ndarray:
     """Return random bytes [rows, blocks * bytes of a block] whose fp16 numbers are about 0.1."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows, blocks, BLOCK_BYTES[kind]), np.uint8)
-    for at in FP16_AT.get(kind, [208]):
+    for at in FP16_AT[kind]:
         scales = rng.normal(0, 0.1, (rows, blocks, 1)).astype(np.float16)
         data[:, :, at : at + 2] = scales.view(np.uint8)
     return data.reshape(rows, -1)
