@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling import grammar as module
+from eagle_ray.sampling import parser_budget
 from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
 from tests.support.schemas import LimitedMatcher
@@ -158,8 +159,9 @@ def test_kept_grammars_are_bounded_in_bytes(monkeypatch):
     assert compiler.knows(second) and not compiler.knows(first)
 
 
-def test_outputs_add_to_the_bytes_of_their_grammar():
-    """Masks of a slow grammar make lexer states, which the kept grammar holds."""
+def test_outputs_add_to_the_bytes_of_their_grammar(monkeypatch):
+    """Masks that take longer than usual make lexer states, which the kept grammar holds."""
+    monkeypatch.setattr(parser_budget, "USUAL_S", 0.0)
     compiler = GrammarCompiler(FILE.read_text, VOCAB, [END])
     parts = "|".join(rf"(.|\n)*{letter}(.|\n){{{n}}}" for letter, n in zip("abc", (300, 230, 250), strict=True))
     state = compiler.start(GrammarSpec("regex", f"({parts}){{2}}"))
