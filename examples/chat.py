@@ -1,7 +1,7 @@
 """Chat with a model in this process: each question is answered in view of the conversation so far.
 
-    python examples/chat.py                                   # the embedded pair; an empty line ends it
-    python examples/chat.py org/target org/draft-head
+python examples/chat.py                                   # the embedded pair; an empty line ends it
+python examples/chat.py org/target org/draft-head
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stream an answer from `eagle-ray serve` with OpenAI's client, and print what it cost.
 
-    eagle-ray serve -c configs/serve_demo.yaml
-    python examples/serve_client.py "What is the capital of France?"
+eagle-ray serve -c configs/serve_demo.yaml
+python examples/serve_client.py "What is the capital of France?"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check that a wheel has the compiled libraries of its platform: an extension that fails to build is left out silently.
 
-    python infra/check_wheel.py dist/eagle_ray-0.2.0-cp310-abi3-linux_x86_64.whl
+python infra/check_wheel.py dist/eagle_ray-0.2.0-cp310-abi3-linux_x86_64.whl
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Print the lowest version of each dependency that pyproject.toml allows, as constraints of pip.
 
-    python infra/lowest.py > lowest.txt && make test-fast CONSTRAINTS=lowest.txt
+python infra/lowest.py > lowest.txt && make test-fast CONSTRAINTS=lowest.txt
 """
 
 import re

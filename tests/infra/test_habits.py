@@ -52,7 +52,13 @@ def test_page_names_existing_targets(page):
 
 def test_contributing_names_existing_files():
     named = set(re.findall(r"`([\w/.-]+\.(?:py|md|txt|cpp))`", text_of("CONTRIBUTING.md")))
-    roots = [ROOT, ROOT / "eagle_ray", ROOT / "tests" / "gguf", ROOT / "tests" / "engine", ROOT / "eagle_ray" / "models"]
+    roots = [
+        ROOT,
+        ROOT / "eagle_ray",
+        ROOT / "tests" / "gguf",
+        ROOT / "tests" / "engine",
+        ROOT / "eagle_ray" / "models",
+    ]
     assert not [name for name in named if not any((root / name).exists() for root in roots)]
 
 
