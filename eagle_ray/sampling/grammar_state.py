@@ -329,9 +329,11 @@ class GrammarState:
         for node, begun in self._walk(tokens, parents):
             if node == 0 or tokens[node] not in self._ends:
                 self._fill(masks, node, begun)
-            if node == 0:  # what is drafted is no part of the output
+            if node == 0:
                 self.budget.spend(time.thread_time() - started)
-        self._cost.add(time.thread_time() - started, len(tokens))
+        tree_s = time.thread_time() - started
+        self.budget.observe_tree(tree_s)
+        self._cost.add(tree_s, len(tokens))
         if self._matcher.is_error():
             self._restart()
             return False

@@ -22,6 +22,7 @@ TOKEN_S = 0.001  # more for each token
 TOKEN_S_PER_ENTRY = (
     2e-7  # and for each token of the vocabulary: free text takes 0.1 ms with 1,500, and 4 ms with 48,000
 )
+NUM_TREE_TOKENS = 8
 USUAL_S = 0.001  # for a mask: the lexer has its states already
 BYTES_PER_SLOW_S = 128 << 20  # that new lexer states take: 70 to 90 MB a second were measured
 
@@ -30,13 +31,15 @@ class ParserBudget:
     """The parser time of one output.
 
     Attributes:
-        is_slow: the last token, with the mask after it, took longer than a token may in the long run.
+        is_slow: the last token, with the mask after it, took longer than a token may in the long run, or the masks of
+            the last draft tree took as long as NUM_TREE_TOKENS of them.
     """
 
     def __init__(self, vocab_size: int):
         self._token_s = TOKEN_S + TOKEN_S_PER_ENTRY * vocab_size
         self._left_s = BURST_S
         self._last_s = 0.0
+        self._tree_s = 0.0
 
     @property
     def is_spent(self) -> bool:
@@ -44,7 +47,7 @@ class ParserBudget:
 
     @property
     def is_slow(self) -> bool:
-        return self._last_s > self._token_s
+        return self._last_s > self._token_s or self._tree_s > NUM_TREE_TOKENS * self._token_s
 
     def earn(self, num_tokens: int) -> None:
         """Add the time of newly committed tokens. Time that is not used is not saved up beyond BURST_S."""
@@ -54,6 +57,10 @@ class ParserBudget:
     def spend(self, seconds: float) -> None:
         self._left_s -= seconds
         self._last_s += seconds
+
+    def observe_tree(self, seconds: float) -> None:
+        """Note the time of all masks of a step. It is not spent: what is drafted is no part of the output."""
+        self._tree_s = seconds
 
 
 class ParserCost:

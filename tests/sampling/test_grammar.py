@@ -115,6 +115,12 @@ def test_grammars_are_written_in_larks_syntax_or_gbnf(compiler):
         compiler.start(GrammarSpec("grammar", "root ::= missing"))
 
 
+def test_brackets_that_stand_too_deep_are_named(compiler):
+    deep = "root ::= " + "(" * 2000 + '"a"' + ")" * 2000
+    with pytest.raises(RequestError, match=r"^grammar: its brackets or rules stand too deep"):
+        compiler.start(GrammarSpec("grammar", deep))
+
+
 def test_nodes_that_are_not_allowed_change_nothing(compiler):
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     before = state.tree_masks([0], [-1])[0].copy()
@@ -377,3 +383,20 @@ def test_a_compiled_grammar_is_kept(compiler, monkeypatch):
     compiler.start(spec).commit([])
     monkeypatch.setattr(module, "grammar_source", lambda spec: pytest.fail("compiled again"))
     compiler.start(spec)
+
+
+def test_budget_of_parser_time_ends_and_is_earned_again():
+    budget = parser_budget.ParserBudget(vocab_size=10_000)  # 3 ms a token
+    budget.spend(0.002)
+    assert not budget.is_slow and not budget.is_spent
+    budget.spend(0.002)
+    assert budget.is_slow and not budget.is_spent  # of one token, with the mask after it
+    budget.spend(0.05)
+    assert budget.is_spent
+    budget.earn(2)
+    assert not budget.is_spent and not budget.is_slow
+    budget.observe_tree(0.03)
+    assert budget.is_slow and not budget.is_spent
+    budget.earn(1000)
+    budget.spend(0.06)
+    assert budget.is_spent  # time is not saved up

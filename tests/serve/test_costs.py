@@ -126,6 +126,21 @@ def test_large_request_does_not_delay_a_small_one(shared_service):
     assert not early and set(statuses) <= {200, 400, 429}
 
 
+def test_large_request_of_one_key_delays_none_of_another(shared_service):
+    released = threading.Event()
+    body = large_body(TEXT, "user", 2 * LONG)
+
+    async def main() -> Answer:
+        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
+        try:
+            return await request(build_app(shared_service), "POST", TEXT, body, BETA)
+        finally:
+            released.set()
+            await busy
+
+    assert asyncio.run(main()).status == 200
+
+
 def test_clients_with_large_requests_take_turns(shared_service):
     """The second client comes last and is answered second."""
     app, released, order = build_app(shared_service), threading.Event(), []

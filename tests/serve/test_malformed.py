@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.serve import request_body
 from eagle_ray.serve.http_answers import ApiError, event
-from eagle_ray.serve.request_body import MAX_CONTAINERS, check_containers, parse
+from eagle_ray.serve.request_body import MAX_CONTAINERS, MAX_VALUES, check_containers, parse
 from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -229,6 +229,16 @@ def test_objects_and_lists_are_counted_before_they_are_made():
         check_containers(b'{"prompt": [' + objects + b"{}]}")
     assert found.value.code == "too_many_values"
     check_containers(b'{"prompt": "' + text + b'"}')
+
+
+def test_values_are_counted_before_they_are_made():
+    """Commas in a text do not count. A model's own length has room for a prompt of ids."""
+    ids = b'{"prompt": [' + b"5," * MAX_VALUES + b"5, 5]}"
+    with pytest.raises(ApiError, match="values") as found:
+        check_containers(ids)
+    assert found.value.code == "too_many_values"
+    check_containers(ids, max_model_len=MAX_VALUES)
+    check_containers(b'{"prompt": "' + b"," * (2 * MAX_VALUES) + b'"}')
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read(app):

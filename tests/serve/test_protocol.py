@@ -12,6 +12,7 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from eagle_ray.requests.parameters import MAX_DETOKENIZED
 from eagle_ray.requests.structured import MAX_TEXT_CHARS, schema_text
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.openapi import openapi
@@ -244,3 +245,15 @@ def test_too_long_format_is_named_as_its_client_writes_it():
     with pytest.raises(RequestError, match="has more than") as found:
         request.chat()
     assert found.value.param == "text.format"
+
+
+def test_long_lists_are_refused_by_name():
+    """Each entry costs time, in reading and at every place of a draft."""
+    many = {
+        DetokenizeRequest: ("tokens", {"tokens": [5] * (MAX_DETOKENIZED + 1)}),
+        CompletionRequest: ("logit_bias", {"prompt": "a", "logit_bias": {str(i): 0 for i in range((1 << 16) + 1)}}),
+    }
+    for kind, (name, body) in many.items():
+        with pytest.raises(ApiError, match=f"^{name}: must be .*at most") as found:
+            parse(kind, json.dumps(body).encode())
+        assert found.value.param == name and len(str(found.value)) < 300

@@ -69,6 +69,13 @@ def error_of(answer):
     return answer.status, answer.json["error"]["param"], answer.json["error"]["code"]
 
 
+@pytest.mark.parametrize("sent", ["../../etc/in.jsonl", r"C:\x\in.jsonl", "/in.jsonl", "in\t.jsonl"])
+def test_name_of_an_upload_has_no_directories(app_with_store, sent):
+    body, kind = form(("purpose", "batch"), ("file", sent, b"x"))
+    answer = asyncio.run(request(app_with_store, "POST", "/v1/files", body, kind))
+    assert answer.status == 200 and answer.json["filename"] == "in.jsonl"
+
+
 def test_a_file_is_uploaded_listed_read_and_deleted(app_with_store):
     content = '{"é": 1}\r\n--b0und-not\r\n'.encode() * 50
     first = upload(app_with_store, content).json
