@@ -227,3 +227,12 @@ def test_a_part_that_was_rewritten_meanwhile_is_not_rewritten(tmp_path):
             run.replace(run.data / "part", version, b"3")
         run.replace(run.data / "part", 0, None)
     assert run.data.list_versions() == {}
+
+
+def test_success_is_written_after_all_records(tmp_path, monkeypatch):
+    output = StoragePath.of(tmp_path)
+    published = []
+    with hold(output) as lease, Run.claim(lease, Run.inspect(output), {}) as run:
+        monkeypatch.setattr(Run, "publish", lambda self, record, data: published.append(record))
+        run.commit({SUMMARY: b"{}"})
+    assert published == [SUMMARY, SUCCESS]
