@@ -62,7 +62,7 @@ EXAMPLES: Mapping[str, Row] = {
     "thinking_budget": {**_CHAT, **_THINKING, "thinking_budget": 4},
     "stop_token_ids": {"stop_token_ids": [5, 87]},
     "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop": ["{d", "k"]},
-    "stop_in_reasoning": {**_CHAT, **_THINKING, "stop_in_reasoning": True, "stop": ["{d", "k"]},
+    "stop_in_reasoning": {**_CHAT, **_THINKING, "stop_in_reasoning": True, "stop": [*"aeinorstu"]},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {"1": 5.0}},
     "json_schema": {"json_schema": _SCHEMA},
     "json_object": {"json_object": True},
