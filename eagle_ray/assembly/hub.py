@@ -106,9 +106,10 @@ def _located(name: str, part: str, left_out: Sequence[str]) -> Path:
     try:
         return _from_hub(name, part, left_out)
     except LocalEntryNotFoundError as error:
+        files = " ".join(hub_file(name) or (name,))
         raise ModelUnavailable(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
-            f"`hf download {name}` fetches it, and a copied directory can be named instead"
+            f"`hf download {files}` fetches it, and a copied directory can be named instead"
         ) from error
     except GatedRepoError as error:
         raise ConfigError(

@@ -120,7 +120,8 @@ def _check_name(part: str, name: str) -> None:
 
 
 def _may_be_of_hub(part: str, name: str) -> bool:
-    if os.path.lexists(name):  # a link to nowhere
+    is_local = has_gguf_name(name) and os.path.isdir(os.path.dirname(name))  # a file that is not there
+    if is_local or os.path.lexists(name):  # or a link to nowhere
         return False
     return HUB_ID.fullmatch(name) is not None or (part == "target" and hub_file(name) is not None)
 

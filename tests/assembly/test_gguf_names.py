@@ -125,7 +125,7 @@ def test_an_architecture_that_is_not_read_is_named(file, tmp_path, capsys):
     assert "general.architecture is 'gemma3'. Use a file of llama, qwen2, qwen3" in capsys.readouterr().err
 
 
-def test_what_is_no_model_is_told_before_what_is_allowed(file, tmp_path, capsys):
+def test_what_is_no_model_is_told_with_its_cause(file, tmp_path, monkeypatch, capsys):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -134,7 +134,9 @@ def test_what_is_no_model_is_told_before_what_is_allowed(file, tmp_path, capsys)
         tmp_path / "link": f"it is a link to {tmp_path / 'nowhere'}, which is missing",
         file.parent / "plian.gguf": f"there is no {file.parent / 'plian.gguf'}; did you mean {file}?",
         file.parent / "plain.gguf" / "x": "(Not a directory)",
+        "here/plian.gguf": "there is no here/plian.gguf; did you mean here/plain.gguf?",
     }
+    monkeypatch.chdir(tmp_path)
     for name, message in wrong.items():
         assert validate(tmp_path, name) == 2
         assert message in capsys.readouterr().err
