@@ -92,7 +92,7 @@ def measure_work_list(scale: Scale, findings: Findings) -> None:
 
 
 def _random_cache(scale: Scale, lengths: list[int]) -> KVCache:
-    """Return a layer's cache in which each slot has so many tokens, and room for a tree of 64."""
+    """Return a layer's cache whose slots have these lengths, with room for a tree of 64 in each."""
     shape, device = scale.shape, scale.device
     num_blocks = sum(-(-(length + 64) // BLOCK_SIZE) for length in lengths)
     blocks = BlockManager(len(lengths), max(lengths) + 2 * BLOCK_SIZE, num_blocks, device)
