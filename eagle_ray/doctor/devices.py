@@ -122,9 +122,11 @@ def this_machine() -> Mapping[str, float]:
     """Return the resources of a Ray node on this machine."""
     node: dict[str, float] = {"CPU": num_cores(), "GPU": torch.cuda.device_count()}
     if node["GPU"]:
-        from ray._private.accelerators import get_accelerator_manager_for_resource
+        from eagle_ray.batch.driver.ray_internals import ray_part
 
-        manager = get_accelerator_manager_for_resource("GPU")
+        without = "execution.accelerator_type is not compared with this machine's GPUs"
+        manager_of = ray_part("_private.accelerators.get_accelerator_manager_for_resource", without)
+        manager = None if manager_of is None else manager_of("GPU")
         kind = None if manager is None else manager.get_current_node_accelerator_type()
         node |= {ACCELERATOR + kind: 1} if kind else {}
     return node

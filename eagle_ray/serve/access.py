@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import secrets
@@ -36,6 +37,8 @@ from typing import Any
 import psutil
 
 from eagle_ray.core.errors import ConfigError
+
+log = logging.getLogger("eagle_ray")
 
 ENV_NAME = "EAGLE_RAY_API_KEYS"
 PRIVATE_DOMAINS = ("localhost", "local", "internal")  # top-level names that cannot be registered
@@ -251,12 +254,15 @@ class AtNodeAddress:
 def bind_grpc_servers(node_address: str) -> None:
     """Make each grpc.aio server that this process opens from now on listen on the node's address or on loopback.
 
-    Raises ImportError or KeyError if this grpcio has no such servers; the replica then does not start.
+    If this grpcio has no such servers, they listen where Serve says, and `check_health` refuses what is too much.
     """
-    from grpc.aio._server import Server  # the class behind grpc.aio.server() and Serve's own servers
+    from grpc.aio import Server  # the base of what grpc.aio.server() returns, and so of Serve's own servers
 
-    for name in GRPC_METHODS:
-        setattr(Server, name, _at_node(vars(Server)[name], node_address))
+    methods = [(kind, name) for kind in Server.__subclasses__() for name in GRPC_METHODS if name in vars(kind)]
+    if not methods:
+        log.warning("this grpcio has no servers that can be bound to the node's address: the replica checks its ports")
+    for kind, name in methods:
+        setattr(kind, name, _at_node(vars(kind)[name], node_address))
 
 
 def _at_node(add_port: Callable[..., int], node_address: str) -> Callable[..., int]:

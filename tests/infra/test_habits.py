@@ -65,7 +65,9 @@ def test_contributing_names_existing_files():
 def test_contributing_names_existing_lists():
     """Recipes name lists in capitals: each one is assigned in the file that is named beside it."""
     page = text_of("CONTRIBUTING.md")
-    sources = "".join(path.read_text() for name in ("eagle_ray", "tests") for path in (ROOT / name).rglob("*.py"))
+    sources = "".join(
+        path.read_text() for name in ("eagle_ray", "jobs", "tests") for path in (ROOT / name).rglob("*.py")
+    )
     named = set(re.findall(r"`([A-Z][A-Z_]{3,})`", page))
     assert named and not [name for name in named if not re.search(rf"^{name}\b.*=", sources, re.MULTILINE)]
 

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import ANSWERS_WITHIN_S, LOCAL
+from eagle_ray.batch.driver.ray_internals import log_missing, node_part, ray_part, replaced
 from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.child_process import module_directories
@@ -51,6 +52,7 @@ ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machi
 SIGTERM_LINE = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
 LATEST = "session_latest"  # Ray's link to the directory of its latest session
 LOOPBACK_ADDRESS = "127.0.0.1"
+DRIVER_PATH = "_py_driver_sys_path"  # of a JobConfig
 UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 LOCAL_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
@@ -98,9 +100,10 @@ def end_agents_with_raylet() -> None:
     If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
     gone, too, and they would try for a minute.
     """
-    node: Any = ray._private.worker._global_node
-    log_path = os.path.join(node.get_logs_dir_path(), "raylet.out")
-    with suppress(OSError), open(log_path, "a") as log_file:
+    logs = node_part("get_logs_dir_path", without="Ray's agents outlive a killed driver for a minute")
+    if logs is None:
+        return
+    with suppress(OSError), open(os.path.join(logs, "raylet.out"), "a") as log_file:
         log_file.write(SIGTERM_LINE)
 
 
@@ -119,13 +122,16 @@ class ModulePath(list[str]):
 def driver_config() -> ray.job_config.JobConfig:
     """Return the configuration of a driver whose workers look for modules where the driver does."""
     config = ray.job_config.JobConfig()
-    config._py_driver_sys_path = ModulePath()
+    if hasattr(config, DRIVER_PATH):
+        setattr(config, DRIVER_PATH, ModulePath())
+    else:
+        log_missing(f"job_config.JobConfig.{DRIVER_PATH}", "workers look for modules in the driver's directory, too")
     return config
 
 
 def start_error(error: Exception, limit_s: float) -> ClusterError:
     """Return why Ray did not start on this machine, as ClusterUnfit if a retry would not help."""
-    logs = ray._common.utils.get_default_ray_temp_dir()
+    logs = os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp"), "ray")
     where = f" Its logs are in {logs}." if os.path.isdir(logs) else ""
     if isinstance(error, TimeoutError) or "timed out" in str(error):
         return ClusterError(
@@ -214,9 +220,17 @@ ray_messages = RayMessages()
 
 def take_ray_messages() -> None:
     """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
-    worker = ray._private.worker
-    worker.print_to_stdstream = ray_messages.receive
-    worker._unhandled_error_handler = lambda e: log.debug("Ray: unhandled error: %s", e)
+    without = "Ray's advice and tracebacks are printed, and a lack of memory is not named"
+    worker = ray_part("_private.worker", without)
+    receivers = {
+        "print_to_stdstream": ray_messages.receive,
+        "_unhandled_error_handler": lambda e: log.debug("Ray: unhandled error: %s", e),
+    }
+    for name, receiver in receivers.items():
+        if hasattr(worker, name):
+            setattr(worker, name, receiver)
+        else:
+            log_missing(f"_private.worker.{name}", without)
 
 
 @contextmanager
@@ -225,14 +239,14 @@ def _preserve_sigterm() -> Iterator[None]:
 
     Its Python handler is replaced by a function that does nothing; its core takes the signal from the system.
     """
-    setter = ray._private.utils.set_sigterm_handler
-    ray._private.utils.set_sigterm_handler = lambda handler: None
+    handler = signal.getsignal(signal.SIGTERM)
+    without = "SIGTERM while Ray starts ends this process at once"
     try:
-        yield
+        with replaced("_private.utils", {"set_sigterm_handler": lambda handler: None}, without):
+            yield
     finally:
-        ray._private.utils.set_sigterm_handler = setter
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # what Python believes is so again
+            signal.signal(signal.SIGTERM, handler)  # what Python believes is so again
 
 
 @contextmanager
@@ -241,15 +255,13 @@ def _without_unused_processes() -> Iterator[None]:
 
     No option of ray.init leaves them out. They take 1.4 s of CPU to start, and the autoscaler a second to end.
     """
-    node = ray._private.node.Node
-    starters = {name: getattr(node, name) for name in UNUSED_PROCESSES if hasattr(node, name)}  # of this version of Ray
-    for name in starters:
-        setattr(node, name, lambda self, **options: None)
-    try:
+    unused = dict.fromkeys(UNUSED_PROCESSES, _start_nothing)
+    with replaced("_private.node.Node", unused, without="Ray starts processes that a job does not use"):
         yield
-    finally:
-        for name, starter in starters.items():
-            setattr(node, name, starter)
+
+
+def _start_nothing(node: Any, **options: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -286,8 +298,7 @@ def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
 
 def is_own_cluster() -> bool:
     """Return whether this process has started the cluster, which then has one node."""
-    node = ray._private.worker._global_node
-    return node is not None and node.is_head()
+    return bool(node_part("is_head", without="a job on this machine is run as on a cluster, which starts later"))
 
 
 def end_ray(keeps_logs: bool) -> None:
@@ -295,8 +306,8 @@ def end_ray(keeps_logs: bool) -> None:
 
     keeps_logs: leave the files of the session, in which its logs are.
     """
-    node: Any = ray._private.worker._global_node
-    session = node.get_session_dir_path() if is_own_cluster() else None
+    without = "the files of Ray's session are left"
+    session = node_part("get_session_dir_path", without) if is_own_cluster() else None
     ray.shutdown()
     if session is None or keeps_logs:
         return
@@ -312,22 +323,22 @@ def check_alive() -> None:
 
     Ray reports that only after a minute, and then ends this process at once.
     """
-    node = ray._private.worker._global_node
-    if node is None:
-        return
-    gone = {name for name, _ in node.dead_processes()}
+    without = "the end of a process of Ray's own is noticed after a minute"
+    gone = {name for name, _ in node_part("dead_processes", without) or ()}
     for name in ESSENTIAL:
         if name in gone:
+            logs = node_part("get_logs_dir_path", without)
             raise ClusterError(
                 f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
-                f"{node.get_logs_dir_path()}. {RESUME}"
+                f"{logs}. {RESUME}"
             )
 
 
 def gcs_address() -> str | None:
     """Return the address of the connected cluster's GCS; None for a Ray Client, which cannot see it."""
-    node = ray._private.worker._global_node
-    return node.gcs_address if node else None
+    with suppress(Exception):  # a Ray Client has no such attribute, and says so in its own way
+        return ray.get_runtime_context().gcs_address
+    return None
 
 
 class GcsWatch:
@@ -362,8 +373,8 @@ def raylet_socket() -> str | None:
 
     None for a Ray Client, which has none, and for our own local cluster, whose processes check_alive sees.
     """
-    node = ray._private.worker._global_node
-    return node.raylet_socket_name if node and not node.is_head() else None
+    without = "the end of this node's raylet is noticed after a minute"
+    return None if is_own_cluster() else node_part("raylet_socket_name", without)
 
 
 class RayletWatch:

@@ -168,7 +168,7 @@ def _local_actors() -> list[tuple[Any, str, LocalActor]]:
         ]
         return [each for each in replacements if callable(getattr(each[0], each[1]))]
     except (ImportError, AttributeError, TypeError) as error:
-        log.debug("Ray Data has its actors in processes of their own: %s", error)
+        log.info("Ray %s: actors of Ray Data are not replaced (%s): a job starts later", ray.__version__, error)
         return []
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from ray.actor import ActorHandle
-from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
@@ -48,6 +48,12 @@ def unnest(bundles: pa.Table) -> pa.Table:
     return pa.Table.from_struct_array(pc.list_flatten(bundles[NESTED]))
 
 
+class WriteTask(Protocol):
+    """What Ray Data says of the task that writes."""
+
+    task_idx: int
+
+
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
     """Write rows as Parquet files.
@@ -65,7 +71,7 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
     progress: ActorHandle | None = None
 
-    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
+    def write(self, blocks: Iterable[Block], ctx: WriteTask) -> None:
         """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output, StorageUnavailable if
         it is full.
 
@@ -74,7 +80,7 @@ class AtomicParquetSink(Datasink[None]):
         with extended_retries():
             self._write(blocks, ctx)
 
-    def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
+    def _write(self, blocks: Iterable[Block], ctx: WriteTask) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
         nonempty = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *nonempty])

@@ -1,0 +1,69 @@
+"""Parts of Ray that are not public. A version without one costs a feature, which the log names, and never a start.
+
+with replaced("_private.node.Node", {"start_monitor": nothing}, without="Ray starts processes that are not used"):
+    ray.init()
+node_part("raylet_socket_name", without="the end of a raylet is noticed late")
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import ray
+
+log = logging.getLogger("eagle_ray")
+NODE = "_private.worker._global_node"  # what this process knows of its node; None before ray.init, and for a Ray Client
+
+
+def ray_part(path: str, without: str) -> Any | None:
+    """Return what a module of Ray has, or None if this version lacks it.
+
+    Args:
+        path: of it below `ray`.
+        without: what is lost then, for the log.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(f"ray.{module}"), name)
+    except (ImportError, AttributeError):
+        log_missing(path, without)
+        return None
+
+
+@cache  # once each
+def log_missing(path: str, without: str) -> None:
+    log.info("Ray %s has no %s: %s", ray.__version__, path, without)
+
+
+def node_part(name: str, without: str) -> Any | None:
+    """Return what Ray's record of this process's node has by this name, called if it is a method; None without one."""
+    node = ray_part(NODE, without)
+    if node is None:
+        return None
+    if not hasattr(node, name):
+        log_missing(f"{NODE}.{name}", without)
+        return None
+    value = getattr(node, name)
+    return value() if callable(value) else value
+
+
+@contextmanager
+def replaced(path: str, parts: Mapping[str, Any], without: str) -> Iterator[None]:
+    """Replace parts of a module or class while the context lasts. Those that this version lacks are left out."""
+    owner = ray_part(path, without)
+    before = {name: getattr(owner, name) for name in parts if hasattr(owner, name)}
+    if owner is not None:
+        for name in parts.keys() - before.keys():
+            log_missing(f"{path}.{name}", without)
+    for name in before:
+        setattr(owner, name, parts[name])
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)
