@@ -272,7 +272,9 @@ def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
         os.killpg(process.pid, number)
         wait_until(lambda: is_gone(worker))
         _, err = process.communicate(timeout=PATIENCE_S)
-    wrong = [word for word in ("Traceback", "Error", "Interrupt", "stopped") if word in err]  # a slow start may log more
+    wrong = [
+        word for word in ("Traceback", "Error", "Interrupt", "stopped") if word in err
+    ]  # a slow start may log more
     assert not wrong and process.returncode == -number, err
 
 

@@ -224,8 +224,9 @@ class Server:
         lines = self.ask("GET", "/metrics")[1].splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"eagle_ray_{name}"))
 
-    def until_ready(self, seconds=120):
-        for _ in range(seconds * 5):
+    def until_ready(self, seconds=400):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()
             try:
                 if self.ask("GET", "/health")[0] == 200:
