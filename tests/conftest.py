@@ -54,14 +54,16 @@ def untouched_log() -> None:
 
 @pytest.fixture(autouse=True)
 def no_ray_outside_its_lane(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a session of Ray open to tests that expect none."""
+    """Fail a test that opens a session of Ray and leaves it to tests that expect none."""
+    was_open = ray_is_open()
     yield
-    if request.node.get_closest_marker(RAY) is None and "ray" in sys.modules:
-        import ray
+    if request.node.get_closest_marker(RAY) is None and ray_is_open() and not was_open:
+        sys.modules["ray"].shutdown()
+        pytest.fail("it starts Ray: add it to WITH_RAY in tests/support/lanes.py")
 
-        is_open = ray.is_initialized()
-        ray.shutdown()
-        assert not is_open, "it starts Ray: add it to WITH_RAY in tests/support/lanes.py"
+
+def ray_is_open() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 @pytest.fixture(scope="session", autouse=True)

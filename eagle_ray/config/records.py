@@ -278,6 +278,7 @@ _COMPARED = ("execution.kv_dtype",)  # but for these
 _ADDED = {  # keys that older hashes lack, and their defaults
     "model.quantization": "none",
     "execution.kv_dtype": "auto",
+    "sampling.stop_in_reasoning": False,
     "speculative.sources": None,
 }
 _FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft changes a token

@@ -41,10 +41,10 @@ READ_BYTES = 1 << 20
 MAX_NAME_CHARS = 255
 
 
-def file_name(sent: str) -> str:
+def upload_name(sent: str) -> str:
     r"""Return the name under which an upload is shown: without directories and control characters.
 
-    >>> file_name("../../etc/in.jsonl"), file_name("C:\\in.jsonl"), file_name("..")
+    >>> upload_name("../../etc/in.jsonl"), upload_name("C:\\in.jsonl"), upload_name("..")
     ('in.jsonl', 'in.jsonl', 'upload')
     """
     last = sent.replace("\\", "/").rpartition("/")[2]
@@ -245,7 +245,7 @@ class UploadForm:
         if self._field in self._values or (self._field == "file" and self.filename is not None):
             raise ApiError(400, f"{self._field}: given more than once", self._field, "bad_value")
         if self._field == "file":
-            self.filename = file_name(disposition.get(b"filename", b"").decode("utf-8", "replace"))
+            self.filename = upload_name(disposition.get(b"filename", b"").decode("utf-8", "replace"))
         else:
             self._values[self._field] = bytearray()
 
