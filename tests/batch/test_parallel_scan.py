@@ -88,7 +88,7 @@ def test_objects_are_scanned_in_parallel_and_local_files_in_turn(config, monkeyp
     both = threading.Barrier(2, timeout=60)
     here = threading.get_ident()
 
-    def read(part, columns, found):
+    def read(part, columns, found, *more):
         if part.file.storage_path.is_local:
             assert threading.get_ident() == here
         else:
@@ -112,7 +112,7 @@ def test_objects_are_scanned_in_parallel_and_local_files_in_turn(config, monkeyp
 def test_few_objects_are_scanned_ahead_of_what_is_asked_for(config, monkeypatch):
     scanned = []
 
-    def read(part, columns, found):
+    def read(part, columns, found, *more):
         scanned.append(part.file.name)
         return iter(())
 

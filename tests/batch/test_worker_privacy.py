@@ -94,7 +94,7 @@ def test_values_of_unread_parameters_are_not_quoted(make_job, on_unknown):
 
 
 def test_an_internal_error_is_logged_without_its_words(make_job, seen_log, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError(f"cannot read {MARK}")
 
     monkeypatch.setattr(Tokenizer, "render_chat", fail)

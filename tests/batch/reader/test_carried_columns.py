@@ -3,6 +3,7 @@
 import json
 from datetime import date
 from decimal import Decimal
+from math import isfinite
 
 import pyarrow as pa
 from hypothesis import given, settings
@@ -116,7 +117,8 @@ def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
     assert not pa.types.is_null(column.type)
     assert [value is None for value in column.to_pylist()] == [value is None for value in values]
     if type_ == JSON:
-        assert [None if value is None else json.loads(value) for value in column.to_pylist()] == values
+        finite = [None if isinstance(value, float) and not isfinite(value) else value for value in values]
+        assert [None if value is None else json.loads(value) for value in column.to_pylist()] == finite
     elif type_ != pa.float64():
         assert column.to_pylist() == values
 
