@@ -34,7 +34,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"
 IDS = [row["prompt_token_ids"] for row in token_rows(6)]
 SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "budget": "uniform", "threads": 1}  # drafts on a busy machine, too
-MAX_GROWTH = 8 << 20  # bytes for most LLMs that were made and left; one that stays takes 25 MB
+MAX_GROWTH = 20 << 20  # bytes for most LLMs that were made and left; one that stays takes 25 MB
 HOT = SamplingParams(temperature=0.9, max_tokens=12)
 
 
