@@ -126,8 +126,8 @@ def section_run(name: str, args: argparse.Namespace) -> IsolatedRun:
         words += ["--model", str(args.model)] if args.model else []
         words += ["--prompts", str(args.prompts)] if args.prompts else []
     command = [sys.executable, "-m", f"jobs.bench.gpu.sections.{module}", name, *words]
-    least_s, limit_s = LIMITS_S[name]
-    return IsolatedRun(name, command, min(limit_s, args.limit), least_s=0.0 if args.smoke else least_s)
+    least_s, limit_s = (0.0, args.limit) if args.smoke else LIMITS_S[name]
+    return IsolatedRun(name, command, min(limit_s, args.limit), least_s=least_s)
 
 
 def write_model(gguf: Path, directory: Path) -> None:
