@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from eagle_ray.config import JobConfig, TrainConfig
 from eagle_ray.config.job import SamplingConfig
+from eagle_ray.config.load import section_model
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, Parameter
 from eagle_ray.requests.refused import REFUSED, Refused
@@ -77,9 +78,9 @@ def key_rows(model: type[BaseModel], section: str = "") -> Iterator[str]:
     """Yield a table row for each key of a section and of the sections within it."""
     for name, field in model.model_fields.items():
         key = f"{section}.{name}" if section else name
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from key_rows(kind, key)
+        part = section_model(field.annotation)
+        if part is not None:
+            yield from key_rows(part, key)
         else:
             yield f"| `{key}` | {default_text(field)} | {escaped(field.description or '')} |"
 

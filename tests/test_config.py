@@ -27,6 +27,7 @@ from eagle_ray.config import (
     upgrade_config,
 )
 from eagle_ray.config.job import EMBEDDED_HEADS
+from eagle_ray.config.load import section_model
 from eagle_ray.core.errors import ConfigError
 
 NEEDED = ("input.path=a.jsonl", "output.path=runs/a")
@@ -125,8 +126,8 @@ def documented(description: str) -> list[str]:
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each key of a configuration with its description, as configs/KEYS.md has them."""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        if section := section_model(field.annotation):
+            yield from keys_of(section, f"{prefix}{name}.")
         else:
             yield prefix + name, field.description or ""
 
@@ -507,3 +508,9 @@ def test_old_keys_are_upgraded_in_records_and_refused_elsewhere(old, ranking):
 @pytest.mark.parametrize("record", [{}, {"output": 3}, {"speculative": None}, {"input": {"path": "a"}, "x": 1}])
 def test_records_that_are_none_are_left_as_they_are(record):
     assert upgrade_config(record) == record
+
+
+def test_a_list_set_to_nothing_is_refused_by_its_name():
+    """On Python 3.10, too, where list[str] is an instance of type."""
+    with pytest.raises(ConfigError, match=r"^output\.partition_by: "):
+        load("output.partition_by=null", "input.path=x", "output.path=y")

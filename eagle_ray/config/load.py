@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -337,10 +337,17 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
     model = root
     for part in key.split(".") if key else ():
         field = model.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        section = None if field is None else section_model(field.annotation)
+        if section is None:
             return None
-        model = field.annotation
+        model = section
     return model
+
+
+def section_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of a section from the annotation of its field, None for that of a value."""
+    is_class = isinstance(annotation, type) and get_origin(annotation) is None  # Python 3.10 calls list[str] a type
+    return annotation if is_class and issubclass(annotation, BaseModel) else None
 
 
 def _wrong_of(detail: ErrorDetails) -> WrongValue | None:

@@ -222,6 +222,8 @@ def take_ray_messages() -> None:
     """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
     without = "Ray's advice and tracebacks are printed, and a lack of memory is not named"
     worker = ray_part("_private.worker", without)
+    if worker is None:
+        return
     receivers = {
         "print_to_stdstream": ray_messages.receive,
         "_unhandled_error_handler": lambda e: log.debug("Ray: unhandled error: %s", e),
