@@ -84,6 +84,10 @@ def test_a_key_that_takes_a_text_gets_it_whatever_yaml_reads(tmp_path, source):
     lists = {"input.path": "[2024, 2025.jsonl]", "output.path": "a", "sampling.choice": "[yes, no, 1.10]"}
     config = load_from(source, load_config, lists, tmp_path)
     assert (config.input.path, config.sampling.choice) == (["2024", "2025.jsonl"], ["yes", "no", "1.10"])
+    if source != "file":  # where YAML's own quotes are at hand
+        for template in ("{question}", "Q: {question}", "Q: {messages[0].content}\nA: {text}"):
+            texts = {"input.path": "a", "output.path": "b", "input.template": template}
+            assert load_from(source, load_config, texts, tmp_path).input.template == template
     train = {"data.path": "a.jsonl", "output.path": "head", "data.feature_cache": "off"}
     assert load_from(source, load_train_config, train, tmp_path).data.feature_cache == "off"
     sections = write(tmp_path / "head.yaml", "data:\n  path: a.jsonl\n  feature_cache: off\noutput: {path: 2024}")

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -54,12 +54,14 @@ class ConfigSetting:
     """Value of one dotted key, and its origin for error messages.
 
     text: the value as it was written, if it is a YAML scalar or a list; a list has those of its scalars.
+    whole: key and text of the --set or variable that it is a part of, if YAML read a text as a mapping.
     """
 
     key: str
     value: Any
     origin: str
     text: str | list[str | None] | None = None
+    whole: tuple[str, str] | None = None
 
 
 def load_config(
@@ -68,6 +70,7 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
     origin: str = COMMAND_LINE,
+    defaults: Mapping[str, Any] | None = None,
 ) -> JobConfig:
     """Return one validated job configuration. Raises ConfigError with one line per wrong key.
 
@@ -76,8 +79,10 @@ def load_config(
         sets: strings ``a.b=c`` with c in YAML.
         overrides: value of each named flag, by dotted key.
         origin: of the overrides, for error messages.
+        defaults: values of keys that no source names, in place of the schema's.
     """
-    settings = _settings(path, sets, env, overrides, origin)
+    settings = [s for key, value in (defaults or {}).items() for s in _flatten(key, value, origin)]
+    settings += _settings(path, sets, env, overrides, origin)
     config = _validated(JobConfig, settings)
     _check_storage(config)
     config = resolve_paths(config)
@@ -192,14 +197,20 @@ def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
         wanted = {_key_of(root, detail)[0] for detail in error.errors() if _needs_text(detail)}
-    settings = [_as_text(setting) if setting.key in wanted else setting for setting in settings]
+    settings = [_as_text(setting, wanted) for setting in settings]
     try:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(root, error, settings))) from None
 
 
-def _as_text(setting: ConfigSetting) -> ConfigSetting:
+def _as_text(setting: ConfigSetting, wanted: Collection[str]) -> ConfigSetting:
+    """Return the setting with its value as it was written, if its key takes a text."""
+    if setting.whole is not None and setting.whole[0] in wanted:
+        key, text = setting.whole
+        return ConfigSetting(key, text, setting.origin)
+    if setting.key not in wanted:
+        return setting
     if isinstance(setting.value, list) and isinstance(setting.text, list):
         pairs = zip(setting.value, setting.text, strict=True)
         return replace(setting, value=[_text_of(value, text) for value, text in pairs])
@@ -260,7 +271,7 @@ def _from_file(path: Path) -> list[ConfigSetting]:
 def _from_env(env: Mapping[str, str]) -> list[ConfigSetting]:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     dotted = {name: name.removeprefix(ENV_PREFIX).lower().replace("__", ".") for name in names}
-    return [s for name in names for s in _flatten(dotted[name], *_yaml_value(env[name], name))]
+    return [s for name in names for s in _flatten_text(dotted[name], env[name], name)]
 
 
 def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
@@ -269,8 +280,24 @@ def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {text}: write it as --set section.key=value")
-        settings += _flatten(key, *_yaml_value(value, f"--set {text}"))
+        settings += _flatten_text(key, value, f"--set {text}")
     return settings
+
+
+def _flatten_text(key: str, text: str, origin: str) -> Iterator[ConfigSetting]:
+    """Yield a setting for each leaf of a YAML text, such as `{a: 1}`.
+
+    A template such as `{question}` or `Q: {question}` is a mapping to YAML, too. It is a text if its key takes one.
+    """
+    value, _, node = _yaml_value(text, origin)
+    for setting in _flatten(key, value, origin, node):
+        yield replace(setting, whole=(key, text)) if _may_be_a_template(value, node) else setting
+
+
+def _may_be_a_template(value: Any, node: yaml.Node | None) -> bool:
+    if not isinstance(node, yaml.MappingNode) or not value:
+        return False
+    return not node.flow_style or all(inner is None for inner in value.values())
 
 
 def _yaml_value(text: str, origin: str) -> tuple[Any, str, yaml.Node | None]:
