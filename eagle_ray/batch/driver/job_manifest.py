@@ -250,12 +250,8 @@ def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, An
 
 
 def check_no_foreign_data(output: StoragePath) -> None:
-    """Refuse Parquet files that no manifest explains, and tables: they belong to another program."""
-    if table := _table_kind(root_of(output)):
-        raise OutputMismatch(
-            f"output.path: {output} is {table} table, which deletes files that it did not commit. Choose another "
-            "output.path, and add the finished run's files to the table."
-        )
+    """Refuse Parquet files that no manifest explains, and places in tables: they belong to another program."""
+    check_no_table(root_of(output))
     if foreign := part_files(data_of(output)):
         raise OutputMismatch(
             f"{foreign[0]} is there but no {output / RUN}: choose another output.path, or adopt the rows of a run that "
@@ -263,10 +259,30 @@ def check_no_foreign_data(output: StoragePath) -> None:
         )
 
 
-def _table_kind(output: StoragePath) -> str | None:
-    if (output / "_delta_log").is_directory():
-        return "a Delta"
-    return "an Iceberg" if (output / "metadata").glob("*.metadata.json") else None
+def check_no_table(output: StoragePath) -> None:
+    """Refuse an output in a Delta or Iceberg table: the directory itself, or any below it."""
+    place = output
+    while True:
+        if kind := _table_kind(place):
+            where = "is" if place == output else "is inside"
+            name = "" if place == output else f", {place}"
+            raise OutputMismatch(
+                f"{output} {where} {kind} table{name}, which deletes files that it did not commit. Choose "
+                "another output.path, and add the finished run's files to the table."
+            )
+        if place == place.parent:
+            return
+        place = place.parent
+
+
+def _table_kind(place: StoragePath) -> str | None:
+    """Return what table a directory is. What may not be looked at, as above one's own directories, is none."""
+    try:
+        if (place / "_delta_log").is_directory():
+            return "a Delta"
+        return "an Iceberg" if (place / "metadata").glob("*.metadata.json") else None
+    except PermissionError:
+        return None
 
 
 def _value_at(tree: Any, dotted: str) -> Any:
