@@ -29,8 +29,11 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
 
 
-def config_of(args: argparse.Namespace) -> JobConfig:
-    """Return the configuration of a job. Raises ConfigError."""
+def config_of(args: argparse.Namespace, defaults: Mapping[str, str] | None = None) -> JobConfig:
+    """Return the configuration of a job. Raises ConfigError.
+
+    defaults: values of keys that neither the file nor a flag names.
+    """
     flags = {
         "input.path": _last_input(args.input),
         "input.limit": args.limit,
@@ -39,14 +42,12 @@ def config_of(args: argparse.Namespace) -> JobConfig:
         "input.allow_empty": getattr(args, "allow_empty", None),
         "execution.shard": getattr(args, "shard", None),
     }
-    return load_config(args.config, sets=args.sets, overrides=without_none(flags))
+    return load_config(args.config, sets=args.sets, overrides=without_none(flags), defaults=defaults)
 
 
 def config_of_pair(args: argparse.Namespace) -> JobConfig:
     """Return a configuration for checking a pair without a job. Raises ConfigError."""
-    if args.config is None:
-        args.input, args.output = args.input or ["embedded:prompts"], args.output or "runs/run"
-    return config_of(args)
+    return config_of(args, {"input.path": "embedded:prompts", "output.path": "runs/run"})
 
 
 def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
