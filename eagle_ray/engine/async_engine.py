@@ -14,8 +14,10 @@ The loop never runs a step; the thread touches the loop only to hand over finish
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
@@ -36,6 +38,19 @@ from eagle_ray.models.runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
 
 Answer = TypeVar("Answer")
+EXIT_S = 5.0  # for which a process that ends waits for the threads of its engines
+_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the engines' threads before Python ends: a thread that is in torch then would abort the process."""
+    deadline = time.monotonic() + EXIT_S
+    threads = list(_stops.items())
+    for _, stop in threads:
+        stop()
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class LoopMailbox:
@@ -263,8 +278,10 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self.step_loop.run, name="eagle-ray-engine", daemon=True)
         engine.lockstep.tell_if_stuck(self.step_loop.give_up)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self.step_loop.inbox.put, None)
-        self._finalizer.atexit = False  # a daemon thread ends with the process
+        stop = partial(self.step_loop.inbox.put, None)
+        _stops[self._thread] = stop
+        self._finalizer = weakref.finalize(self, stop)
+        self._finalizer.atexit = False  # _end_threads ends it
 
     async def generate(self, sequence: Sequence) -> Sequence:
         """Run a sequence and return it finished. Raises what Engine.add does, the RequestError with which the sequence
