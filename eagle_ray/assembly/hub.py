@@ -32,6 +32,7 @@ from eagle_ray.config.models import check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.combine.drafter import check_drafts
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
+from eagle_ray.methods.head_files import check_safetensors
 from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
@@ -230,6 +231,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     or speculative.draft_vocab.
     """
     load_tokenizer(model)
+    _check_weights(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
     if not reads_draft(speculative.merged_methods, model.drafts):
@@ -245,6 +247,18 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
                 f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
             )
         read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
+
+
+def _check_weights(model: ModelConfig) -> None:
+    """Raise ConfigError if a local directory's safetensors files are damaged or missing, as far as headers tell.
+
+    Other weights come later: of a target at the hub or under a URL only the metadata are here.
+    """
+    try:
+        if (directory := Path(model.target)).is_dir():
+            check_safetensors(directory)
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
 
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:

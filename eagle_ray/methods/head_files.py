@@ -129,6 +129,12 @@ def read_headers(path: Path) -> dict[str, TensorHeader] | None:
     return _read(path, _headers_of_safetensors, _headers_of_pickle) if has_weights else None
 
 
+def check_safetensors(path: Path) -> None:
+    """Read the headers of the safetensors files in a directory, if there are any. Raises EngineError."""
+    for file in _files(path, SAFETENSORS):
+        read_file(file, _headers_of_safetensors)
+
+
 def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape]:
     """Return the shape of every tensor by name, from headers. Raises EngineError.
 

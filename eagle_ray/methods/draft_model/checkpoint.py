@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.eagle.heads import HeadForward, head_forward
+from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
 from eagle_ray.models.supported_models import (
@@ -106,8 +107,8 @@ def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | No
 
 
 def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
-    """Return the model by its config alone. Raises EngineError for an unknown family or other tokens than the
-    target's.
+    """Return the model by its config and its files' headers. Raises EngineError for an unknown family, for other
+    tokens than the target's, and for files that hold no model of that config.
     """
     config = load_config(path)
     check_config(config)
@@ -116,5 +117,16 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
             f"{path}: the draft model's vocab_size is {config.vocab_size} and the target's is {target.vocab_size}: "
             "they have different tokens; choose a draft model of the target's family"
         )
+    _check_embedding(path, config)
     dims = head_dims(config)
     return DraftModelShape(KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims))
+
+
+def _check_embedding(path: Path, config: PretrainedConfig) -> None:
+    """Raise EngineError if the files have no embedding: heads have the config of a model, and not its tensors."""
+    headers = read_headers(path) or {}
+    if "fc.weight" in headers:
+        raise EngineError(f"{path}: it has fc.weight, so it is a draft head and no language model")
+    shapes = [header.shape for header in headers.values()]
+    if headers and not any(len(shape) == 2 and shape[0] >= config.vocab_size for shape in shapes):
+        raise EngineError(f"{path}: no tensor is an embedding of its {config.vocab_size} tokens, so it is no model")
