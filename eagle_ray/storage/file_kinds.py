@@ -183,7 +183,7 @@ def _kind_of_json(lines: list[bytes]) -> FileKind | None:
     first, second = lines[:2]
     if first == b"[" or (first.startswith(b"[{") and not _is_json_text(first)):
         return _JSON_ARRAY
-    if first == b"{":
+    if first == b"{" and not _is_object(second):  # before an object it is one bad line
         return _INDENTED
     is_header = _CSV_HEADER.fullmatch(first.decode(errors="replace")) is not None
     return _CSV if is_header and not second.startswith((b"{", b"[")) else None
