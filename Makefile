@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= infra/constraints.txt
 CPP := $(wildcard eagle_ray/kernels/*.cpp eagle_ray/kernels/*.h)
 
-.PHONY: help demo check test test-fast test-slow test-random durations coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
+.PHONY: help demo check test test-fast test-slow test-random durations documented coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test-random: $(VENV)/.installed ## every fast test in random order; SEED=N repea
 
 durations: runs/durations.json  ## compare later runs of the tests with the latest one
 	cp runs/durations.json tests/durations.json
+
+documented: $(VENV)/.installed   ## each sentence of the pages that promises something, with its test
+	$(BIN)/python -m tests.support.documented
 
 coverage: $(VENV)/.installed    ## lines and branches of the package that the fast tests run, by module
 	rm -rf runs/coverage && mkdir -p runs/coverage

@@ -25,6 +25,7 @@ WITH_RAY = (
     "assembly/test_gguf_targets.py",
     "batch/",
     "cli/test_demo.py",
+    "cli/test_documented_run.py",
     "cli/test_export.py",
     "cli/test_main.py",
     "cli/test_own_answers.py",

@@ -44,7 +44,8 @@ class ToyEngine:
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise DriverKilled
-            rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
+            made = {"config_hash": run.config_hash, "target_model": config.model.target, "method": config.method_name}
+            rows = [made | self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
             table = pa.Table.from_pylist(rows, schema)
             (run.data / part_name(run.attempt, number)).create(parquet_bytes(table, config.output.compression))
             self.made += [row["request_id"] for row in rows]
