@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import traceback
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
+from eagle_ray.requests.output_rows import OutputRows
 from eagle_ray.requests.parameters import CHAT, SAMPLING
 from eagle_ray.requests.sequences import read_prompt
 from eagle_ray.runs.layout import CACHE, output_of
@@ -101,6 +103,18 @@ def test_an_internal_error_is_logged_without_its_words(make_job, seen_log, monke
     [row] = answers(make_job([{"id": "a", "messages": HI}], **TINY))
     assert row["error_code"] == "internal_error" and MARK not in row["error_message"] + seen_log.text
     assert "row a: internal error: ValueError" in seen_log.text and read_prompt.__name__ in seen_log.text
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_defect_ends_the_job_without_the_words_of_a_row(make_job, monkeypatch, is_stored):
+    def fail(*_: object) -> None:
+        raise ValueError(f"cannot read {MARK}")
+
+    monkeypatch.setattr(OutputRows, "of_error", fail)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        answers(make_job(BAD_ROWS[:1], **(TINY | {"output.store_prompt": is_stored})))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert (MARK in shown) == is_stored and "ValueError" in shown and "in fail" in shown
 
 
 def test_columns_that_prompts_are_made_of_are_not_carried(make_job):

@@ -115,6 +115,10 @@ class Worker:
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
+        with self._without_values():
+            return await self._answer_all(requests)
+
+    async def _answer_all(self, requests: pa.Table) -> pa.Table:
         columns = [*REQUEST.names, *(name for name in self._carried if name == CATEGORY)]
         parsed = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
         self._num_in_flight += 1
@@ -129,6 +133,19 @@ class Worker:
         for name in self._carried:
             table = table.append_column(name, carried[name])
         return table.combine_chunks()
+
+    @contextmanager
+    def _without_values(self) -> Iterator[None]:
+        """Let an unknown error pass without its words, which may quote a prompt, if prompts are not to be stored."""
+        try:
+            yield
+        except (EngineError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            if not self._is_private:
+                raise
+            hidden = f"{type(error).__name__}, whose text is not shown, as output.store_prompt is false"
+            raise RuntimeError(hidden).with_traceback(error.__traceback__) from None
 
     def counters(self) -> EngineCounters:
         return self.engine.counters()
