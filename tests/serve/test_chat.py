@@ -9,7 +9,7 @@ from eagle_ray.assembly.hub import download
 from eagle_ray.serve.app import build_app
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, post
-from tests.support.tokenizers import LLAMA3, MISTRAL, R1
+from tests.support.tokenizers import LLAMA3, MISTRAL, R1, write_named
 
 CHAT = "/v1/chat/completions"
 BAD_SCHEMA = {"strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
@@ -60,6 +60,15 @@ def with_template(qwen, monkeypatch, tmp_path):
         return other.chat_format
 
     return change
+
+
+def test_a_request_with_tools_has_the_template_for_tools(app, service, monkeypatch, tmp_path):
+    named = {"default": "[D]{{ messages[0].content }}", "tool_use": "[T]{{ tools[0].function.name }}{# <tool_call> #}"}
+    text = Tokenizer.load(write_named(tmp_path / "t", named, "list"))
+    monkeypatch.setattr(service, "text", text)
+    for options, prompt in (({}, f"[D]{ASK[0]['content']}"), ({"tools": [ADD]}, "[T]add")):
+        answer = asyncio.run(post(app, CHAT, {"messages": ASK, "max_tokens": 1, **options}))
+        assert answer.json["usage"]["prompt_tokens"] == len(text.encode(prompt, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

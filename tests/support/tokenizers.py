@@ -45,6 +45,21 @@ def write_tokenizer(directory: Path, chat_template: str | None = TEMPLATE) -> Pa
     return directory
 
 
+def write_named(directory: Path, templates: dict[str, str], layout: str) -> Path:
+    """Write a tokenizer with several chat templates, as a list in its configuration ("list") or as files ("files")."""
+    write_tokenizer(directory, None)
+    if layout == "list":
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        return directory
+    (directory / "additional_chat_templates").mkdir()
+    for name, text in templates.items():
+        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (directory / file).write_text(text)
+    return directory
+
+
 def special_tokenizer(directory: Path, chat_template: str, *tokens: str) -> TargetTokenizer:
     """A tokenizer whose special tokens include these."""
     write_tokenizer(directory, chat_template)

@@ -1,7 +1,6 @@
 """Targets with several chat templates: the one that transformers chooses, for prompts and for parsers of answers."""
 
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,7 +14,7 @@ from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.support.gguf import toy_metadata
-from tests.support.tokenizers import QWEN3, R1, write_tokenizer
+from tests.support.tokenizers import QWEN3, R1, write_named
 
 HI = [{"role": "user", "content": "Hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -24,20 +23,6 @@ DEFAULT = "[D]{{ messages[0].content }}"
 PRINTS_TOOLS = "[D]{{ tools }}"
 TOOL_USE = "[T]{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}{# <tool_call> <think> #}"
 NAMED = {"default": DEFAULT, "tool_use": TOOL_USE, "rag": "[R]{{ messages[0].content }}{# </think> #}"}
-
-
-def write_named(directory: Path, templates: dict[str, str], layout: str) -> Path:
-    write_tokenizer(directory, None)
-    if layout == "list":
-        config = json.loads((directory / "tokenizer_config.json").read_text())
-        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-        (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        return directory
-    (directory / "additional_chat_templates").mkdir()
-    for name, text in templates.items():
-        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
-        (directory / file).write_text(text)
-    return directory
 
 
 @pytest.mark.parametrize("layout", ["list", "files"])
