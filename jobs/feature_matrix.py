@@ -1,11 +1,11 @@
 """Feature by drafter: what every way to draft is held to, and the page that says so.
 
     features()                  # each parameter of a request, in the table's order, then what an engine does besides
-    claim_of(feature, method)   # "=": outputs are plain decoding's; "refused"; "eager"; "untested"
+    claim_of(feature, method)   # "exact": outputs are plain decoding's; "refused"; "eager"; "untested"
     matrix_page()               # eagle_ray/methods/FEATURES.md, written by python -m jobs.reference_tables
 
 The rows come from the tables of parameters and the columns from METHODS. So a new parameter without an example is an
-untested row, and a new method is a column; tests/engine/test_feature_matrix.py runs every example with every method.
+untested one, and a new method is a drafter; tests/engine/test_feature_matrix.py runs every example with every method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from eagle_ray.methods.method import AUTO, METHODS
 from eagle_ray.requests.parameters import CHAT, SAMPLING
 
 Row = Mapping[str, Any]
-EXACT, EAGER, REFUSED, UNTESTED = "=", "eager", "refused", "untested"
+EXACT, EAGER, REFUSED, UNTESTED = "exact", "eager", "refused", "untested"
+MEANING = {
+    EAGER: "no step is replayed as a CUDA graph, because the drafter works on the host",
+    REFUSED: "an error before anything runs, in the words below",
+    UNTESTED: "not tested",
+}
 PLAIN = "none"
 PRE_EMPTION, REPLAYED = "pre-emption", "replayed steps"
 # Drafters whose steps are not replayed as CUDA graphs, because they work on the host.
@@ -144,30 +149,35 @@ def claim_of(feature: Feature, method: str) -> str:
 
 
 def matrix_page() -> str:
-    """Return the page of all cells."""
-    names = methods()
-    head = "| feature | " + " | ".join(map(_column_title, names)) + " |"
-    rows = [_matrix_row(feature, names) for feature in features()]
+    """Return the page: what holds of every feature with every drafter, and the exceptions."""
+    drafters = ", ".join(map(_column_title, methods()))
     abouts = [_about_row(feature) for feature in features()]
     parts = [
-        "# Feature by drafter",
-        "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs each cell. A method is "
-        "a value of `speculative.method`; `auto`, the default, is all sources of drafts in one tree.",
-        f"- `{EXACT}`: answers are those of plain decoding in the same engine, token for token, their text and their "
-        "log-probabilities (within 1e-4) included. Steps run eager and, where the method has them, replayed.\n"
-        f"- `{EAGER}`: the drafter works on the host, so no step is replayed as a CUDA graph. Steps run eager.\n"
-        f"- `{REFUSED}`: an error before anything runs, in the words of the second table.",
-        "\n".join([head, "|---" * (1 + len(names)) + "|", *rows]),
-        "## What each row runs",
-        "Token ids are those of the test's tokenizer.",
-        "\n".join(["| feature | | a row of a job |", "|---|---|---|", *abouts]),
+        "# Features and drafters",
+        "Made by `python -m jobs.reference_tables`; `tests/engine/test_feature_matrix.py` runs every feature with "
+        f"every drafter. Drafters are values of `speculative.method`: {drafters}. `auto`, the default, is all sources "
+        "of drafts in one tree.",
+        "With each of them, answers are those of plain decoding in the same engine, token for token, their text and "
+        "their log-probabilities (within 1e-4) included. Steps run eager and, where the method has them, replayed. The "
+        "exceptions:",
+        "\n".join(["| feature | drafters | |", "|---|---|---|", *_exceptions()]),
+        "## Features",
+        "The examples are rows of a job; token ids are those of the test's tokenizer.",
+        "\n".join(["| feature | | example |", "|---|---|---|", *abouts]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _matrix_row(feature: Feature, names: list[str]) -> str:
-    claims = " | ".join(claim_of(feature, name) for name in names)
-    return f"| {_title(feature)} | {claims} |"
+def _exceptions() -> Iterator[str]:
+    """Yield a table row for each feature and each claim but EXACT."""
+    names = methods()
+    for feature in features():
+        claims = {name: claim_of(feature, name) for name in names}
+        for claim in dict.fromkeys(claims.values()):
+            if claim != EXACT:
+                found = [_column_title(name) for name in names if claims[name] == claim]
+                drafters = "all" if len(found) == len(names) else ", ".join(found)
+                yield f"| {_title(feature)} | {drafters} | {MEANING[claim]} |"
 
 
 def _about_row(feature: Feature) -> str:
