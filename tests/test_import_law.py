@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.methods.method import METHODS
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
@@ -64,8 +62,6 @@ MAX_IMPORTS_OF_A_STEP = 12  # of the four that batch.driver.run calls in turn
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
 }
-MIN_LINES = 80  # of a module that only one other imports
-SMALL: set[str] = set()  # modules of fewer lines that one other imports; this only shrinks
 FAMILIES = [  # modules with functions of one name and meaning, of which another picks one
     r"storage\.(local|remote|s3)",
     r"(kernels|attention)\.\w+|sampling\.sampler|methods\.coupling",  # a kernel, and its form in torch
@@ -182,20 +178,6 @@ def test_folders_import_each_other_only_where_listed():
 def folder(module: str) -> str:
     """Return the folder of a module; a module of the root is one itself."""
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0] or module
-
-
-def test_small_module_has_several_importers_or_is_an_exception():
-    users = [*all_imports().values(), imported_modules(PACKAGE / "__init__.py")]
-    importers = Counter(other for others in users for other in others)
-    small = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) < MIN_LINES}
-    packages = {name for name, path in MODULES.items() if path.stem in ("__init__", "__main__")}
-    assert {name for name in small - packages - named_modules() if importers[name] < 2} == SMALL
-
-
-def named_modules() -> set[str]:
-    """Return the modules that records of methods name."""
-    roles = [(m.folder, role) for m in METHODS.values() for role in (m.check, m.load, m.drafter, m.planner) if role]
-    return {f"methods.{folder}.{role.partition(':')[0]}" for folder, role in roles}
 
 
 def test_functions_of_one_name_are_of_one_protocol():

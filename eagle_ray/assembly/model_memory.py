@@ -26,7 +26,7 @@ from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.gguf.blocks import READERS
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
-from eagle_ray.methods.head_files import TensorHeader, read_headers
+from eagle_ray.methods.head_files import TensorHeader, read_headers, restored_headers
 from eagle_ray.models.gpu_linears import GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
@@ -304,14 +304,14 @@ def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
 
 
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
-    """Return the bytes of a checkpoint's tensors in memory, or None if it has no weights.
+    """Return the bytes of a draft's tensors in memory, or None if it has no weights.
 
     dtype: of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
     """
     headers = read_headers(path)
     if headers is None:
         return None
-    return sum(_loaded(header, dtype) for header in headers.values())
+    return sum(_loaded(header, dtype) for header in restored_headers(headers).values())
 
 
 def _loaded(header: TensorHeader, dtype: torch.dtype | None) -> int:

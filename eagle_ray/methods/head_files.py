@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.methods.rounded_weights import SCALE, restore_weights, scales_of
 from eagle_ray.models.sharded_checkpoint import read_slice
 from eagle_ray.parallel.draft_shards import DraftPart
 from eagle_ray.parallel.shard import cut_out
@@ -129,6 +130,16 @@ def read_headers(path: Path) -> dict[str, TensorHeader] | None:
     return _read(path, _headers_of_safetensors, _headers_of_pickle) if has_weights else None
 
 
+def restored_headers(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the headers of what loading a head makes: weights of 8 bits are floats then, without scales."""
+    scales = scales_of(headers)
+    return {
+        name: header._replace(is_float=header.is_float or name + SCALE in scales)
+        for name, header in headers.items()
+        if name not in scales
+    }
+
+
 def check_safetensors(path: Path) -> None:
     """Read the headers of the safetensors files in a directory, if there are any. Raises EngineError."""
     for file in _files(path, SAFETENSORS):
@@ -142,17 +153,23 @@ def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape
         names: of the file as safetensors and as pickle.
     """
     headers = _read(path, _headers_of_safetensors, _headers_of_pickle, names)
-    return {name: header.shape for name, header in headers.items()}
+    return {name: header.shape for name, header in restored_headers(headers).items()}
 
 
 def read_tensors(path: Path, names: tuple[str, str] = WEIGHTS, part: DraftPart | None = None) -> dict[str, Tensor]:
     """Return every tensor by name, from files as of `read_shapes`. Raises EngineError.
 
-    part: of the head; no other numbers are read, unless the file is a pickle that is no archive. None reads all.
+    part: of the head; no other numbers are read, unless the file is a pickle that is no archive, or has weights of 8
+    bits. None reads all.
     """
-    if part is None:
-        return _read(path, load_file, lambda file: load_pickle(file, "cpu"), names)
-    return _read(path, partial(_part_of_safetensors, part), partial(_part_of_pickle, part), names)
+    is_rounded = bool(scales_of(_read(path, _headers_of_safetensors, _headers_of_pickle, names)))
+    if part is not None and not is_rounded:
+        return _read(path, partial(_part_of_safetensors, part), partial(_part_of_pickle, part), names)
+    tensors = _read(path, load_file, lambda file: load_pickle(file, "cpu"), names)
+    if is_rounded:
+        with with_path(path):
+            tensors = restore_weights(tensors)
+    return tensors if part is None else {key: cut_out(x, part.part_of(key, x.shape)) for key, x in tensors.items()}
 
 
 def _read(
