@@ -252,10 +252,12 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 def _check_weights(model: ModelConfig) -> None:
     """Raise ConfigError if a local directory's safetensors files are damaged or missing, as far as headers tell.
 
-    Other weights come later: of a target at the hub or under a URL only the metadata are here.
+    Other weights come later: of a target at the hub or under a URL only the metadata are here, in a directory
+    without weights.
     """
+    directory = Path(model.target)
     try:
-        if (directory := Path(model.target)).is_dir():
+        if directory.is_dir() and has_weights(directory):
             check_safetensors(directory)
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
