@@ -18,7 +18,6 @@ from torch import nn
 
 from eagle_ray.assembly.costs import plan_drafts
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.follow import Member, lead, num_ranks
 from eagle_ray.assembly.hub import draft_versions, load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
     check_device,
@@ -30,6 +29,7 @@ from eagle_ray.assembly.load_models import (
 )
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.model_memory import plan_memory
+from eagle_ray.assembly.tensor_parallel import Member, lead, num_ranks
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE

@@ -17,12 +17,12 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.follow import SharedTarget
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.load_models import planned_dtype, why_too_large
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.model_memory import is_restored, plan_checkpoint, process_bytes
+from eagle_ray.assembly.tensor_parallel import SharedTarget
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError

@@ -97,8 +97,8 @@ def default_names(speculative: SpeculativeConfig) -> list[str]:
     if draft_requirement(method) not in (HEAD, HEAD_3, ANY_DRAFT):
         return alone if method == "none" else list(dict.fromkeys([method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
-    own_trees = [method.name for method in METHODS.values() if method.planner is not None]
-    names = [*own_trees, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
+    published_trees = [method.name for method in METHODS.values() if method.planner is not None]
+    names = [*published_trees, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
     return list(dict.fromkeys(name for way in names for name in (way, _reference_method(way, speculative))))
 
 

@@ -1,6 +1,6 @@
 """Followers: the processes of all ranks but the first, started, watched and ended by rank 0; and their end of it.
 
-    followers = Followers("eagle_ray.assembly.follow:run_follower", size=2, start=(model, ...))
+    followers = Followers("eagle_ray.assembly.tensor_parallel:run_follower", size=2, start=(model, ...))
     leader = Leader(followers.pipes, followers.why_lost, followers.close)
 
 Each follower has two pipes. One carries the leader's commands, the other a beat each way every BEAT_S. A rank that dies

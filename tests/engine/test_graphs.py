@@ -20,7 +20,7 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.methods.eagle.own_trees import StaticPlanner
+from eagle_ray.methods.eagle.published_trees import StaticPlanner
 from eagle_ray.models import graphs as graphs_module
 from eagle_ray.models.graphs import MAX_AHEAD, CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.planner.budget_planner import BudgetPlanner

@@ -7,7 +7,7 @@ import torch
 
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.eagle.own_trees import StaticPlanner
+from eagle_ray.methods.eagle.published_trees import StaticPlanner
 from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.tree.static_tree import MC_SIM_7B_63

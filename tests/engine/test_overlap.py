@@ -20,7 +20,7 @@ from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.step import StepOutput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.eagle.own_trees import StaticPlanner
+from eagle_ray.methods.eagle.published_trees import StaticPlanner
 from eagle_ray.planner import probe_schedule
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.modes import Mode

@@ -10,8 +10,8 @@ import torch
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.methods.eagle import own_trees
-from eagle_ray.methods.eagle.own_trees import ddd_stops, opt_tree_stops
+from eagle_ray.methods.eagle import published_trees
+from eagle_ray.methods.eagle.published_trees import ddd_stops, opt_tree_stops
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import TreeBuilder
 from tests.support.engines import some_prompts
@@ -53,7 +53,7 @@ def test_outputs_are_plain_decodings_and_drafts_end_by_the_rule(monkeypatch, met
     plain = outputs("none", prompts, params)[0]
     depths = {}
     for value in (0.0, 1e-9, math.inf):
-        monkeypatch.setattr(own_trees, threshold, value)
+        monkeypatch.setattr(published_trees, threshold, value)
         ids, depths[value] = outputs(method, prompts, params)
         assert ids == plain
     assert depths[math.inf] == 1 < depths[0.0] == 4

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.assembly import costs, follow
+from eagle_ray.assembly import costs, tensor_parallel
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError
@@ -37,7 +37,7 @@ def warm_followers(monkeypatch, warm_python) -> None:
     """Fork followers from the warm process. They have its command line, so they are found by their process's name."""
     subprocess.run([sys.executable, "-c", ""], check=True)  # the warm process is there from now on
     name = f"from tests.support.forked_popen import set_process_name; set_process_name({NAME!r})"
-    monkeypatch.setattr(follow, "COMMAND", f"{name}; {follow.COMMAND}")
+    monkeypatch.setattr(tensor_parallel, "COMMAND", f"{name}; {tensor_parallel.COMMAND}")
 
 
 def ids(outputs) -> list[list[int]]:
@@ -185,12 +185,12 @@ def test_a_leader_that_dies_leaves_no_process(warm_python, stops_follower):
 
 def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
     """Engines with ranks that are opened one after another have as many threads each."""
-    monkeypatch.setattr(follow, "COMMAND", "import time; time.sleep(60)")
+    monkeypatch.setattr(tensor_parallel, "COMMAND", "import time; time.sleep(60)")
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         for _ in range(2):
-            member = follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
+            member = tensor_parallel.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
             assert torch.get_num_threads() == 2
             availability.together.add(member.ranks)
             member.lockstep.close()
@@ -202,9 +202,9 @@ def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
 
 def test_ranks_are_left_once_their_requests_have_failed(monkeypatch):
     """As on a GPU, on which the leader waits in a sum."""
-    monkeypatch.setattr(follow, "COMMAND", "raise SystemExit(3)")
+    monkeypatch.setattr(tensor_parallel, "COMMAND", "raise SystemExit(3)")
     monkeypatch.setattr(followers_module, "GRACE_S", 0.1)
-    member, reasons = follow.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
+    member, reasons = tensor_parallel.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
     try:
         availability.together.add(member.ranks)
         member.lockstep.tell_if_stuck(reasons.append)

@@ -17,7 +17,7 @@ from eagle_ray.assembly import assemble, costs
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.costs import kinds_of
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.follow import Member
+from eagle_ray.assembly.tensor_parallel import Member
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.errors import RankError

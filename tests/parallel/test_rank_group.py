@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eagle_ray.assembly import follow
-from eagle_ray.assembly.follow import Member
+from eagle_ray.assembly import tensor_parallel
+from eagle_ray.assembly.tensor_parallel import Member
 from eagle_ray.core.errors import RankError, UnfitDevice
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.availability import turn_off
@@ -204,7 +204,7 @@ def test_kernels_run_on_all_ranks_or_none(tmp_path, monkeypatch):
     """Ranks are threads here, which share what is turned off."""
     monkeypatch.setattr(availability, "failures", [])
     runs = [True, False]
-    monkeypatch.setattr(follow, "use_triton", lambda device: runs[device.index])
+    monkeypatch.setattr(tensor_parallel, "use_triton", lambda device: runs[device.index])
 
     def work(ranks: RankGroup):
         Member(ranks, ALONE).agree_on_kernels(torch.device("cpu", ranks.rank))

@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from eagle_ray.assembly import follow
+from eagle_ray.assembly import tensor_parallel
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.follow import num_ranks
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
+from eagle_ray.assembly.tensor_parallel import num_ranks
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, RankError
 from eagle_ray.models.gpu_linears import fp8_weight
@@ -365,7 +365,9 @@ def test_what_ranks_do_not_read_is_refused_before_they_start(tmp_path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     (tmp_path / file).write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8" if fp8 else "none")
-    monkeypatch.setattr(follow, "load_config", AutoConfig.from_pretrained)  # bitsandbytes need not be installed
+    monkeypatch.setattr(
+        tensor_parallel, "load_config", AutoConfig.from_pretrained
+    )  # bitsandbytes need not be installed
     with pytest.raises(ConfigError, match=f"^tensor_parallel: 2, and .*{words}.*, or set tensor_parallel to 1.$"):
         num_ranks(model, PLAIN, EngineArgs(tensor_parallel=2))
     see_gpus(monkeypatch, ["H100", "H100"])
@@ -384,7 +386,7 @@ def test_groups_in_the_order_of_inputs_are_split(tmp_path, order):
 
 def see_gpus(monkeypatch, kinds: list[str], room: int = 10**9) -> None:
     """Let the machine have GPUs of these kinds."""
-    monkeypatch.setattr(follow, "device_type", lambda model: "cuda")
+    monkeypatch.setattr(tensor_parallel, "device_type", lambda model: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[device])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=room))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, initialization
 
 from eagle_ray.assembly.assemble import build_rank
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.follow import Commands, Member
+from eagle_ray.assembly.tensor_parallel import Commands, Member
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.parallel.lockstep import Follower, Leader

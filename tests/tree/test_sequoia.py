@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.methods.eagle.own_trees import RankAcceptance
+from eagle_ray.methods.eagle.published_trees import RankAcceptance
 from eagle_ray.tree.static_tree import StaticTree, best_tree
 
 RATES = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.0], [0.7, 0.1, 0.05]]

@@ -8,7 +8,7 @@ merged trees (arXiv 2305.09781), under one budget.
 
 The plan's depth and width are for the parts with a model: the first of them decides where its draft ends, and the
 others go as deep. Parts without a model draft as deep as they can; if `plan.lookups_only`, they draft alone. Where they
-find nothing, the draft is the model's. Where steps are replayed, look-ups are merged as looked_up.py says.
+find nothing, the draft is the model's. Where steps are replayed, look-ups are merged as merged_lookups.py says.
 
 Any method, merged or not, is checked, loaded and made from here:
 
@@ -40,7 +40,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.methods.calibration import is_due, state_of_part
 from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
-from eagle_ray.methods.combine.looked_up import AheadLookups
+from eagle_ray.methods.combine.merged_lookups import AheadLookups
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.lookup.drafter import LookupDrafter

@@ -13,7 +13,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
-from eagle_ray.methods.combine.looked_up import AheadLookups, LookedUp
+from eagle_ray.methods.combine.merged_lookups import AheadLookups, LookedUp
 from eagle_ray.methods.lookup.drafter import LookupDrafter, NgramIndex
 from eagle_ray.methods.lookup.suffix import SuffixIndex
 from eagle_ray.requests.parameters import SamplingParams
