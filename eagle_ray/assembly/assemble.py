@@ -29,7 +29,7 @@ from eagle_ray.assembly.load_models import (
 )
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.model_memory import plan_memory
-from eagle_ray.assembly.tensor_parallel import Member, lead, num_ranks
+from eagle_ray.assembly.tensor_parallel import Rank, launch_ranks, num_ranks
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
@@ -108,7 +108,7 @@ def build_engine_from_config(
     size = num_ranks(model, speculative, args)
     if size == 1:
         return build_rank(model, speculative, replace(args, tensor_parallel=1), None, start)
-    member = lead(model, speculative, args, size)
+    member = launch_ranks(model, speculative, args, size)
     try:
         return build_rank(model, speculative, args, member, start)
     except BaseException:
@@ -120,7 +120,7 @@ def build_rank(
     model: ModelConfig,
     speculative: SpeculativeConfig,
     args: EngineArgs,
-    member: Member | None,
+    member: Rank | None,
     start: StartLog | None = None,
 ) -> EngineBundle:
     """Build one rank of an engine, or all of it if member is None. Raises as build_engine_from_config does."""
@@ -141,9 +141,9 @@ def build_rank(
             memory = memory.smallest(member.ranks.minimum)
     engine = _engine_of(causal_lm, weights, speculative, args, memory, start, member)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
-    if engine.grammars is not None and member is not None and not member.leads:
+    if engine.grammars is not None and member is not None and not member.is_leader:
         engine.grammars.has_time_limit = False
-    if member is None or member.leads:
+    if member is None or member.is_leader:
         plan_drafts(engine, speculative, start)
     if weights is None:
         return EngineBundle(engine, tokenizer, model.target, None, memory)
@@ -191,7 +191,7 @@ def _engine_of(
     args: EngineArgs,
     plan: MemoryPlan,
     start: StartLog,
-    member: Member | None = None,
+    member: Rank | None = None,
 ) -> Engine:
     """Return an engine with caches as planned, which has no graphs yet and drafts uniform trees."""
     config = causal_lm.config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
 """Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
 
     size = num_ranks(model, speculative, args)          # tensor_parallel, checked before anything is loaded
-    member = lead(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
+    member = launch_ranks(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
     bundle = ...                                        # of this rank's part of the target, with member.lockstep
 
 A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts and steps. Measured
@@ -48,15 +48,15 @@ BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds 
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Rank:
     """One rank of an engine."""
 
     ranks: RankGroup
     lockstep: Lockstep
 
     @property
-    def leads(self) -> bool:
-        return self.lockstep.leads
+    def is_leader(self) -> bool:
+        return self.lockstep.is_leader
 
     def waits(self, start: StartLog) -> AbstractContextManager[None]:
         """Time what waits for the other ranks as a part of the start."""
@@ -200,7 +200,7 @@ class SharedTarget:
             )
 
 
-def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Member:
+def launch_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Rank:
     """Start the other ranks of an engine, and return this process's, rank 0.
 
     On a CPU they share its threads until its lockstep is closed.
@@ -227,7 +227,7 @@ def lead(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, s
 
         followers.tell_if_stuck(leave)
 
-    return Member(ranks, Leader(followers.pipes, followers.why_lost, end, tell_if_stuck))
+    return Rank(ranks, Leader(followers.pipes, followers.why_lost, end, tell_if_stuck))
 
 
 def run_follower() -> None:
@@ -245,7 +245,7 @@ def _follow(start: FollowerStart, pipe: Connection) -> None:
     ranks = RankGroup(start.rank, start.size, start.meeting, device_type(model))
     lockstep = Follower(start.rank, pipe)
     module, function = BUILD
-    bundle = getattr(import_module(module), function)(model, speculative, args, Member(ranks, lockstep))
+    bundle = getattr(import_module(module), function)(model, speculative, args, Rank(ranks, lockstep))
     Commands(bundle.engine, lockstep).run()
 
 

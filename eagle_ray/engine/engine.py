@@ -255,7 +255,7 @@ class Engine:
 
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
         plan, stops, has_foreseen = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
-        if has_foreseen and not self.lockstep.leads:
+        if has_foreseen and not self.lockstep.is_leader:
             self._ask(lambda: self.foreseen(batch), lambda: None)  # it raises here if it did for the leader's planner
         if stops is None:
             return plan
@@ -282,7 +282,7 @@ class Engine:
         return replace(allocation, keep=self.lockstep.share(allocation.keep))
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
-        if self.lockstep.leads:
+        if self.lockstep.is_leader:
             self._ask(lambda: planner.observe(outcome), lambda: None)
 
     # Launch: what the device is given to do.

@@ -13,7 +13,7 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weight_bytes
-from eagle_ray.assembly.tensor_parallel import Member
+from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job
 from eagle_ray.core.errors import RankError
@@ -327,11 +327,11 @@ def test_a_rank_whose_drafts_differ_ends(tmp_path, monkeypatch, graphs):
 
     def join(member, engine):
         original(member, engine)
-        if not member.leads:
+        if not member.is_leader:
             engine.drafter.head.fc.register_forward_hook(lambda module, inputs, output: -output)
 
-    original = Member.join
-    monkeypatch.setattr(Member, "join", join)
+    original = Rank.join
+    monkeypatch.setattr(Rank, "join", join)
     with pytest.raises(RankError, match="rank 1: its step has checksum"):
         with_ranks(2, tmp_path, *drafts(tmp_path)["eagle3"], ARGS, lambda engine: run(engine, *CASES_OF_TINY))
 

@@ -190,7 +190,7 @@ def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
     torch.set_num_threads(4)
     try:
         for _ in range(2):
-            member = tensor_parallel.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
+            member = tensor_parallel.launch_ranks(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
             assert torch.get_num_threads() == 2
             availability.together.add(member.ranks)
             member.lockstep.close()
@@ -204,7 +204,7 @@ def test_ranks_are_left_once_their_requests_have_failed(monkeypatch):
     """As on a GPU, on which the leader waits in a sum."""
     monkeypatch.setattr(tensor_parallel, "COMMAND", "raise SystemExit(3)")
     monkeypatch.setattr(followers_module, "GRACE_S", 0.1)
-    member, reasons = tensor_parallel.lead(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
+    member, reasons = tensor_parallel.launch_ranks(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
     try:
         availability.together.add(member.ranks)
         member.lockstep.tell_if_stuck(reasons.append)

@@ -17,7 +17,7 @@ from eagle_ray.assembly import assemble, costs
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.costs import kinds_of
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.tensor_parallel import Member
+from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.errors import RankError
@@ -383,7 +383,7 @@ def test_the_log_of_a_start_says_that_it_waits_for_ranks(tmp_path, monkeypatch, 
         lines.append(caplog.text)
 
     monkeypatch.setattr(assemble, "StartLog", lambda: StartLog(long_s=0.1))
-    monkeypatch.setattr(Member, "agree_on_kernels", agree)
+    monkeypatch.setattr(Rank, "agree_on_kernels", agree)
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         with_ranks(2, tmp_path, TINY, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
     assert len(lines) == 2 and all("waiting for the other 1 of 2 ranks" in text for text in lines)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from eagle_ray.assembly import tensor_parallel
-from eagle_ray.assembly.tensor_parallel import Member
+from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.core.errors import RankError, UnfitDevice
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.availability import turn_off
@@ -207,7 +207,7 @@ def test_kernels_run_on_all_ranks_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "use_triton", lambda device: runs[device.index])
 
     def work(ranks: RankGroup):
-        Member(ranks, ALONE).agree_on_kernels(torch.device("cpu", ranks.rank))
+        Rank(ranks, ALONE).agree_on_kernels(torch.device("cpu", ranks.rank))
 
     on_ranks(2, tmp_path, work)
     assert len(availability.failures) == 1 and "another rank runs none" in availability.failures[0]

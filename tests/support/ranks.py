@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, initialization
 
 from eagle_ray.assembly.assemble import build_rank
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.tensor_parallel import Commands, Member
+from eagle_ray.assembly.tensor_parallel import Commands, Rank
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.parallel.lockstep import Follower, Leader
@@ -82,13 +82,13 @@ def with_ranks(
         if ranks.rank == 0:
             try:
                 lockstep = Leader([here for here, _ in pipes], lambda seconds: None, lambda: None)
-                engine = build_rank(model, speculative, args, Member(ranks, lockstep)).engine
+                engine = build_rank(model, speculative, args, Rank(ranks, lockstep)).engine
                 return work(engine), engine
             finally:
                 for here, _ in pipes:
                     here.close()
         follower = Follower(ranks.rank, pipes[ranks.rank - 1][1])
-        engine = build_rank(model, speculative, args, Member(ranks, follower)).engine
+        engine = build_rank(model, speculative, args, Rank(ranks, follower)).engine
         with suppress(EOFError):
             Commands(engine, follower).run()
         return None, engine
