@@ -53,7 +53,7 @@ from eagle_ray.models.target import TargetModel, TargetOutput
 from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
+from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
 
 log = logging.getLogger("eagle_ray")
 Answer = TypeVar("Answer")
@@ -262,7 +262,7 @@ class Engine:
         should_stop = stops
         return replace(plan, should_stop=lambda builder: self.lockstep.agree("stop", lambda: should_stop(builder)))
 
-    def _own_plan(self, batch: DecodeBatch) -> tuple[DraftPlan, Callable[[Growing], bool] | None, bool]:
+    def _own_plan(self, batch: DecodeBatch) -> tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool]:
         """Return the planner's plan, what stops its draft, and whether the drafter has read on for it."""
         self._has_foreseen = False
         plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN)
@@ -544,7 +544,7 @@ class Engine:
 
 
 def _without_function(
-    answer: tuple[DraftPlan, Callable[[Growing], bool] | None, bool],
+    answer: tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool],
 ) -> tuple[DraftPlan, bool | None, bool]:
     """Return a plan as it is sent to other ranks: they learn from rank 0 where a draft stops."""
     plan, stops, has_foreseen = answer

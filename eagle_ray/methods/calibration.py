@@ -89,7 +89,7 @@ class Calibration:
         fisher = torch.einsum("lbk,lbkp,lbkq->lbpq", real * predicted * (1 - predicted), x, x)
         self.fit.update(of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
 
-    def update_on_path(self, offered: Offered, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+    def update_on_path(self, offered: Proposals, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Observe the target's samples on its path through what one step offered. picks: its tokens."""
         row = torch.arange(len(picks), device=picks.device)
         on_path = list(zip(offered.levels, path.nodes, strict=False))
@@ -118,7 +118,7 @@ GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take 
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedLevel:
+class ProposalLevel:
     """frontier: the expanded nodes; None for the roots. scores: log-probabilities, uncalibrated; -inf is padding.
 
     confidence: see Calibration.
@@ -131,11 +131,11 @@ class OfferedLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class Proposals:
     """One step's proposals, level by level. kinds: of each row, see Calibration."""
 
     kinds: Int[Tensor, " B"]
-    levels: list[OfferedLevel] = field(default_factory=list)
+    levels: list[ProposalLevel] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class TargetPath:
     reached: Bool[Tensor, "L B"]
 
 
-class Offers:
+class ProposalRecorder:
     """The children proposed in one step, level by level, and the calibration that learns which were accepted.
 
         offers.begin(kinds)
@@ -169,7 +169,7 @@ class Offers:
         interval: steps between updates after the warm-up; None is the device's.
     """
 
-    offered: Offered
+    offered: Proposals
 
     def __init__(self, calibration: Calibration | None):
         self.calibration = calibration
@@ -178,7 +178,7 @@ class Offers:
 
     def begin(self, kinds: Int[Tensor, " B"]) -> None:
         """Start a new step. kinds: of each row, see Calibration."""
-        self.offered = Offered(kinds)
+        self.offered = Proposals(kinds)
 
     def reset(self) -> None:
         """Discard everything learned."""
@@ -198,7 +198,7 @@ class Offers:
         confidence: for a calibration with a signal.
         """
         level = len(self.offered.levels)
-        self.offered.levels.append(OfferedLevel(frontier, tokens, scores, confidence))
+        self.offered.levels.append(ProposalLevel(frontier, tokens, scores, confidence))
         if self.calibration is None:
             return scores
         signals = [] if confidence is None else [confidence]
@@ -224,7 +224,7 @@ class Offers:
 
 
 def target_path(
-    levels: list[OfferedLevel],
+    levels: list[ProposalLevel],
     picks: Int[Tensor, "B D"],
     num_accepted: Int[Tensor, " B"],
     num_offered: Int[Tensor, " L"] | None = None,

@@ -24,7 +24,7 @@ from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration, Offered, Offers, OnlineFit, TargetPath, state_of_part
+from eagle_ray.methods.calibration import Calibration, OnlineFit, ProposalRecorder, Proposals, TargetPath, state_of_part
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.supported_models import LogitsOf
@@ -65,7 +65,7 @@ class RankingFeedback:
     sampling: SamplingBatch
     lengths: Int[Tensor, " M"]
     features: list[Float[Tensor, "M _ H"]]
-    offered: Offered
+    offered: Proposals
     is_learned: bool = False
 
 
@@ -90,7 +90,7 @@ class CandidateRanker:
         self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
         self.token_ids = token_ids
         self._order = None if token_ids is None else token_ids.argsort()
-        self.offers = Offers(calibration)
+        self.offers = ProposalRecorder(calibration)
         self._num_updates = 0
         self.pending: RankingFeedback | None = None
 

@@ -106,7 +106,7 @@ class PendingRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class DraftedTree:
     """A draft: the tree, the log values by level, and the feedback from which ranking learns.
 
     num_pair_rows: see Draft.
@@ -175,7 +175,7 @@ class PairDrafter(Drafter, ABC):
         """Read the pending pairs and return what a draft needs of each root's."""
 
     @abstractmethod
-    def _grown(
+    def _expand(
         self,
         at: DecodeSlots,
         roots: Int[Tensor, " B"],
@@ -183,7 +183,7 @@ class PairDrafter(Drafter, ABC):
         plan: DraftPlan,
         first: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
-    ) -> Grown:
+    ) -> DraftedTree:
         """Grow trees until the plan is fulfilled.
 
         Args:
@@ -204,7 +204,7 @@ class PairDrafter(Drafter, ABC):
         target = self._target
         return torch.zeros(num_slots, self._root_size, dtype=target.dtype, device=target.device)
 
-    def _num_passes(self, grown: Grown) -> int:
+    def _num_passes(self, grown: DraftedTree) -> int:
         """Return the passes of the head that a draft took: one per level."""
         return len(grown.levels)
 
@@ -323,24 +323,26 @@ class PairDrafter(Drafter, ABC):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.ranking.load_state(state)
 
-    def _eager(self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch) -> Grown:
+    def _eager(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> DraftedTree:
         """Return a draft for the plan's members, of any shape."""
         members = None if plan.members is None else to_device(plan.members, roots.device)
         self.ranking.start(sampling, at.lengths, plan.members)
         theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
-        grown = self._grown_eagerly(at, *theirs, plan)
+        grown = self._expand_eagerly(at, *theirs, plan)
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
-    def _grown_eagerly(
+    def _expand_eagerly(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
-    ) -> Grown:
+    ) -> DraftedTree:
         """Read all pending pairs, however many, then grow trees until the plan is fulfilled."""
         backlog = self._backlog(at)
-        return self._grown(at, roots, ends, plan, backlog.first, self._catch_up(at, backlog))
+        return self._expand(at, roots, ends, plan, backlog.first, self._catch_up(at, backlog))
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
-    ) -> Grown | None:
+    ) -> DraftedTree | None:
         """Return a draft for the whole batch, or None if recording fails.
 
         One recorded pass reads the pending pairs, another is the whole draft of this plan.
@@ -353,7 +355,7 @@ class PairDrafter(Drafter, ABC):
             return None
         grown = self._runner.run(*draft)
         self.ranking.pending = replace(grown.feedback, sampling=sampling)
-        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback, num_rows)
+        return DraftedTree(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback, num_rows)
 
     def _read_pairs(self, at: DecodeSlots, max_pairs: int) -> tuple[Int[Tensor, " B"], int]:
         """Read the pending pairs by a recorded pass. Return each sequence's first visible position, and its rows."""
@@ -391,7 +393,7 @@ class PairDrafter(Drafter, ABC):
         first: Int[Tensor, " B"],
         plan: DraftPlan,
         sampling: SamplingBatch,
-    ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
+    ) -> tuple[tuple, Callable[..., DraftedTree], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         runner = self._runner
         size, bound = self._padded_size(len(roots), plan.width), runner.context(at.max_length)
@@ -403,11 +405,11 @@ class PairDrafter(Drafter, ABC):
         kind = runner.sampling_kind(sampling.kind)
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
-        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> Grown:
+        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> DraftedTree:
             sampling = SamplingBatch.bound(kind, *chosen)
             self.ranking.start(sampling, lengths)
             at = DecodeSlots.with_max_length(slots, lengths, bound)
-            return self._grown(at, roots, sampling.ends, plan, first, self._root_features[:size])
+            return self._expand(at, roots, sampling.ends, plan, first, self._root_features[:size])
 
         return key, grow, inputs + sampling.padded(size)
 

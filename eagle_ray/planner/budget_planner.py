@@ -43,7 +43,7 @@ from eagle_ray.planner.modes import OFF_REVIEW_EVERY, Mode, PlannerModes
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanSearch
 from eagle_ray.planner.planner import Allocation, DraftKind, StepOutcome
 from eagle_ray.tree.budget import Budget, Candidates
-from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
+from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
@@ -239,14 +239,14 @@ class BudgetPlanner:
         level_price = price * self.costs.expand(len(batch) * width)
         unpaid = 0
 
-        def should_stop(builder: Growing) -> bool:
+        def should_stop(builder: PartialDraft) -> bool:
             nonlocal unpaid
             unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
         return self._plan(min(self._bounds.depth, max(batch.remaining_tokens) - 1), width, should_stop=should_stop)
 
-    def _pays(self, builder: Growing, level_price: float, row_price: float) -> bool:
+    def _pays(self, builder: PartialDraft, level_price: float, row_price: float) -> bool:
         """Return whether one more level is expected to yield more than it costs. Both prices are in tokens.
 
         A node is worth what it yields beyond the price of its row. Computed on the host, node by node, until the answer
@@ -311,7 +311,7 @@ class BudgetPlanner:
         should_stop = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
         return self._plan(self._bounds.depth, self._bounds.top_k, members=members, should_stop=should_stop, probe=True)
 
-    def _cannot_pay(self, builder: Growing, batch: DecodeBatch) -> bool:
+    def _cannot_pay(self, builder: PartialDraft, batch: DecodeBatch) -> bool:
         """Return whether no further level could pay, even if the whole batch drafted and children matched parents."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._bounds.top_k, level.shape[1]), dim=1).values

@@ -21,7 +21,7 @@ from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
-from eagle_ray.tree.expand import DraftPlan, Growing
+from eagle_ray.tree.expand import DraftPlan, PartialDraft
 
 
 class DraftKind(Enum):
@@ -149,7 +149,7 @@ class UniformPlanner:
     should_stop: as in DraftPlan.
     """
 
-    def __init__(self, bounds: TreeBounds, should_stop: Callable[[Growing], bool] | None = None):
+    def __init__(self, bounds: TreeBounds, should_stop: Callable[[PartialDraft], bool] | None = None):
         self._plan = DraftPlan(bounds.depth, bounds.top_k, should_stop=should_stop)
         self._num_nodes = bounds.num_nodes
 

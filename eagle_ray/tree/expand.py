@@ -38,7 +38,7 @@ class Frontier:
 
 
 @runtime_checkable
-class Growing(Protocol):
+class PartialDraft(Protocol):
     """Trees between two levels. depth: levels so far; levels: their log values."""
 
     @property
@@ -165,7 +165,7 @@ class DraftPlan:
     max_depth: int
     width: int
     members: tuple[int, ...] | None = None
-    should_stop: Callable[[Growing], bool] | None = None
+    should_stop: Callable[[PartialDraft], bool] | None = None
     static_tree: StaticTree | None = None
     probe: bool = False
     num_children: int | None = None

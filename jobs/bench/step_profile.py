@@ -29,7 +29,7 @@ from eagle_ray.engine import verify
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import cpu_ops, layer_ops
-from eagle_ray.methods.calibration import Offers
+from eagle_ray.methods.calibration import ProposalRecorder
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
@@ -64,7 +64,7 @@ PARTS: list[Part] = [
     (DRAFT, "levels", EagleDrafter, "_level"),
     (DRAFT, "head, besides its parts", EagleDrafter, "_run"),
     (DRAFT, "layouts", EagleDrafter, "_layout"),
-    (DRAFT, "calibration", Offers, "add"),
+    (DRAFT, "calibration", ProposalRecorder, "add"),
     (DRAFT, "ranking", CandidateRanker, "_best"),
     (DRAFT, "children", CandidateRanker, "children"),
     (DRAFT, "learning from the samples", EagleDrafter, "on_verified"),

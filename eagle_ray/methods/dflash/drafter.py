@@ -40,7 +40,7 @@ from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.dflash.paths import Embed
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.method import DraftSettings
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, DraftedTree, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
@@ -91,7 +91,7 @@ class DFlashDrafter(PairDrafter):
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
-    ) -> Grown | None:
+    ) -> DraftedTree | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
         recorded = self.recorded_plan(plan, self._padded_size(len(roots)))
         return super()._replayed(at, roots, recorded, sampling)
@@ -119,7 +119,7 @@ class DFlashDrafter(PairDrafter):
         """Return the levels of the longest block that is replayed."""
         return min(self._max_depth, self.head.block.num_levels)
 
-    def _num_passes(self, grown: Grown) -> int:
+    def _num_passes(self, grown: DraftedTree) -> int:
         return 1
 
     def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
@@ -132,7 +132,7 @@ class DFlashDrafter(PairDrafter):
         self._write(pending.slot_mapping, pending.positions, pending.features)
         return pending.features.new_empty(len(at.slots), 0)
 
-    def _grown(
+    def _expand(
         self,
         at: DecodeSlots,
         roots: Int[Tensor, " B"],
@@ -140,7 +140,7 @@ class DFlashDrafter(PairDrafter):
         plan: DraftPlan,
         first: Int[Tensor, " B"],
         features: Float[Tensor, "B 0"],
-    ) -> Grown:
+    ) -> DraftedTree:
         """Run one block, and grow the tree from its rows, level by level."""
         num_levels = min(plan.max_depth, self.head.block.num_levels)
         hidden = self._block(at, roots, num_levels, first)
@@ -159,7 +159,7 @@ class DFlashDrafter(PairDrafter):
                 confidence = self.head.confidence(paths.tokens, hidden[:, level, None])
             children = self.ranking.scored_children(features, scores, frontier, plan.children, confidence)
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
-        return Grown(builder.build(), builder.levels, self.ranking.feedback)
+        return DraftedTree(builder.build(), builder.levels, self.ranking.feedback)
 
     def _block(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], num_levels: int, first: Int[Tensor, " B"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eagle_ray.core.sampling_batch import Kind, SamplingBatch
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel, target_path
+from eagle_ray.methods.calibration import Calibration, ProposalLevel, Proposals, target_path
 from eagle_ray.tree.draft_tree import NODES_PER_WORD, DraftTree, VerifyResult, num_ancestor_words
 from eagle_ray.tree.expand import Frontier
 
@@ -111,18 +111,18 @@ class DraftBuffers:
 
             return update_fit(self, calibration.fit, result.tokens, result.num_accepted, depth)
         kinds = (self.temperature[:batch] > 0).long()
-        offered = Offered(kinds, [self.offered_level(i, batch, self.shape.width if i else 1) for i in range(depth)])
+        offered = Proposals(kinds, [self.offered_level(i, batch, self.shape.width if i else 1) for i in range(depth)])
         path = target_path(offered.levels, result.tokens, result.num_accepted, self.num_offered)
         calibration.update_on_path(offered, path, result.tokens)
         self.num_offered.masked_fill_((result.num_accepted >= 0).any(), 0)
 
-    def offered_level(self, level: int, num: int, width: int) -> OfferedLevel:
+    def offered_level(self, level: int, num: int, width: int) -> ProposalLevel:
         """Return what `width` nodes of a level of the first `num` sequences were offered."""
         frontier = None
         if level:
             rows = level, slice(num), slice(width)
             frontier = Frontier(self.frontier_tokens[rows], self.parent_rows[rows], self.frontier_values[:num, :width])
-        return OfferedLevel(frontier, self.offered[level, :num, :width], self.scores[level, :num, :width])
+        return ProposalLevel(frontier, self.offered[level, :num, :width], self.scores[level, :num, :width])
 
 
 class PaddedDraft:
@@ -296,9 +296,9 @@ class PaddedDraft:
         rest = self._all.log_values[:num, 1 + children :].split(self.width * children, 1)[: depth - 1]
         return [first[:, None], *(level.unflatten(1, (self.width, children)) for level in rest)]
 
-    def offered(self, kinds: Int[Tensor, " B"], num: int, depth: int) -> Offered:
+    def offered(self, kinds: Int[Tensor, " B"], num: int, depth: int) -> Proposals:
         """Return what was offered, for learning."""
-        return Offered(kinds, [self._all.offered_level(i, num, self.width if i else 1) for i in range(depth)])
+        return Proposals(kinds, [self._all.offered_level(i, num, self.width if i else 1) for i in range(depth)])
 
     def features(self, num: int, depth: int) -> list[Float[Tensor, "B _ H"]]:
         return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]

@@ -33,7 +33,7 @@ from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
 from eagle_ray.methods.eagle.quantized_draft import QuantizedDraft
 from eagle_ray.methods.method import DraftSettings
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, DraftedTree, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
@@ -69,24 +69,24 @@ class EagleDrafter(PairDrafter):
         self._padded.clear()
         self._quantized = QuantizedDraft.of(self.head, self.embed_tokens, self.cache, self.queue, max_depth)
 
-    def _grown_eagerly(
+    def _expand_eagerly(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
-    ) -> Grown:
-        """Do what `_grown` does, by a few calls of C++ if they compute the head and the plan grows level by level."""
+    ) -> DraftedTree:
+        """Do what `_expand` does, by a few calls of C++ if they compute the head and the plan grows level by level."""
         draft = self._quantized
         if draft is None or not self._grows_by_level(plan):
-            return super()._grown_eagerly(at, roots, ends, plan)
+            return super()._expand_eagerly(at, roots, ends, plan)
         started = self.ranking.feedback
         draft.start(at, self._spans(at), roots, started.sampling, plan, self.ranking.calibration)
         draft.grow(self.ranking)
         while draft.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(draft)):
             draft.grow(self.ranking)
         self.ranking.pending = draft.feedback(started)
-        return Grown(draft.tree, draft.levels, self.ranking.pending)
+        return DraftedTree(draft.tree, draft.levels, self.ranking.pending)
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
-    ) -> Grown | None:
+    ) -> DraftedTree | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
             return super()._replayed(at, roots, plan, sampling)
@@ -108,7 +108,7 @@ class EagleDrafter(PairDrafter):
         )
         feedback.is_learned = self._learns_in_pass
         self.ranking.pending = feedback
-        return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback, num_rows)
+        return DraftedTree(draft.tree(num, depth), draft.levels(num, depth), feedback, num_rows)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Queue the pairs of the accepted path. Learn from it if the tree is a replayed draft's."""
@@ -247,7 +247,7 @@ class EagleDrafter(PairDrafter):
         hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
 
-    def _grown(
+    def _expand(
         self,
         at: DecodeSlots,
         roots: Int[Tensor, " B"],
@@ -255,18 +255,18 @@ class EagleDrafter(PairDrafter):
         plan: DraftPlan,
         first: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
-    ) -> Grown:
+    ) -> DraftedTree:
         """Expand level by level until the plan is fulfilled."""
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
         inputs = features[:, None]
-        self._grow(builder, inputs, None, plan.children)
+        self._add_children(builder, inputs, None, plan.children)
         at, seen = at.shifted(1), None
         while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
             frontier = builder.frontier()
             seen = _descend(seen, frontier, builder.depth - 1)
             inputs = self._level(at, frontier, inputs, seen, first)
-            self._grow(builder, inputs, frontier, plan.children)
-        return Grown(builder.build(), builder.levels, self.ranking.feedback)
+            self._add_children(builder, inputs, frontier, plan.children)
+        return DraftedTree(builder.build(), builder.levels, self.ranking.feedback)
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class EagleDrafter(PairDrafter):
             seq=seq,
         )
 
-    def _grow(
+    def _add_children(
         self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
     ) -> None:
         """Add the ranked children of a frontier, or of the roots if it is None."""

@@ -29,7 +29,7 @@ from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.tree.budget import Budget, static
-from eagle_ray.tree.expand import PLAIN, DraftPlan, Growing
+from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
 from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree, best_tree
 
 FIRST_REVIEW = 8  # steps; after it the time to the next review doubles, up to
@@ -41,7 +41,7 @@ GUESS_RATIO = 0.4
 MIN_BEAM_PROBABILITY = 0.3  # DDD: of all paths of the beam together
 MIN_GAIN = 0.2  # OPT-Tree: expected accepted drafts that a level adds
 
-StopRule = Callable[[Growing], Bool[Tensor, " B"]]
+StopRule = Callable[[PartialDraft], Bool[Tensor, " B"]]
 
 
 class StaticPlanner:
@@ -157,7 +157,7 @@ class RulePlanner(UniformPlanner):
         super().__init__(bounds, should_stop=lambda builder: bool(rule(builder).all()))
 
 
-def ddd_stops(builder: Growing) -> Bool[Tensor, " B"]:
+def ddd_stops(builder: PartialDraft) -> Bool[Tensor, " B"]:
     """Return which trees' beams have a total probability below MIN_BEAM_PROBABILITY (DDD, arXiv 2409.00142)."""
     return builder.frontier().log_values.exp().sum(1) < MIN_BEAM_PROBABILITY
 
@@ -170,7 +170,7 @@ def opt_tree_stops(max_nodes: int) -> StopRule:
     return partial(_gains_too_little, max_nodes)
 
 
-def _gains_too_little(max_nodes: int, builder: Growing) -> Bool[Tensor, " B"]:
+def _gains_too_little(max_nodes: int, builder: PartialDraft) -> Bool[Tensor, " B"]:
     """Return for which trees the last level added less than MIN_GAIN; the first level adds all there is."""
     levels = [level.flatten(1).exp() for level in builder.levels]
     return _expected(levels, max_nodes) - _expected(levels[:-1], max_nodes) < MIN_GAIN

@@ -7,7 +7,7 @@
     tree = draft.tree
 
 It fills DraftBuffers as PaddedDraft does by torch, by the functions that compute a pass layer by layer
-(kernels/draft_head.cpp). `EagleDrafter._grown` is the reference: the nodes are the same, within the rounding of fp32.
+(kernels/draft_head.cpp). `EagleDrafter._expand` is the reference: the nodes are the same, within the rounding of fp32.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.calibration import Calibration, Offers
+from eagle_ray.methods.calibration import Calibration, ProposalRecorder
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
@@ -39,7 +39,7 @@ class RecyclingDrafter(NullDrafter):
         device: torch.device | str = "cpu",
         calibration: Calibration | None = None,
     ):
-        self._offers = Offers(calibration)
+        self._offers = ProposalRecorder(calibration)
         shape = vocab_size + 1, min(max_children, vocab_size)  # the last row takes what padding rows say
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._scores = torch.full(shape, -torch.inf, device=device)
