@@ -4,8 +4,8 @@ A request needs a sequence for each prompt and choice, and for each sequence the
 They are held until the request ends. A request that does not fit now is refused with 429, one that never fits with
 400.
 
-    admission = Admission(Need(sequences=24, tokens=65_536))
-    with admission.admit(Need(sequences=2, tokens=600)):
+    admission = Admission(Reservation(sequences=24, tokens=65_536))
+    with admission.admit(Reservation(sequences=2, tokens=600)):
         ...
     await idle_slots.wait(need)     # a line of a batch, which the caller admits at once
 
@@ -46,19 +46,19 @@ def num_reserved(num_slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Reservation:
     """Sequences and tokens that requests need."""
 
     sequences: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Need) -> Need:
-        return Need(self.sequences + other.sequences, self.tokens + other.tokens)
+    def __add__(self, other: Reservation) -> Reservation:
+        return Reservation(self.sequences + other.sequences, self.tokens + other.tokens)
 
-    def __sub__(self, other: Need) -> Need:
-        return Need(self.sequences - other.sequences, self.tokens - other.tokens)
+    def __sub__(self, other: Reservation) -> Reservation:
+        return Reservation(self.sequences - other.sequences, self.tokens - other.tokens)
 
-    def fits(self, available: Need) -> bool:
+    def fits(self, available: Reservation) -> bool:
         return self.sequences <= available.sequences and self.tokens <= available.tokens
 
     def __str__(self) -> str:
@@ -79,20 +79,20 @@ class Admission:
             however small the client's share.
     """
 
-    def __init__(self, limit: Need, num_clients: int = 1, longest: int = 1):
+    def __init__(self, limit: Reservation, num_clients: int = 1, longest: int = 1):
         self.limit = limit
         self._is_shared = num_clients > 1
         self._longest = longest
-        self._in_flight: defaultdict[int, Need] = defaultdict(Need)  # by client
-        self._releases: deque[tuple[float, Need]] = deque(maxlen=NUM_RELEASES)
+        self._in_flight: defaultdict[int, Reservation] = defaultdict(Reservation)  # by client
+        self._releases: deque[tuple[float, Reservation]] = deque(maxlen=NUM_RELEASES)
 
     @property
-    def in_flight(self) -> Need:
+    def in_flight(self) -> Reservation:
         """Return what all requests in flight need together."""
-        return sum(self._in_flight.values(), Need())
+        return sum(self._in_flight.values(), Reservation())
 
     @contextmanager
-    def admit(self, need: Need, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
+    def admit(self, need: Reservation, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
         """Hold what a request needs while the block runs. Raises as check does."""
         self.check(need, client, num_prompts)
         self._in_flight[client] += need
@@ -102,9 +102,9 @@ class Admission:
             self._in_flight[client] -= need
             self._releases.append((time.monotonic(), need))
 
-    def check(self, need: Need, client: int = 0, num_prompts: int = 1) -> None:
+    def check(self, need: Reservation, client: int = 0, num_prompts: int = 1) -> None:
         """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now."""
-        limit = self._available(Need(), Need())
+        limit = self._available(Reservation(), Reservation())
         if need.sequences > limit.sequences:
             raise ApiError(
                 400,
@@ -132,7 +132,7 @@ class Admission:
                 retry_after_s=wait,
             )
 
-    def _available(self, in_flight: Need, own: Need) -> Need:
+    def _available(self, in_flight: Reservation, own: Reservation) -> Reservation:
         """Return what a client may add. in_flight: by all clients. own: by this one, held included."""
         free = self.limit - in_flight
         if not self._is_shared:
@@ -140,17 +140,17 @@ class Admission:
         # own + x <= MAX_SHARE * (free - x), solved for x
         sequences = (MAX_SHARE * free.sequences - own.sequences) // (MAX_SHARE + 1)
         tokens = (MAX_SHARE * free.tokens - own.tokens) // (MAX_SHARE + 1)
-        if own == Need():
+        if own == Reservation():
             sequences = max(sequences, min(1, free.sequences))
             tokens = max(tokens, min(self._longest, free.tokens))
-        return Need(max(0, sequences), max(0, tokens))
+        return Reservation(max(0, sequences), max(0, tokens))
 
-    def _estimated_wait_s(self, missing: Need) -> int:
+    def _estimated_wait_s(self, missing: Reservation) -> int:
         """Return the seconds until this much is free, if requests keep ending as fast as recently."""
         if not self._releases:
             return 1
         seconds = time.monotonic() - self._releases[0][0]
-        released = sum((need for _, need in self._releases), Need())
+        released = sum((need for _, need in self._releases), Reservation())
         waits = [
             seconds * lacking / max(1, gone)
             for lacking, gone in ((missing.sequences, released.sequences), (missing.tokens, released.tokens))
@@ -173,7 +173,7 @@ class IdleSlots:
         self._admission, self._num_slots = admission, num_slots - num_reserved(num_slots)
         self._waiting: deque[object] = deque()  # lines in the order in which they came
 
-    async def wait(self, need: Need) -> None:
+    async def wait(self, need: Reservation) -> None:
         """Return when the line fits. The caller admits it before it gives up control."""
         line = object()
         self._waiting.append(line)
@@ -183,7 +183,7 @@ class IdleSlots:
         finally:
             self._waiting.remove(line)
 
-    def _fits(self, need: Need) -> bool:
+    def _fits(self, need: Reservation) -> bool:
         """Return whether slots are free for the line; a line of more sequences than slots needs an idle replica."""
         in_flight = self._admission.in_flight.sequences
         return in_flight == 0 or in_flight + need.sequences <= self._num_slots

@@ -105,9 +105,9 @@ class Routes:
         client = self._client(request)
         body, size = await self._body(request, kind, client)
         read = self._service.read(body, size, is_typed(request.headers), client)
-        generation = await _while_there(request.receive, read)
+        generation = await _until_disconnect(request.receive, read)
         if not body.stream:
-            return _json(await _while_there(request.receive, self._service.answer(generation)))
+            return _json(await _until_disconnect(request.receive, self._service.answer(generation)))
         return await _event_stream(request, self._service.events(generation))
 
     async def no_response(self, request: Request) -> Response:
@@ -127,12 +127,12 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         client = self._client(request)
         parsed, size = await self._body(request, TokenizeRequest, client)
-        return _json(await _while_there(request.receive, self._service.tokens(parsed, size, client)))
+        return _json(await _until_disconnect(request.receive, self._service.tokenize(parsed, size, client)))
 
     async def detokenize(self, request: Request) -> Response:
         client = self._client(request)
         parsed, size = await self._body(request, DetokenizeRequest, client)
-        return _json(await _while_there(request.receive, self._service.spelled(parsed, size, client)))
+        return _json(await _until_disconnect(request.receive, self._service.detokenize(parsed, size, client)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
@@ -186,7 +186,7 @@ class Routes:
     async def _body(self, request: Request, kind: type[BodyClass], client: int) -> tuple[BodyClass, int]:
         """Return the parsed request and the bytes of its body."""
         body = await read_body(request, self._service.config.serving.max_body_bytes)
-        return await _while_there(request.receive, self._service.parse(kind, body, client)), len(body)
+        return await _until_disconnect(request.receive, self._service.parse(kind, body, client)), len(body)
 
     def _client(self, request: Request) -> int:
         """Return the number of the client's key; 0 if there are no keys.
@@ -213,7 +213,7 @@ class Routes:
 async def _event_stream(request: Request, events: AsyncGenerator[str, None]) -> Response:
     """Return the response that sends the events, once the first of them is there."""
     try:
-        return EventStream(await _while_there(request.receive, anext(events)), events)
+        return EventStream(await _until_disconnect(request.receive, anext(events)), events)
     except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
         await events.aclose()
         raise
@@ -235,7 +235,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _while_there(receive, self._send(send))
+            await _until_disconnect(receive, self._send(send))
         except ClientDisconnected:
             return
         finally:
@@ -249,7 +249,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of the work. If the client disconnects, cancel the work and raise ClientDisconnected."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:

@@ -182,7 +182,7 @@ def application_of(
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    aggregator = serve.deployment(name="board", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
+    aggregator = serve.deployment(name="metrics", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
     runner = None
     if store is not None:
         window = slots * plan.max_workers  # enough for every slot; lines that find none free wait in the replicas

@@ -26,7 +26,7 @@ from eagle_ray.requests.responses import ResponseObject
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
-from eagle_ray.serve.admission import Need
+from eagle_ray.serve.admission import Reservation
 from eagle_ray.serve.http_answers import ApiError, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.tokenizer import Tokenizer
@@ -136,19 +136,21 @@ def num_tokens(sequence: Sequence, max_model_len: int) -> int:
     return min(len(sequence.prompt_ids) + sequence.sampling.token_limit, max_model_len)
 
 
-def need_of(request: GenerationRequest, max_model_len: int) -> Need:
+def need_of(request: GenerationRequest, max_model_len: int) -> Reservation:
     """Return what the request holds while it is in flight."""
-    return Need(len(request.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices))
+    return Reservation(
+        len(request.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices)
+    )
 
 
-def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
+def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Reservation:
     """Return what the request holds at least, before its texts are tokenized: each counts as one token."""
     sampling = request.sampling_params(dict(config.sampling))
     lengths = [1]
     if isinstance(request, CompletionRequest):
         lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
     num_tokens = sum(min(length + sampling.token_limit, max_model_len) for length in lengths)
-    return Need(sampling.n * len(lengths), sampling.n * num_tokens)
+    return Reservation(sampling.n * len(lengths), sampling.n * num_tokens)
 
 
 def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions | None:

@@ -37,7 +37,7 @@ from eagle_ray.requests.openai_bodies import (
 from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.access import ApiKeys
-from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need, num_reserved
+from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Reservation, num_reserved
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
@@ -128,7 +128,7 @@ class Service:
         self.engine.close()
 
     @property
-    def in_flight(self) -> Need:
+    def in_flight(self) -> Reservation:
         """Return what the requests in flight hold."""
         return self.admission.in_flight
 
@@ -175,7 +175,7 @@ class Service:
             num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client, response
         )
 
-    async def tokens(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
+    async def tokenize(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
         return await self.readers.run(num_bytes, client, self._tokens_body, request)
@@ -192,7 +192,7 @@ class Service:
         body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
         return json_body(body)
 
-    async def spelled(self, request: DetokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
+    async def detokenize(self, request: DetokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the text of token ids. Raises ApiError."""
         self.check_model(request.model)
 
@@ -392,13 +392,13 @@ def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
     return chunk | {"metrics": answers.metrics()} if is_last else chunk
 
 
-def _limit(config: ServeConfig, engine: Engine) -> Need:
+def _limit(config: ServeConfig, engine: Engine) -> Reservation:
     """Return what may be in flight together: a full engine and the queue."""
     blocks = engine.target.cache.blocks
     num_cached = blocks.num_blocks * blocks.size
     queued = config.serving.max_queued_tokens
     num_queued = QUEUED_PER_CACHED_TOKEN * num_cached if queued == "auto" else queued
-    return Need(engine.scheduler.num_slots + config.serving.max_queued, num_cached + num_queued)
+    return Reservation(engine.scheduler.num_slots + config.serving.max_queued, num_cached + num_queued)
 
 
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:

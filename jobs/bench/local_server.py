@@ -24,7 +24,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "serve_demo.yaml"
 TITLES = {"replica": "ServeReplica:eagle-ray:engine", "proxy": "ProxyActor", "controller": "ServeController"}
-TITLES |= {"board": "ServeReplica:eagle-ray:board", "gcs": "gcs_server", "raylet": "raylet/raylet"}
+TITLES |= {"metrics": "ServeReplica:eagle-ray:metrics", "gcs": "gcs_server", "raylet": "raylet/raylet"}
 ENDS_WITHIN_S = 90.0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.access import ApiKeys
-from eagle_ray.serve.admission import Admission, FairQueue, Need
+from eagle_ray.serve.admission import Admission, FairQueue, Reservation
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.service import Service
@@ -59,7 +59,7 @@ def test_request_larger_than_an_empty_server_is_refused_with_400(small_service):
     limit = small_service.admission.limit.tokens
     wide = {"prompt": [5] * 10, "n": 12, "max_tokens": limit // 12}
     assert str(limit) in refusal_message(ask(small_service, wide), 400, "too_many_tokens", "max_tokens")
-    assert small_service.in_flight == Need()
+    assert small_service.in_flight == Reservation()
 
 
 def test_tokens_count_beside_sequences(small_service):
@@ -98,7 +98,7 @@ def test_what_is_held_is_released_once_however_a_request_ends(small_service):
     async def main():
         for _ in range(10):
             await asyncio.gather(*(come_and_go() for _ in range(30)))
-            assert small_service.in_flight == Need()
+            assert small_service.in_flight == Reservation()
         await wait_until(lambda: not small_service.engine.inner.has_work)
 
     asyncio.run(main())
@@ -108,12 +108,12 @@ def test_admission_is_exact_over_random_requests():
     """A plain count of what is held says the same, with one client and with several."""
     chance = random.Random(1)
     for num_clients in (1, 3):
-        limit = Need(20, 1000)
+        limit = Reservation(20, 1000)
         admission, held = Admission(limit, num_clients), []
         for _ in range(2000):
             if held and chance.random() < 0.5:
                 held.pop(chance.randrange(len(held)))[2].__exit__(None, None, None)
-            need, client = Need(chance.randint(1, 22), chance.randint(1, 1100)), chance.randrange(num_clients)
+            need, client = Reservation(chance.randint(1, 22), chance.randint(1, 1100)), chance.randrange(num_clients)
             block = admission.admit(need, client)
             try:
                 block.__enter__()
@@ -121,41 +121,41 @@ def test_admission_is_exact_over_random_requests():
                 assert error.status in (400, 429)
             else:
                 held.append((client, need, block))
-            total = sum((need for _, need, _ in held), Need())
+            total = sum((need for _, need, _ in held), Reservation())
             assert admission.in_flight == total and total.fits(limit)
 
 
 def test_a_key_that_floods_leaves_room_to_others():
-    admission, blocks = Admission(Need(100, 100_000), num_clients=2), []
+    admission, blocks = Admission(Reservation(100, 100_000), num_clients=2), []
     with pytest.raises(ApiError) as full:
         while True:
-            blocks.append(admission.admit(Need(1, 10), client=0))
+            blocks.append(admission.admit(Reservation(1, 10), client=0))
             blocks[-1].__enter__()
     assert full.value.status == 429 and admission.in_flight.sequences == 75
-    admission.check(Need(10, 100), client=1)
+    admission.check(Reservation(10, 100), client=1)
     with pytest.raises(ApiError) as never:
-        admission.check(Need(76, 100), client=1)
+        admission.check(Reservation(76, 100), client=1)
     assert never.value.status == 400
 
 
 def test_smallest_server_admits_the_longest_sequence_of_any_key():
     """One slot, no queue: a share of three quarters would refuse everything."""
-    admission = Admission(Need(1, 64), num_clients=2, longest=64)
+    admission = Admission(Reservation(1, 64), num_clients=2, longest=64)
     for client in (0, 1):
-        with admission.admit(Need(1, 64), client), pytest.raises(ApiError) as full:
-            admission.check(Need(1, 10), client=1 - client)
+        with admission.admit(Reservation(1, 64), client), pytest.raises(ApiError) as full:
+            admission.check(Reservation(1, 10), client=1 - client)
         assert full.value.status == 429
 
 
 def test_the_wait_is_estimated_from_how_fast_requests_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("eagle_ray.serve.admission.time.monotonic", lambda: now[0])
-    admission = Admission(Need(10, 10_000))
+    admission = Admission(Reservation(10, 10_000))
     for _ in range(5):
-        with admission.admit(Need(1, 100)):
+        with admission.admit(Reservation(1, 100)):
             now[0] += 2.0
-    with admission.admit(Need(10, 1000)), pytest.raises(ApiError) as refusal:
-        admission.check(Need(4, 100))
+    with admission.admit(Reservation(10, 1000)), pytest.raises(ApiError) as refusal:
+        admission.check(Reservation(4, 100))
     assert refusal.value.status == 429 and 6 <= int(refusal.value.headers["Retry-After"]) <= 8
 
 
@@ -181,7 +181,7 @@ def test_a_flood_of_one_key_does_not_delay_another():
     finally:
         service.close()
     assert len(ends) == 44 and "other" not in ends[24:]
-    assert service.in_flight == Need()
+    assert service.in_flight == Reservation()
 
 
 def test_long_answers_of_one_key_leave_a_slot_to_another():
@@ -349,4 +349,4 @@ def test_client_that_leaves_with_waiting_choices_raises_no_error(stream):
         gc.collect()
     finally:
         service.close()
-    assert not errors and service.in_flight == Need()
+    assert not errors and service.in_flight == Reservation()

@@ -138,7 +138,7 @@ class SpareEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class InheritedState:
     """What a forked process takes over from its actor, in addition to its output streams.
 
     Attributes:
@@ -190,7 +190,7 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
         socket.send_fds(end, [b"\0"], STREAMS)
         pipe = Connection(os.dup(end.fileno()))
         score = MEMORY_SCORE.read_text()
-        pipe.send(Surroundings(dict(os.environ), os.getcwd(), os.nice(0), score, engine_process.WORKER))
+        pipe.send(InheritedState(dict(os.environ), os.getcwd(), os.nice(0), score, engine_process.WORKER))
         if not pipe.poll(FORK_WITHIN_S):
             return None
         return pipe, ForkedProcess(pipe.recv())
@@ -275,7 +275,7 @@ def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
     try:
         _, streams, _, _ = socket.recv_fds(end, 1, len(STREAMS))
         pipe = Connection(os.dup(end.fileno()))
-        surroundings: Surroundings = pipe.recv()
+        surroundings: InheritedState = pipe.recv()
         for stream, own in zip(streams, STREAMS, strict=True):
             os.dup2(stream, own)
             os.close(stream)
