@@ -245,20 +245,20 @@ class LLM:
         self, request: Request, params: SamplingParams, config: JobConfig, sequences: list[engine_sequence.Sequence]
     ) -> RequestOutput:
         text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
-        first, spell = sequences[0], None if text is None else reader.spell
+        first, decode_token = sequences[0], None if text is None else reader.decode_token
         wants_logprobs = request.sampling.get("logprobs", params.wants_logprobs)
         num_tops = params.num_top_logprobs if wants_logprobs else None
         prompt_logprobs = None
         if first.sampling.wants_prompt_logprobs:
             tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
-            prompt_logprobs = python_form(tokens, spell, params.num_top_prompt_logprobs)
+            prompt_logprobs = python_form(tokens, decode_token, params.num_top_prompt_logprobs)
         return RequestOutput(
             request_id=str(request.id),
             prompt=first.prompt_text,
             prompt_token_ids=first.prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[
-                completion_of(sequence, reader.finished(sequence, i, sequence.request_id), num_tops, spell)
+                completion_of(sequence, reader.finished(sequence, i, sequence.request_id), num_tops, decode_token)
                 for i, sequence in enumerate(sequences)
             ],
         )

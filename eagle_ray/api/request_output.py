@@ -14,7 +14,7 @@ from typing import Any
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.answers import FinishedAnswer, Logprobs, Spell, python_form, token_logprobs
+from eagle_ray.requests.answers import FinishedAnswer, Logprobs, TokenDecoder, python_form, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,18 @@ class RequestOutput:
 
 
 def completion_of(
-    sequence: Sequence, answer: FinishedAnswer, num_tops: int | None, spell: Spell | None
+    sequence: Sequence, answer: FinishedAnswer, num_tops: int | None, decode_token: TokenDecoder | None
 ) -> CompletionOutput:
     """Return a finished sequence and its answer as a sample.
 
     num_tops: likeliest tokens to report at each output token; None for no log-probabilities.
-    spell: None without a tokenizer.
+    decode_token: None without a tokenizer.
     """
     arrived = sequence.arrived_at or 0.0
     logprobs = cumulative_logprob = None
     if num_tops is not None:
         tokens = token_logprobs(sequence.output_ids, sequence.output_logprobs, sequence.output_tops)
-        logprobs, cumulative_logprob = python_form(tokens, spell, num_tops), sum(sequence.output_logprobs)
+        logprobs, cumulative_logprob = python_form(tokens, decode_token, num_tops), sum(sequence.output_logprobs)
     return CompletionOutput(
         index=answer.index,
         text=answer.text,

@@ -38,7 +38,7 @@ from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import ScoredSample, as_score, score_report, scores_text
 from eagle_ray.report.summary import as_text
 from eagle_ray.report.text import run_table, side_by_side_table
-from eagle_ray.requests.answers import COLUMNS, Spell, output_line
+from eagle_ray.requests.answers import COLUMNS, TokenDecoder, output_line
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import REPORT, RUN, SUMMARY, data_of, read_derived_record, read_inputs
 from eagle_ray.runs.output_index import OutputIndex
@@ -288,7 +288,7 @@ def _write(target: str, lines: Iterable[str]) -> None:
 
 
 def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
-    spell = _spelling(model)
+    decode_token = _token_decoder(model)
     there = stored_schema(data).names
     for rows in _requests(data, [name for name in (*COLUMNS, "turn_index") if name in there]):
         if any(row.get("turn_index") for row in rows):
@@ -296,7 +296,7 @@ def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
                 f"--to openai-batch: the request {rows[0]['request_id']!r} has several turns, and a line of that "
                 "format holds one answer. Export the run with --to csv."
             )
-        yield dump_json(output_line(rows, spell), ensure_ascii=False) + "\n"
+        yield dump_json(output_line(rows, decode_token), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:
@@ -336,7 +336,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
-def _spelling(model: dict[str, Any]) -> Spell:
+def _token_decoder(model: dict[str, Any]) -> TokenDecoder:
     """Return a function from a token to its text by the run's target, or `token_id:7` without a tokenizer."""
 
     @cache

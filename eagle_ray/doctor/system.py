@@ -32,7 +32,7 @@ MIN_OUTPUT = GIB  # free, for rows and the record of a run
 MIN_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
 FULL = 0.95  # of a disk: from there on Ray writes no objects to it
 CGROUP = Path("/sys/fs/cgroup")
-OURS = "eagle-ray"
+PACKAGE = "eagle-ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def software() -> list[Finding]:
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     about = Finding("eagle_ray", f"{__version__}, Python {python}", {"eagle_ray": __version__, "python": python})
     try:
-        wanted = [Requirement(text) for text in metadata.requires(OURS) or ()]
+        wanted = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
     except metadata.PackageNotFoundError:
         todo = "run `pip install -e .` in the checkout: without it the versions of its packages are not checked"
         return [about, Finding("packages", "eagle_ray runs from its files and is not installed", advice=todo)]

@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead up to these numbers of rows and of weights
 MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
-OURS = (
+LLAMA_FAMILIES = (
     "Llama",
     "Mistral",
     "Mixtral",
@@ -50,8 +50,8 @@ OURS = (
     "Qwen3Moe",
 )  # how transformers' classes begin
 MERGED: dict[str, list[tuple[str, ...]]] = {
-    **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in OURS},
-    **{f"{name}MLP": [("gate_proj", "up_proj")] for name in OURS},
+    **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in LLAMA_FAMILIES},
+    **{f"{name}MLP": [("gate_proj", "up_proj")] for name in LLAMA_FAMILIES},
 }  # projections that read the same input, by the class of their module
 
 

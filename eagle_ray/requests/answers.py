@@ -5,11 +5,11 @@ A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of
 A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
 request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
-    output_line(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
+    output_line(rows, decode_token)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 
 The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and in rows.
 
-    >>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), spell={17: "Paris"}.get)[0]["token"]
+    >>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), decode_token={17: "Paris"}.get)[0]["token"]
     'Paris'
 """
 
@@ -124,11 +124,11 @@ class TokenUsage(NamedTuple):
 NO_TOKENS = TokenUsage()
 
 
-def chat_choice(answer: FinishedAnswer, spell: Spell) -> Json:
+def chat_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
     return {
         "index": answer.index,
         "message": chat_message(answer),
-        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs, spell),
+        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs, decode_token),
         "finish_reason": answer.finish_reason,
     } | _token_ids(answer)
 
@@ -144,12 +144,12 @@ def chat_message(answer: FinishedAnswer) -> Json:
     return message
 
 
-def chat_logprobs(tokens: list[TokenLogprob], spell: Spell) -> Json:
-    return {"content": chat_form(tokens, spell), "refusal": None}
+def chat_logprobs(tokens: list[TokenLogprob], decode_token: TokenDecoder) -> Json:
+    return {"content": chat_form(tokens, decode_token), "refusal": None}
 
 
-def text_choice(answer: FinishedAnswer, spell: Spell) -> Json:
-    logprobs = None if answer.logprobs is None else completion_form(answer.logprobs, spell, answer.has_tops)
+def text_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
+    logprobs = None if answer.logprobs is None else completion_form(answer.logprobs, decode_token, answer.has_tops)
     return {
         "index": answer.index,
         "text": answer.text,
@@ -182,7 +182,7 @@ def metrics_of(stats: AcceptanceStats) -> Json:
     }
 
 
-def output_line(rows: list[Row], spell: Spell) -> Json:
+def output_line(rows: list[Row], decode_token: TokenDecoder) -> Json:
     """Return the line of one request.
 
     rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
@@ -191,7 +191,7 @@ def output_line(rows: list[Row], spell: Spell) -> Json:
     key = line_key(first["run_id"], first["request_id"])
     if first["error_code"] in NOT_CARRIED_OUT:
         return error_line(key, first["request_id"], first["error_code"], first["error_message"])
-    status, body = (200, _body(rows, key, spell)) if first["status"] == "ok" else (400, _refusal(first))
+    status, body = (200, _body(rows, key, decode_token)) if first["status"] == "ok" else (400, _refusal(first))
     response = {"status_code": status, "request_id": key, "body": body}
     return line_head(key, first["request_id"]) | {"response": response, "error": None}
 
@@ -229,12 +229,12 @@ def row_answer(row: Row) -> FinishedAnswer:
     )
 
 
-def _body(rows: list[Row], key: str, spell: Spell) -> Json:
+def _body(rows: list[Row], key: str, decode_token: TokenDecoder) -> Json:
     first, url = rows[0], rows[0].get("url")
     model, created = first["target_model"], int(first["finished_at"].timestamp())
     usage = TokenUsage(first["prompt_tokens"], sum(row["completion_tokens"] for row in rows))
     choice_of = text_choice if url == COMPLETIONS else chat_choice
-    choices = [choice_of(row_answer(row), spell) for row in rows]
+    choices = [choice_of(row_answer(row), decode_token) for row in rows]
     if url == RESPONSES:
         return stored_response(key, model, created, choices[0], usage.response_form())
     return {
@@ -250,7 +250,7 @@ def _body(rows: list[Row], key: str, spell: Spell) -> Json:
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
 
-Spell = Callable[[int], str]
+TokenDecoder = Callable[[int], str]
 """Function that returns the text of one token id, with bytes that are no character as surrogates (PEP 383)."""
 RankedTokens = list[tuple[int, float]]
 """Token ids and their log-probabilities, the likeliest first."""
@@ -278,17 +278,17 @@ def token_logprobs(
     return [TokenLogprob(*values) for values in zip(ids, logprobs, recorded, strict=True)]
 
 
-def chat_form(tokens: Iterable[TokenLogprob], spell: Spell) -> list[dict[str, Any]]:
+def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> list[dict[str, Any]]:
     return [
-        _chat_token(token.token, token.logprob, spell)
-        | {"top_logprobs": [_chat_token(*top, spell) for top in token.top]}
+        _chat_token(token.token, token.logprob, decode_token)
+        | {"top_logprobs": [_chat_token(*top, decode_token) for top in token.top]}
         for token in tokens
     ]
 
 
-def _chat_token(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float | None, decode_token: TokenDecoder) -> dict[str, Any]:
     """The bytes of several tokens may make one character, so clients join them before they decode them."""
-    data = _bytes_of(spell(token))
+    data = _bytes_of(decode_token(token))
     return {"token": _text_of(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
@@ -334,20 +334,20 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def completion_form(
-    tokens: list[TokenLogprob], spell: Spell, has_tops: bool, offsets: TextOffsets | None = None
+    tokens: list[TokenLogprob], decode_token: TokenDecoder, has_tops: bool, offsets: TextOffsets | None = None
 ) -> dict[str, Any]:
     """offsets: where the tokens begin; None if the text begins with them."""
-    texts = [spell(token.token) for token in tokens]
+    texts = [decode_token(token.token) for token in tokens]
     text_offsets = offsets or TextOffsets()
     return {
         "tokens": [_completion_token(text) for text in texts],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": [_by_text(token, spell) for token in tokens] if has_tops else None,
+        "top_logprobs": [_by_text(token, decode_token) for token in tokens] if has_tops else None,
         "text_offset": [text_offsets.next(text) for text in texts],
     }
 
 
-def _by_text(token: TokenLogprob, spell: Spell) -> dict[str, float] | None:
+def _by_text(token: TokenLogprob, decode_token: TokenDecoder) -> dict[str, float] | None:
     """Return the likeliest tokens and, as OpenAI does, the token itself, by text; None if nothing precedes it.
 
     Of tokens with equal texts the likeliest is kept.
@@ -357,7 +357,7 @@ def _by_text(token: TokenLogprob, spell: Spell) -> dict[str, float] | None:
     ranked = [(other, max(logprob, MIN_LOGPROB)) for other, logprob in (*token.top, (token.token, token.logprob))]
     by_text: dict[str, float] = {}
     for other, logprob in sorted(ranked, key=lambda pair: -pair[1]):
-        by_text.setdefault(_completion_token(spell(other)), logprob)
+        by_text.setdefault(_completion_token(decode_token(other)), logprob)
     return by_text
 
 
@@ -379,17 +379,19 @@ Logprobs = list[dict[int, Logprob] | None]
 """For each token, the log-probabilities by token id: its own, and those of the likeliest tokens."""
 
 
-def python_form(tokens: Iterable[TokenLogprob], spell: Spell | None, num_tops: int) -> Logprobs:
+def python_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder | None, num_tops: int) -> Logprobs:
     """Return the log-probabilities of the tokens and of the num_tops likeliest at each position, likeliest first."""
-    return [None if token.logprob is None else _by_id(token, token.logprob, spell, num_tops) for token in tokens]
+    return [None if token.logprob is None else _by_id(token, token.logprob, decode_token, num_tops) for token in tokens]
 
 
-def _by_id(token: TokenLogprob, logprob: float, spell: Spell | None, num_tops: int) -> dict[int, Logprob]:
+def _by_id(token: TokenLogprob, logprob: float, decode_token: TokenDecoder | None, num_tops: int) -> dict[int, Logprob]:
     ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
     shown = dict(token.top[:num_tops])
     shown.setdefault(token.token, logprob)
     return {
-        other: Logprob(value, ranks.get(other), None if spell is None else _text_of(_bytes_of(spell(other))))
+        other: Logprob(
+            value, ranks.get(other), None if decode_token is None else _text_of(_bytes_of(decode_token(other)))
+        )
         for other, value in shown.items()
     }
 

@@ -72,7 +72,7 @@ class AnswerReader:
             return False
         return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
 
-    def spell(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         return self.tokenizer.token_text(token)
 
     def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
@@ -181,7 +181,7 @@ class RequestAnswers:
         kind, choice_of = ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
         answers = [self._finished(choice) for choice in self.choices]
         return self.head(kind) | {
-            "choices": [choice_of(answer, self.reader.spell) for answer in answers],
+            "choices": [choice_of(answer, self.reader.decode_token) for answer in answers],
             "usage": self.usage(answer.reasoning for answer in answers).chat_form(),
             "metrics": self.metrics(),
         }
@@ -343,12 +343,12 @@ class ChoiceChunks:
     def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         if not tokens or not self._answers.is_chat:
             return self._text_logprobs(tokens)
-        return chat_logprobs(tokens, self._answers.reader.spell)
+        return chat_logprobs(tokens, self._answers.reader.decode_token)
 
     def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         if not tokens:
             return None
-        return completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offsets)
+        return completion_form(tokens, self._answers.reader.decode_token, bool(self._answers.num_tops), self._offsets)
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}

@@ -79,7 +79,7 @@ def test_a_line_of_a_batch_has_the_choice_of_the_body(finished_request, tokenize
     constants = {"run_id": "r", "config_hash": "h", "target_model": "m"}
     rows = OutputRows(config, tokenizer, constants, 0.0).of(asked, [sequence])
     url = "/v1/chat/completions" if answers.is_chat else "/v1/completions"
-    line = output_line([rows[0] | {"error_code": None, "url": url}], answers.reader.spell)
+    line = output_line([rows[0] | {"error_code": None, "url": url}], answers.reader.decode_token)
     body, whole = line["response"]["body"], answers.body()
     assert body["choices"] == whole["choices"]
     assert TokenUsage.of_body(body)[:2] == TokenUsage.of_body(whole)[:2]
@@ -108,7 +108,7 @@ def test_the_chunks_add_up_to_the_body(finished_request, tokenizer, step):
 def test_python_has_the_parts_of_the_body(finished_request, tokenizer):
     answers, (asked, config, sequence) = answers_of(finished_request, tokenizer), finished_request
     reader = answer_reader(asked, config, tokenizer)
-    output = completion_of(sequence, reader.finished(sequence, 0, "key"), 2, reader.spell)
+    output = completion_of(sequence, reader.finished(sequence, 0, "key"), 2, reader.decode_token)
     [whole] = answers.body()["choices"]
     assert output.finish_reason == whole["finish_reason"]
     assert [one[token].logprob for one, token in zip(output.logprobs, output.token_ids, strict=True)] == (

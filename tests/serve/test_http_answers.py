@@ -103,10 +103,10 @@ def test_long_answers_and_long_bodies_are_handled_in_a_thread(app, service, monk
 
 def test_an_echo_with_log_probabilities_is_streamed_by_a_thread(app, service, monkeypatch):
     """Of a long prompt, not one alternative is spelled on the event loop."""
-    makers, spell = [], service.text.decode_with_special
+    makers, decode_token = [], service.text.decode_with_special
     monkeypatch.setattr("eagle_ray.serve.service.SHORT", 10)
     monkeypatch.setattr(
-        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or spell(ids)
+        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or decode_token(ids)
     )
     body = {"prompt": [5] * 50, "max_tokens": 1, "logprobs": 3, "echo": True, "stream": True}
     answer = asyncio.run(post(app, TEXT, body))

@@ -361,9 +361,9 @@ def test_big_answers_are_made_beside_the_others(service, app, monkeypatch):
     import threading
 
     makers = []
-    spell = service.text.decode_with_special
+    decode_token = service.text.decode_with_special
     monkeypatch.setattr(
-        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or spell(ids)
+        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or decode_token(ids)
     )
     asyncio.run(post(app, TEXT, {"prompt": "Once", "max_tokens": 2, "logprobs": 3}))
     asyncio.run(post(app, "/detokenize", {"tokens": [5, 6]}))

@@ -216,7 +216,7 @@ class EntryPoints:
             self._worker = Worker(self._job("in.jsonl"), run, [], WorkerPlan())
         return self._worker
 
-    def spell(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         """Return the text of one token."""
         return self.llm.tokenizer.decode_with_special([token])
 
@@ -225,7 +225,7 @@ class EntryPoints:
 
     def exported(self, rows: list[Json], url: str | None) -> Json:
         """Return the line that `eagle-ray export` makes of one request's output rows."""
-        return output_line([row | {"url": url} for row in rows], self.spell)
+        return output_line([row | {"url": url} for row in rows], self.decode_token)
 
     def _job(self, name: str, **settings: Any) -> JobConfig:
         paths = {"input.path": str(self._directory / name), "output.path": str(self._directory / "out")}
