@@ -70,8 +70,8 @@ def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
     can_sync = engine.target.device.type == "cpu" and graphs is None
     sizes = graphs.pass_sizes(engine.bounds) if graphs else None
     drafter = engine.drafter
-    foreseen = engine.foreseen if drafter.has_lookups else None
-    return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(drafter), foreseen)
+    lookup_hits = engine.lookup_hits if drafter.has_lookups else None
+    return BudgetPlanner(engine.bounds, costs, can_sync, sizes, kinds_of(drafter), lookup_hits)
 
 
 def kinds_of(drafter: Drafter) -> list[DraftKind]:

@@ -101,7 +101,7 @@ class Engine:
         self.overlap = overlap
         self.grammars = grammars
         self.lockstep: Lockstep = ALONE
-        self._has_foreseen = False  # the planner let the drafter read on in the batch's texts
+        self._has_lookup_hits = False  # the planner let the drafter read on in the batch's texts
         self.drafts_grammars = True
         self.mixed_prefill = graphs is None
         self.is_intact = True
@@ -224,10 +224,10 @@ class Engine:
         self.lockstep.tell("load_learned", dict(state))
         self.drafter.load_state(state)
 
-    def foreseen(self, batch: DecodeBatch) -> tuple[int, int] | None:
-        """Return what Drafter.foreseen does for a planner that is asked for a plan."""
-        self._has_foreseen = True
-        return self.drafter.foreseen(batch.at, batch.sequences)
+    def lookup_hits(self, batch: DecodeBatch) -> tuple[int, int] | None:
+        """Return what Drafter.lookup_hits does for a planner that is asked for a plan."""
+        self._has_lookup_hits = True
+        return self.drafter.lookup_hits(batch.at, batch.sequences)
 
     def drop_planner(self, error: Exception) -> None:
         """Decode plainly from now on because the planner failed. A planner changes no output, so no sequence fails."""
@@ -254,9 +254,11 @@ class Engine:
         return self.lockstep.agree("will_draft", lambda: self._ask(lambda: self.planner.will_draft, lambda: False))
 
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
-        plan, stops, has_foreseen = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
-        if has_foreseen and not self.lockstep.is_leader:
-            self._ask(lambda: self.foreseen(batch), lambda: None)  # it raises here if it did for the leader's planner
+        plan, stops, has_lookup_hits = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
+        if has_lookup_hits and not self.lockstep.is_leader:
+            self._ask(
+                lambda: self.lookup_hits(batch), lambda: None
+            )  # it raises here if it did for the leader's planner
         if stops is None:
             return plan
         should_stop = stops
@@ -264,11 +266,11 @@ class Engine:
 
     def _own_plan(self, batch: DecodeBatch) -> tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool]:
         """Return the planner's plan, what stops its draft, and whether the drafter has read on for it."""
-        self._has_foreseen = False
+        self._has_lookup_hits = False
         plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN)
         if (should_stop := plan.should_stop) is None:
-            return plan, None, self._has_foreseen
-        return plan, lambda builder: self._ask(lambda: should_stop(builder), lambda: True), self._has_foreseen
+            return plan, None, self._has_lookup_hits
+        return plan, lambda builder: self._ask(lambda: should_stop(builder), lambda: True), self._has_lookup_hits
 
     def _allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         def ask() -> Allocation:
@@ -547,5 +549,5 @@ def _without_function(
     answer: tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool],
 ) -> tuple[DraftPlan, bool | None, bool]:
     """Return a plan as it is sent to other ranks: they learn from rank 0 where a draft stops."""
-    plan, stops, has_foreseen = answer
-    return replace(plan, should_stop=None), None if stops is None else True, has_foreseen
+    plan, stops, has_lookup_hits = answer
+    return replace(plan, should_stop=None), None if stops is None else True, has_lookup_hits

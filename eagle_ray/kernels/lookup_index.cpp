@@ -19,7 +19,7 @@ constexpr int TRIED = 4;               // contexts of falling length that are as
 constexpr int VAGUE = 256;             // different tokens after a context that make it too vague to ask
 constexpr double MIN_LEFT = 1.0 / 16;  // probability that longer contexts leave to shorter ones, or these are not asked
 constexpr int LONGEST_NGRAM = 4;       // tokens of a context of n-grams
-constexpr int LONG_RUN = 4;            // tokens of a run whose continuation counts as foreseen
+constexpr int LONG_RUN = 4;            // tokens of a run whose continuation counts as a hit
 constexpr int FEW = 8;                 // edges of a state that are searched one by one
 const double MIN_LOG_VALUE = std::log(1.0 / 256);
 constexpr double LARGEST_LOGIT = 16.0, LARGEST_LOG_PROB = -1e-7;
@@ -313,7 +313,7 @@ public:
 
     std::vector<std::unique_ptr<Reader>> readers;
     std::vector<int64_t> free_readers;
-    int64_t num_read = 0, num_foreseen = 0;  // tokens, and those that had followed the same run before
+    int64_t num_read = 0, num_hits = 0;  // tokens, and those that had followed the same run before
     struct Node {
         int32_t parent, token, depth;
         double log_value, log_prob;
@@ -340,7 +340,7 @@ public:
         std::vector<int32_t> &text = young_.texts[reader.text];
         for (int64_t i = 0; i < count; ++i) {
             const int32_t token = int32_t(tokens[i]);
-            num_foreseen += is_foreseen(at, token);
+            num_hits += is_hit(at, token);
             at[0] = young_.automaton.append(at[0], token);
             text.push_back(token);
             move(old_.automaton, at[2], at[3], token);
@@ -350,7 +350,7 @@ public:
     }
 
     // Whether the token has followed a run of LONG_RUN tokens or more that ends here.
-    bool is_foreseen(const int32_t *at, int32_t token) const {
+    bool is_hit(const int32_t *at, int32_t token) const {
         const Automaton &young = young_.automaton;
         for (int32_t state : {at[0], young.states[at[0]].link})
             if (state >= 0 && young.states[state].longest >= LONG_RUN && young.find(state, token) != NONE)
@@ -679,9 +679,9 @@ void lookup_write(void *handle, const Growth *growth, int64_t num_nodes, int64_t
 }
 
 // The texts that are kept, the oldest first: their number, and the tokens of all.
-void lookup_foreseen(void *handle, int64_t *num_read, int64_t *num_foreseen) {
+void lookup_hits(void *handle, int64_t *num_read, int64_t *num_hits) {
     *num_read = static_cast<Index *>(handle)->num_read;
-    *num_foreseen = static_cast<Index *>(handle)->num_foreseen;
+    *num_hits = static_cast<Index *>(handle)->num_hits;
 }
 
 void lookup_num_texts(void *handle, int64_t *num_texts, int64_t *num_tokens) {

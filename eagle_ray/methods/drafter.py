@@ -217,7 +217,7 @@ class Drafter(Protocol):
         """Record that the pairs up to these slots' roots have been read. Return how many of them were caught up on."""
         return 0
 
-    def foreseen(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+    def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
         """Read on in these texts. Return all tokens read so far, and those lookups would have found; None: unknown.
 
         It takes a millionth of a second per token, so it tells cheaply when lookups may pay.

@@ -59,7 +59,7 @@ class BudgetPlanner:
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
         kinds: of drafts that the drafter can make.
-        foreseen: reads on in a batch's texts and returns what `Drafter.foreseen` does; None if nothing is looked up.
+        lookup_hits: reads on in a batch's texts and returns what `Drafter.lookup_hits` does; None if nothing is looked up.
 
     Attributes:
         modes: whether drafts are on, and of which kind.
@@ -76,9 +76,9 @@ class BudgetPlanner:
         can_sync: bool = True,
         sizes: PassSizes | None = None,
         kinds: Collection[DraftKind] = (DraftKind.MODEL,),
-        foreseen: Callable[[DecodeBatch], tuple[int, int] | None] | None = None,
+        lookup_hits: Callable[[DecodeBatch], tuple[int, int] | None] | None = None,
     ):
-        self._foreseen = foreseen
+        self._lookup_hits = lookup_hits
         self._bounds = bounds
         self._has_model = DraftKind.MODEL in kinds
         self._lookups = LookupGains(bounds) if DraftKind.LOOKUPS in kinds else None
@@ -146,9 +146,9 @@ class BudgetPlanner:
         """Return whether lookups are to be tried: their turn has come, or the texts repeat what was read."""
         if lookups.schedule.is_due(self.modes.num_steps):
             return True
-        if self._foreseen is None or self.modes.num_steps % OFF_REVIEW_EVERY:
+        if self._lookup_hits is None or self.modes.num_steps % OFF_REVIEW_EVERY:
             return False
-        return lookups.promise(self._foreseen(batch))
+        return lookups.promise(self._lookup_hits(batch))
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Return the number of rows with the best rate, filled with the most valuable nodes of the batch."""

@@ -134,15 +134,15 @@ class ReadAheadPlanner(UniformPlanner):
         self._engine = engine
 
     def plan(self, batch):
-        self._engine.foreseen(batch)
+        self._engine.lookup_hits(batch)
         return super().plan(batch)
 
 
 def budget_planner(engine) -> BudgetPlanner:
     flat = CostCurve([1, 64], [1e-3, 2e-3])
     costs = StepCosts(flat, 1e-7, flat, flat, flat, flat)
-    foreseen = engine.foreseen if engine.drafter.has_lookups else None
-    return BudgetPlanner(engine.bounds, costs, kinds=kinds_of(engine.drafter), foreseen=foreseen)
+    lookup_hits = engine.lookup_hits if engine.drafter.has_lookups else None
+    return BudgetPlanner(engine.bounds, costs, kinds=kinds_of(engine.drafter), lookup_hits=lookup_hits)
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_what_the_leader_shrugs_off_ends_no_rank(tmp_path, plain, monkeypatch):
     def fails(self, *_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(LookupDrafter, "foreseen", fails)
+    monkeypatch.setattr(LookupDrafter, "lookup_hits", fails)
 
     def work(engine):
         with pytest.raises((ValueError, KeyError)):

@@ -199,7 +199,7 @@ class IndexedTokens:
 @pytest.mark.parametrize("num_steps", [1500, pytest.param(6000, marks=pytest.mark.slow)])
 def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
     reads, world = IndexedTokens(), SimulatedTexts(model=0.02, lookups=0.0)
-    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
+    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, lookup_hits=reads), flat())
     world.run(planner, num_steps)
     assert planner.planner.modes.mode is Mode.OFF
     reads.share, world.lookups = 0.9, 0.9
@@ -211,7 +211,7 @@ def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
 def test_repeating_texts_without_gain_are_not_tried_repeatedly(num_steps):
     reads, world = IndexedTokens(), SimulatedTexts(model=0.02, lookups=0.0)
     reads.share = 0.5
-    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, foreseen=reads), flat())
+    planner = SimulatedPlanner(BudgetPlanner(BOUNDS, flat(), kinds=BOTH, lookup_hits=reads), flat())
     world.run(planner, 1000)
     plans = world.run(planner, num_steps)
     assert share(plans, DraftKind.LOOKUPS) < 0.01

@@ -262,8 +262,8 @@ class EnsembleDrafter(Drafter):
             self._update_calibration(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
-    def foreseen(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
-        known = (part.foreseen(batch, texts) for part in self._lookups)
+    def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+        known = (part.lookup_hits(batch, texts) for part in self._lookups)
         return next((counts for counts in known if counts is not None), None)
 
     def reset_learning(self) -> None:

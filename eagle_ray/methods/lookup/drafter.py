@@ -80,7 +80,7 @@ class LookupIndex(Protocol):
     def reset(self) -> None:
         """Discard what was read; earlier readers are not used again."""
 
-    def foreseen(self) -> tuple[int, int] | None:
+    def lookup_hits(self) -> tuple[int, int] | None:
         """Return the tokens read so far and those of them that had followed the same run before; None: not counted."""
 
     def texts(self) -> Texts | None:
@@ -124,7 +124,7 @@ class CursorIndex:
     def grow(self, readers: Sequence[Reader], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
         return grow_trees([reader.cursor() for reader in readers], roots, request)
 
-    def foreseen(self) -> tuple[int, int] | None:
+    def lookup_hits(self) -> tuple[int, int] | None:
         return None
 
     def texts(self) -> Texts | None:
@@ -248,11 +248,11 @@ class LookupDrafter(NullDrafter):
         bounds = TreeBounds(max_nodes, max_depth, self.bounds.top_k)
         return self._grow(reads, GrowthRequest(bounds, ends, is_padded=True)).tree
 
-    def foreseen(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
-        if self.source.foreseen() is None:
+    def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+        if self.source.lookup_hits() is None:
             return None
         self._catch_up(self._register(batch.host_slots, list(texts)))
-        return self.source.foreseen()
+        return self.source.lookup_hits()
 
     def reset_learning(self) -> None:
         if self._calibration is not None:

@@ -46,7 +46,7 @@ SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "lookup_read": ([c_void_p, c_int64, c_void_p, c_void_p, c_void_p], None),
     "lookup_grow": ([c_void_p, POINTER(_Growth)], None),
     "lookup_write": ([c_void_p, POINTER(_Growth), c_int64, c_void_p, c_void_p, c_void_p, c_void_p], None),
-    "lookup_foreseen": ([c_void_p, POINTER(c_int64), POINTER(c_int64)], None),
+    "lookup_hits": ([c_void_p, POINTER(c_int64), POINTER(c_int64)], None),
     "lookup_num_texts": ([c_void_p, POINTER(c_int64), POINTER(c_int64)], None),
     "lookup_texts": ([c_void_p, c_void_p, c_void_p], None),
 }
@@ -137,12 +137,12 @@ class NativeIndex:
     def reset(self) -> None:
         self._library.lookup_reset(self._handle)
 
-    def foreseen(self) -> tuple[int, int] | None:
+    def lookup_hits(self) -> tuple[int, int] | None:
         if self.kind != "suffix":
             return None
-        num_read, num_foreseen = c_int64(), c_int64()
-        self._library.lookup_foreseen(self._handle, byref(num_read), byref(num_foreseen))
-        return num_read.value, num_foreseen.value
+        num_read, num_hits = c_int64(), c_int64()
+        self._library.lookup_hits(self._handle, byref(num_read), byref(num_hits))
+        return num_read.value, num_hits.value
 
     def texts(self) -> Texts | None:
         """Return the texts of a suffix index, the oldest first; None for n-grams, which are not shared."""

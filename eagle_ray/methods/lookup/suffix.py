@@ -105,7 +105,7 @@ class SuffixAutomaton:
 CAPACITY = 200_000  # tokens of the index in Python, at about 460 bytes each
 BELIEVED = 64  # tokens of a context past which a longer one is no surer
 TRIED = 4  # contexts of falling length that are asked for children
-LONG_RUN = 4  # tokens of a run whose continuation counts as foreseen
+LONG_RUN = 4  # tokens of a run whose continuation counts as a hit
 VAGUE = 256  # different tokens after a context that make it too vague to ask
 
 
@@ -122,7 +122,7 @@ class SuffixIndex(CursorIndex):
 
     def __init__(self, capacity: int = CAPACITY):
         self._half = max(1, capacity // 2)
-        self.num_read = self.num_foreseen = 0
+        self.num_read = self.num_hits = 0
         self.reset()
 
     def reader(self) -> SuffixReader:
@@ -138,8 +138,8 @@ class SuffixIndex(CursorIndex):
             self.old = self.young
             self.young = Generation()
 
-    def foreseen(self) -> tuple[int, int]:
-        return self.num_read, self.num_foreseen
+    def lookup_hits(self) -> tuple[int, int]:
+        return self.num_read, self.num_hits
 
     def texts(self) -> Texts:
         texts = [*self.old.texts, *self.young.texts]
@@ -175,11 +175,11 @@ class SuffixReader:
         self._text += token_ids
         self._source.num_read += len(token_ids)
         for token in token_ids:
-            self._source.num_foreseen += self._is_foreseen(token)
+            self._source.num_hits += self._is_hit(token)
             self._state = automaton.append(self._state, token)
             self._match = self._match.after(token)
 
-    def _is_foreseen(self, token: int) -> bool:
+    def _is_hit(self, token: int) -> bool:
         """Return whether the token has followed a run of LONG_RUN tokens or more that ends here."""
         young, old = self._generation.automaton, self._match
         runs = [state for state in (self._state, young.link[self._state]) if state >= 0]
