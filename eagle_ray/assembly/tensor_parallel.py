@@ -1,7 +1,7 @@
 """Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
 
     size = num_ranks(model, speculative, args)          # tensor_parallel, checked before anything is loaded
-    member = launch_ranks(model, speculative, args, size)       # rank 0's: the others load their parts of the target meanwhile
+    member = launch_ranks(model, speculative, args, size)  # rank 0; the others load their parts of the target meanwhile
     bundle = ...                                        # of this rank's part of the target, with member.lockstep
 
 A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts and steps. Measured

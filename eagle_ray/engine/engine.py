@@ -256,9 +256,7 @@ class Engine:
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
         plan, stops, has_lookup_hits = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
         if has_lookup_hits and not self.lockstep.is_leader:
-            self._ask(
-                lambda: self.lookup_hits(batch), lambda: None
-            )  # it raises here if it did for the leader's planner
+            self._ask(lambda: self.lookup_hits(batch), lambda: None)  # it raises here if it did there
         if stops is None:
             return plan
         should_stop = stops

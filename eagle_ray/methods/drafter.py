@@ -218,9 +218,9 @@ class Drafter(Protocol):
         return 0
 
     def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
-        """Read on in these texts. Return all tokens read so far, and those lookups would have found; None: unknown.
+        """Index new text. Return the tokens read so far, and how many of them a lookup would have predicted.
 
-        It takes a millionth of a second per token, so it tells cheaply when lookups may pay.
+        It costs about 1 us per token, so it tells cheaply when lookups may pay. None means that nothing is looked up.
         """
         return None
 

@@ -45,11 +45,11 @@ class Lockstep:
     """How one engine is kept in step with the others of its target; as it is, an engine of one process.
 
     Attributes:
-        leads: this rank decides, and the others follow.
+        is_leader: this rank decides, and the others follow.
         share: returns the leader's tensor, which has one shape and dtype on all ranks, without waiting for a GPU.
     """
 
-    leads = True
+    is_leader = True
 
     def __init__(self) -> None:
         self.share: Callable[[Tensor], Tensor] = _same
@@ -186,7 +186,7 @@ class Follower(Lockstep):
         when_preparing: is called with each grammar that the leader compiles.
     """
 
-    leads = False
+    is_leader = False
 
     def __init__(self, rank: int, pipe: Connection):
         super().__init__()

@@ -59,7 +59,7 @@ class BudgetPlanner:
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
         kinds: of drafts that the drafter can make.
-        lookup_hits: reads on in a batch's texts and returns what `Drafter.lookup_hits` does; None if nothing is looked up.
+        lookup_hits: indexes a batch's texts and returns what `Drafter.lookup_hits` does; None without look-ups.
 
     Attributes:
         modes: whether drafts are on, and of which kind.
