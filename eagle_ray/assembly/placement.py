@@ -29,8 +29,8 @@ def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: 
     """Place the target over the first num_gpus devices.
 
     Args:
-        reserved: bytes of the first one for keys and values.
-        is_firm: not less than that; otherwise as much of it as the layers leave.
+        reserved: bytes of the first GPU that are kept for the KV cache.
+        is_firm: fail if they do not fit, instead of shrinking them.
 
     Raises:
         ConfigError: there are not as many devices.

@@ -5,7 +5,7 @@
     bundle = ...                                        # of this rank's part of the target, with member.lockstep
 
 A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts and steps. Measured
-costs, plans and times are rank 0's. What a follower cannot do ends it, and so all ranks.
+costs, plans and times are rank 0's. If a follower fails, the whole engine stops.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ def recorded(config: JobConfig) -> dict[str, Any]:
 def config_hash(config: JobConfig) -> str:
     """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory.
 
-    Keys of _ADDED count if they are set, so that rows of older releases have the hash of their configuration still.
+    Keys of _ADDED count only if they are set, so hashes written by older releases stay valid.
     """
     return hash_of_dump(config.model_dump(mode="json"))
 

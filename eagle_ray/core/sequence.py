@@ -1,7 +1,4 @@
-"""Sequence: one request in flight, from its prompt to its last token.
-
-Knows ids, counts and times.
-"""
+"""Sequence: one request in flight, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -37,31 +34,34 @@ NO_SLOT = -1  # of a sequence that is not in the batch
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request. Raises RequestError for sampling parameters that contradict one another.
+    """One sample of one request. Times are seconds on the engine's monotonic clock, None until they happen.
 
-    prompt_ids: the prompt's token ids, at least one.
-    prompt_text: the text that these ids were made of, with special tokens; None of a prompt of ids.
-    sampling: with a seed of its own; without one the key of its noise is 0.
-    stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
-        token that completes a stop string), or None to go on.
-    checks_stop_ids: stop_check finds sampling.stop_token_ids, too, which do not count everywhere.
-    num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
-    output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
-    output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
-    prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
-        stands nothing, so that has None and no tops.
-    bad_word_ids: token id sequences of sampling.bad_words.
-    reasoning: the markers of the reasoning that sampling.thinking_budget bounds; None if there is nothing to bound.
-    controls: the state of its controls and its grammar, from the moment that an engine accepts the sequence; None
-        without any.
-    grammar_spec: what the output must be: by default what sampling says. None if it is free.
-    grammar: where the output is in that, from the moment that it is compiled; None without one.
-    error: why the sequence failed in the engine. It is finished then, without a finish_reason.
-    category: sequences of a category are expected to have outputs of similar length.
-    listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
-    has_live_stats: stats count every step of which its listener has heard; otherwise they may lag until the sequence
-        has finished.
-    Times are seconds on the engine's monotonic clock, None until they happen.
+    Attributes:
+        prompt_ids: token ids of the prompt, at least one.
+        prompt_text: text of the prompt with its special tokens; None if the request gave ids.
+        sampling: parameters with the sequence's own seed; without a seed the key of its noise is 0.
+        stop_check: called with all output ids after each step. It returns how many of them to keep, up to the token
+            that completes a stop string, or None to go on.
+        checks_stop_ids: stop_check finds sampling.stop_token_ids, too, which do not count everywhere.
+        num_reused: tokens found in the cache when the sequence was last admitted.
+        num_prefilled: num_reused and the tokens computed since.
+        output_logprobs: log-probability of each output id under the unprocessed logits, if sampling.logprobs.
+        output_tops: likeliest tokens at the place of each output id, if sampling.top_logprobs.
+        prompt_logprobs: the prompt's log-probabilities, if sampling.prompt_logprobs. Entry 0 is None: nothing precedes
+            the first token.
+        prompt_tops: likeliest tokens at the place of each prompt id, if sampling.prompt_logprobs. Entry 0 is empty.
+        bad_word_ids: token id sequences of sampling.bad_words.
+        reasoning: markers of the reasoning that sampling.thinking_budget bounds; None if there is nothing to bound.
+        controls: state of the controls and the grammar, once an engine accepts the sequence; None without any.
+        grammar_spec: what the output must be, by default what sampling says; None if it is free.
+        grammar: place of the output in its grammar, once that is compiled; None without one.
+        error: why the sequence failed in the engine. It is finished then, without a finish_reason.
+        category: sequences of one category are expected to have outputs of similar length.
+        listener: called in the engine's thread whenever output ids were added. Tokens already reported never change.
+        has_live_stats: stats count every step that the listener was told of; otherwise they may lag until the end.
+
+    Raises:
+        RequestError: sampling parameters contradict one another.
     """
 
     request_id: str

@@ -330,7 +330,7 @@ class AsyncEngine:
             await loop.run_in_executor(self._compiler, engine.compile_grammar, sequence)
 
     async def _compile_in_turn(self, sequence: Sequence) -> None:
-        """Compile the sequence's grammar, whatever other grammars hold the compiler: they end at some time."""
+        """Compile the sequence's grammar, waiting while the compiler is busy: compilations are bounded in time."""
         while True:
             try:
                 return await self.compile_grammar(sequence)

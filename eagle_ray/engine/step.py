@@ -148,8 +148,7 @@ class DecodeStep:
         return StepOutput.of(record, self.shape.max_depth), tops
 
     def checksum(self, output: StepOutput) -> int:
-        """Return a checksum of what was planned, of the verified trees and of the tokens that came of it, without
-        arbitrary ones.
+        """Return a checksum over the plan, the verified trees and the accepted tokens, without padding.
 
         Confidences are left out. A head that is whole on every rank scores in other last bits on a GPU of another kind,
         which harms nothing until a tree differs.

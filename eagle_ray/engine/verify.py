@@ -82,9 +82,11 @@ class TargetPass:
     """A step after the target's pass.
 
     Attributes:
-        at, sampling: of the batch, padded if the pass was replayed.
-        logits, features: the target's, of each row.
-        prompted: the output for prompt chunks of the same pass.
+        at: slots and lengths of the batch, padded if the pass was replayed.
+        sampling: sampling parameters of the batch, padded likewise.
+        logits: logits of the target for each row.
+        features: hidden states that the draft reads, for each row.
+        prompted: output for the prompt chunks of this pass.
     """
 
     at: DecodeSlots

@@ -1,5 +1,5 @@
 // Indices of continuations, and draft trees grown from them: what methods/lookup/{suffix,drafter,best_first}.py do in
-// Python, with equal results. lookup_index.py calls it.
+// Python, with equal results. methods/lookup/native_index.py calls it.
 //
 // Arithmetic is in doubles and in Python's order, and the compiler must not fuse it (-ffp-contract=off): children of
 // nearly equal probability would change places.

@@ -64,8 +64,8 @@ class Lockstep:
         """Return what `ask` returns on the leader.
 
         Args:
-            name: of what is agreed on, the same on all ranks.
-            pack: returns what is sent of an answer. unpack: makes the answer of that.
+            name: key of the decision, equal on all ranks.
+            pack, unpack: serialize and restore the leader's answer.
         """
         return ask()
 

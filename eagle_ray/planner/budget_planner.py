@@ -420,7 +420,7 @@ class BudgetPlanner:
             self.modes.review_soon()
 
     def _max_overhead(self, plan: DraftPlan) -> float:
-        """Return how many times the measured overhead is believed to be typical of steps with this plan.
+        """Return the factor by which the overhead of a step with this plan may exceed the measured one.
 
         The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.
         """

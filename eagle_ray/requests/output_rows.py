@@ -1,4 +1,4 @@
-"""Turn finished sequences into output rows with the columns of ``schema.output_schema``.
+"""Turn finished sequences into output rows with the columns of ``row_schema.output_schema``.
 
 Rows are dictionaries; absent columns are null.
 

@@ -541,7 +541,7 @@ FORMS = names_in(Group.FORM)  # what an output must be: at most one of them is s
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults overridden by a row's or a request's own values, of which None are absent.
 
-    One that says what its output must be does without what the defaults say about that.
+    A request with its own output format ignores the default format.
     """
     own = {name: value for name, value in own.items() if value is not None}
     merged = dict(defaults)

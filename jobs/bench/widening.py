@@ -2,7 +2,7 @@
 
     model, head = widen_pair(small_model, small_head, BENCH)      # the small pair's tokens at the large shape's cost
 
-It shows real acceptance and real time in one run where no real weights can be had (ENGINE.md, section 7). With the
+It shows real acceptance and real time in one run where no real weights can be had. With the
 small residual width d, the large one D, and head dims h and E:
 
 - residual dims 0 .. d-1 are the small model's, dim d is a constant, the rest stay exactly 0;

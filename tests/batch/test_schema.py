@@ -13,7 +13,6 @@ from eagle_ray.requests.row_schema import (
 )
 from eagle_ray.runs.part_files import as_stored
 
-# JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
 DOCUMENTED = """\
 request_id sample_index turn_index row_index source_file run_id attempt
 status finish_reason error_code error_message

@@ -248,7 +248,7 @@ def _preserve_sigterm() -> Iterator[None]:
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # what Python believes is so again
+            signal.signal(signal.SIGTERM, handler)  # reinstall Python's handler in the system
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Execute: one Ray Data stream of the missing requests through a pool of engine actors into Parquet files.
 
-execute(held, held.missing())
+execute(claimed, claimed.missing())
 """
 
 from __future__ import annotations

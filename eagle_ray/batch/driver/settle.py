@@ -1,6 +1,6 @@
 """Settle: count the rows of a run again, remove duplicates, make the checks, and write the summary and ``_SUCCESS``.
 
-settle(held)["total"]["rows"]      # 480
+settle(claimed)["total"]["rows"]      # 480
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class UploadForm:
             raise ApiError(413, message, code="form_too_large")
 
     def take(self, min_bytes: int) -> bytes:
-        """Return the file's new bytes if there are at least `least` of them."""
+        """Return the file's new bytes if there are at least `min_bytes` of them."""
         if len(self._file) < min_bytes:
             return b""
         data, self._file = bytes(self._file), bytearray()
