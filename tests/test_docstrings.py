@@ -1,7 +1,8 @@
-"""Docstrings name what there is: every name under Args and Attributes is a parameter or an attribute."""
+"""Docstrings name what there is, noun first: every name under Args and Attributes is a parameter or an attribute."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "eagle_ray").rglob("*.py"))
 SECTION = r"^(?:{}):\n((?: {{4}}.*\n?|\n)+)"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def names_in(docstring: str, sections: str) -> set[str]:
@@ -46,6 +48,18 @@ def misnamed(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ClassDef) and not node.bases:  # others inherit attributes
         return names_in(ast.get_docstring(node) or "", "Args|Attributes") - attributes(node)
     return set()
+
+
+def described(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that lines of a docstring describe, and the first word of each description."""
+    yield from re.findall(r"^ *([a-z_]\w*(?:, [a-z_]\w*)*): +(\w+)", docstring, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_description_begins_with_its_noun(path):
+    """`dtype: dtype of the weights`, and not `dtype: of the weights`."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
+    assert not [names for node in nodes for names, word in described(ast.get_docstring(node) or "") if word == "of"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -68,10 +68,10 @@ class EngineArgs:
     Attributes:
         slots: sequences that run at once.
         max_model_len: tokens of the longest one, prompt and output; None is what the target was made for.
-        kv_tokens: of all slots together; None lets every slot be full, and auto fills the memory.
+        kv_tokens: KV tokens of all slots together; None lets every slot be full, and auto fills the memory.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
-        kv_dtype: of the target's KV cache; auto is that of the weights.
+        kv_dtype: dtype of the target's KV cache; auto is that of the weights.
         num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
         tensor_parallel: ranks that share every layer; auto is one for each of several GPUs, if the target can be split.
         owns_process: this process is the engine's alone, so that it may end if a rank of the engine does.
@@ -126,9 +126,9 @@ class SequenceLengths:
     """Tokens of sequences, prompt and output.
 
     Attributes:
-        max_model_len: of the longest sequence.
+        max_model_len: maximum length of the longest sequence.
         tree_columns: positions that a step needs besides.
-        guaranteed: of a sequence that every engine takes, whatever its cache holds; None is max_model_len.
+        guaranteed: length that every engine takes, whatever its cache holds; None is max_model_len.
     """
 
     max_model_len: int
@@ -185,13 +185,13 @@ class EngineSizes:
 
     Attributes:
         itemsize: bytes of a number.
-        vocab_size: of the target.
+        vocab_size: vocabulary size of the target.
         layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies included.
         kv_per_token: bytes of a token's keys and values in the caches of target and drafters.
         feature: numbers of a token's feature.
         drafts: bytes that drafters keep for a slot.
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
-        logit_bytes: of a logit and its copies.
+        logit_bytes: bytes of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
         readings: how Triton's attention may read in the largest pass, which is eager; none if it does not run.
         graph_pools: in which replayed passes attend, each with memory of its own.

@@ -73,7 +73,7 @@ def load_target(
     On a CPU torch's threads may be reduced to as many as speed the target up.
 
     tokenizer: the target's, which names tokens that end an answer; None reads it.
-    ranks: of which this process is one, which loads its part; None loads all.
+    ranks: group of this process, which loads its own part; None loads all.
     """
     args = args or EngineArgs()
     start = start or StartLog()

@@ -40,7 +40,7 @@ class DeviceMemory:
 
     Attributes:
         total: bytes of its first GPU, or its share of a machine's memory.
-        free: of these, before its models are loaded.
+        free: bytes that are free before its models are loaded.
         others_room: bytes for layers of the target on its other GPUs.
         on_gpu: whether this is a GPU's.
     """
@@ -83,7 +83,7 @@ class MemoryPlan:
     """Bytes of one worker by use.
 
     Attributes:
-        lengths: of its sequences.
+        lengths: lengths of its sequences.
         target, draft: weights.
         kv_per_token: keys and values of a token of the cache.
         feature_per_token: what else a token of the cache takes.
@@ -93,9 +93,9 @@ class MemoryPlan:
         process: Python and its packages; 0 on a GPU's machine, or if it is not known.
         memory: where all this is put; None if it is not known.
         slots: sequences that run at once.
-        kv_tokens: of all slots together, in whole blocks; None lets each slot be full.
+        kv_tokens: KV tokens of all slots together, in whole blocks; None lets each slot be full.
         is_planned: the KV tokens were chosen by the memory that there is.
-        sizes: of an engine on a GPU, by which attention's sums follow from lengths and slots; None if there are none.
+        sizes: sizes of an engine on a GPU, from which attention's sums follow; None if there are none.
     """
 
     lengths: SequenceLengths

@@ -111,10 +111,10 @@ def plan_checkpoint(
         target, drafts: directories.
         shape: the target's config.
         device: cpu or cuda.
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
         memory: None: the slots and tokens are a CPU's.
         process: bytes before anything is loaded.
-        num_ranks: of the worker.
+        num_ranks: number of ranks of the worker.
 
     Raises:
         EngineError: a file of weights cannot be read.
@@ -228,7 +228,7 @@ def target_bytes_of(
 
     Args:
         shape: the target's config.
-        model: of which dtype and quantization are read.
+        model: its dtype and quantization are read.
         num_ranks: each has its part of the tensors that ranks share, and the whole of the others.
     """
     sizes = _tensor_bytes(target, shape, dtype, device, model)
@@ -306,7 +306,7 @@ def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
     """Return the bytes of a draft's tensors in memory, or None if it has no weights.
 
-    dtype: of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
+    dtype: dtype of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
     """
     headers = read_headers(path)
     if headers is None:

@@ -110,8 +110,8 @@ class SharedTarget:
     """A target that ranks are to share, and how many of them can, as its config and the names of its files tell.
 
     Attributes:
-        model: of which quantization is read.
-        path: of its directory; weights may be missing.
+        model: its quantization is read.
+        path: directory of the target; weights may be missing.
         has_draft: whether a draft with weights is read.
     """
 

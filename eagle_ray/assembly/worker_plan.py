@@ -40,7 +40,7 @@ class WorkerPlan:
 
     Attributes:
         min_workers, max_workers: how many there are at the start, and at most.
-        num_gpus: of each, all on one node; a share of one GPU, or whole ones.
+        num_gpus: GPUs of each worker, all on one node; a share of one GPU, or whole ones.
         threads: CPU threads of each.
         accelerator_type: kind of its GPUs, or None for any.
     """
@@ -66,7 +66,7 @@ class WorkerPlan:
             device: model.device.
             nodes: resources of each node.
             num_rows: more workers than rows would be idle; None if the rows are not known.
-            max_threads: of one worker, if the user set it.
+            max_threads: most threads of one worker, if the user set it.
 
         Raises:
             ClusterUnfit: no node has such GPUs at all.
@@ -123,7 +123,7 @@ class _Settings:
         max_on_cpu: workers without GPUs if their number is auto, if there are two cores for each.
         growth: how many times the GPUs that are there may be used if the number is auto.
         can_wait: workers may wait for GPUs that are not there yet.
-        num_ranks: of each worker, which takes a GPU for each if their number is auto.
+        num_ranks: number of ranks of each worker, which takes a GPU for each if their number is auto.
     """
 
     number_key: str
@@ -178,7 +178,7 @@ def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
 def _gpus_per_worker(settings: _Settings, device: str, gpus: float) -> float:
     """Return the GPUs per worker. auto: one for each rank, or an equal share if there are to be more workers than GPUs.
 
-    gpus: of the whole cluster.
+    gpus: GPUs of the whole cluster.
     """
     if device == "cuda" and not (gpus and settings.num_gpus):
         where = f"{settings.gpus_key} is 0" if gpus else "the cluster has no GPU"

@@ -27,9 +27,9 @@ class CpuMetadata:
         slot_mapping: where the cache stores each row.
         begin, end: positions begin .. end - 1 of its slot that each row sees.
         trunk: the position of each row's tree position 0.
-        positions: of the rows, in positions, for sliding windows.
+        positions: positions of the rows, for sliding windows.
         mask: 1 for each of M tree positions that a row sees.
-        position_depths: of the row's tree positions; position j is at position trunk + depth.
+        position_depths: depths of the row's tree positions; position j is at position trunk + depth.
     """
 
     cache: KVCache

@@ -136,7 +136,7 @@ class TreeMetadata(Projected):
 
     Attributes:
         slot_mapping: where the cache stores each of the R rows.
-        depths, position_depths: of rows and of tree positions; a position is length + depth (for sliding windows).
+        depths, position_depths: depths of rows and tree positions, for sliding windows: a position is length + depth.
         row_of: the packed row of (b, i); None if rows are the rectangle B x N.
         unpack: its inverse, b * N + i of each row.
         first: first visible position of each sequence; None is 0.

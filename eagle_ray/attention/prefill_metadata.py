@@ -234,7 +234,7 @@ class PackedLengths:
 
     Attributes:
         row_ends, key_ends: int32, cumulative numbers, from 0 on.
-        max_rows, max_keys: of one sequence.
+        max_rows, max_keys: most rows and keys of one sequence.
     """
 
     row_ends: Int[Tensor, " B1"]

@@ -51,7 +51,8 @@ def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 class TritonTreeMetadata:
     """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
 
-    words: of each tree's rows, over M tree positions. rows: where each tree's are among R; None for the rectangle.
+    words: mask words of each tree's rows, over M tree positions.
+    rows: place of each tree's rows among R; None for the rectangle.
     batch: its host_lengths are not read.
     """
 

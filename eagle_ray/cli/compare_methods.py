@@ -53,7 +53,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return every number of the comparison, as JSON.
 
-    names: of methods; None is all that the configured pair allows. batch: sequences decoded together. per_task: most
+    names: methods; None is all that the configured pair allows. batch: sequences decoded together. per_task: most
     prompts per task. Raises ConfigError for unusable names, rows or models.
     """
     ways = parse_methods(

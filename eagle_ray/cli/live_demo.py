@@ -45,7 +45,7 @@ class LiveResult:
         tree: the draft tree of which the most was accepted; empty if nothing was drafted.
         identity: how many outputs are plain decoding's.
         speed_up: over plain decoding, the geometric mean of the questions'.
-        tokens_per_s, plain_tokens_per_s: of all questions.
+        tokens_per_s, plain_tokens_per_s: speed over all questions, with drafts and without.
     """
 
     table: str

@@ -145,13 +145,14 @@ class HeadConfig(StrictModel):
 class LossConfig(StrictModel):
     """Weights of the loss.
 
-    feature, token, noise: of eagle2. noise is the width of uniform noise on the features, for 512 tokens.
+    feature, token: weights of eagle2's losses.
+    noise: width of uniform noise on eagle2's features, for 512 tokens.
     passes: unrolled passes of eagle2 and eagle3, in which the head reads its own outputs. null is the published number,
         7 for eagle3 and 1 for eagle2; 3 or 4 train an eagle2 head as HASS does (arXiv 2408.15766).
     decay: weight of each further pass, or head of medusa and hydra.
-    gamma: of dflash: the k-th token after the anchor has weight exp(-(k - 1) / gamma). Published are 4 for blocks of 8
-        and 7 for blocks of 16.
-    anchor_every: of dflash: tokens of an answer for each of which a block is predicted.
+    gamma: decay of dflash's weights: the k-th token after the anchor has weight exp(-(k - 1) / gamma). Published are
+        4 for blocks of 8 and 7 for blocks of 16.
+    anchor_every: tokens of an answer from one block that dflash predicts to the next.
     """
 
     feature: NonNegativeFloat = Field(default=1.0, description="a number, 0 or more")
@@ -192,7 +193,7 @@ class TrainingConfig(StrictModel):
     steps: optimizer steps; null is `epochs` passes over the data.
     batch_tokens: tokens of one optimizer step, over all workers.
     shard_tokens: tokens of one forward pass of the head; several are accumulated.
-    dtype: of the head's matrix products; weights and optimizer are fp32. auto is bfloat16 if the device has it.
+    dtype: dtype of the head's matrix products; weights and optimizer are fp32. auto is bfloat16 if the device has it.
     threads: threads that compute one shard each, on a CPU. auto is torch's number of threads.
     checkpoint_every, checkpoint_every_s: steps and seconds between two checkpoints, whichever comes first.
     workers: processes of Ray Train, one GPU each if there are GPUs. 1 trains in this process, without Ray.

@@ -200,7 +200,7 @@ class SpeculativeConfig(StrictModel):
 
     method: auto drafts from all sources that fit, in one tree: see sources. Any other names one method, or those that
         share a tree, joined by +.
-    sources: of method auto: head (the draft of model.draft, of any kind), suffix (an index of the job's texts), ngram
+    sources: sources of method auto: head (the draft of model.draft), suffix (an index of the job's texts), ngram
         (earlier tokens of the sequence), grammar (tokens that a sequence's grammar predicts), and other methods.
         An empty list is plain decoding.
     max_depth: tokens of the longest draft path. max_nodes: nodes of a draft tree without its root.

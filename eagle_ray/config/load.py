@@ -78,7 +78,7 @@ def load_config(
         path: a YAML file, or None.
         sets: strings ``a.b=c`` with c in YAML.
         overrides: value of each named flag, by dotted key.
-        origin: of the overrides, for error messages.
+        origin: origin of the overrides, for error messages.
         defaults: values of keys that no source names, in place of the schema's.
     """
     settings = [s for key, value in (defaults or {}).items() for s in _flatten(key, value, origin)]

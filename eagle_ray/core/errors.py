@@ -70,7 +70,7 @@ def without_values(error: RequestError, names: Container[str] = ()) -> RequestEr
     Every message is taken for one that quotes values, unless its code is in VALUE_FREE.
 
     Args:
-        names: of columns that the configuration or this package names; another one is not shown.
+        names: names of columns that the configuration or this package names; another one is not shown.
 
     >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
     column 'prompt': a value is not of the type that it must have. The value is not shown, as ...

@@ -205,7 +205,7 @@ class StartLog:
     def part(self, name: str, line: str) -> Iterator[None]:
         """Time one part of the start. Log `line` if it takes longer than long_s, while it does.
 
-        name: of the part in the last line; parts of one name are added up.
+        name: name of the part in the last line; parts of one name are added up.
         """
         started = time.monotonic()
         telling = threading.Timer(self._long_s, log.info, [line])

@@ -89,7 +89,7 @@ class PlannedWorkers:
     """The workers that a job would start with, and where.
 
     Attributes:
-        num_nodes: of the cluster.
+        num_nodes: number of nodes of the cluster.
         is_here: on this machine only.
         memory: bytes that Ray counts on the smallest node, None if unknown.
     """

@@ -209,9 +209,9 @@ def remedy(
     Args:
         num_sharing: workers that share its memory.
         itemsize: bytes of a number of model.dtype.
-        num_gpus: of the worker.
+        num_gpus: number of GPUs of the worker.
         sizes: numbers of ranks that can share the target.
-        num_ranks: of the worker; the plan is one rank's.
+        num_ranks: number of ranks of the worker; the plan is one rank's.
     """
     slots = bisect_left(range(1, plan.slots + 1), True, key=lambda n: not plan.with_slots(n).fits)
     if slots:

@@ -64,7 +64,7 @@ class CalibrationSetting:
     """A step to run: `num_nodes` nodes of each of `batch_size` sequences are verified, roots included.
 
     Attributes:
-        width, depth: of the draft.
+        width, depth: width and depth of the draft.
         num_rows: minimum rows of the pass; rows past the nodes are padding.
     """
 
@@ -80,7 +80,7 @@ class ScriptedPlanner:
 
     Args:
         num_children: children drafted per node; None is the draft's width.
-        lookups_only: of every plan that drafts.
+        lookups_only: value of that field in every plan that drafts.
     """
 
     will_draft = True
@@ -315,7 +315,7 @@ class CalibrationRun:
         distinct_prompts: every sequence has a long prompt, and so blocks, of its own. Short ones always differ.
 
     Attributes:
-        temperature: of new sequences.
+        temperature: temperature of new sequences.
         num_slots: sequences that can run at once with short prompts.
     """
 

@@ -184,7 +184,7 @@ class GrammarChains:
         """Return the chains of a batch, or None if no sequence has a grammar.
 
         Args:
-            max_tokens: of a chain, at most as many as the engine's deepest and largest draft has.
+            max_tokens: most tokens of a chain, at most as many as the engine's deepest and largest draft has.
         """
         grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
         if not grammars:

@@ -64,7 +64,7 @@ class Engine:
 
     Args:
         max_model_len: maximum tokens of a sequence, prompt and output.
-        bounds: of the draft trees of any plan; NO_TREE for plain decoding. Their depth is the length of the
+        bounds: bounds of the draft trees of any plan; NO_TREE for plain decoding. Their depth is the length of the
             acceptance statistics, and graphs are recorded for the largest trees.
         prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences. On a CPU twice as
             many are hardly faster.

@@ -140,7 +140,7 @@ def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
 def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]], lockstep: Lockstep = ALONE) -> None:
     """Run the parts until CAPTURE_S are over, with a line of progress now and then.
 
-    lockstep: of the ranks that run the parts; where the leader alone calls this, it is ALONE.
+    lockstep: lockstep of the ranks that run the parts; where the leader alone calls this, it is ALONE.
     """
     started = logged = time.monotonic()
     for i, part in enumerate(parts):

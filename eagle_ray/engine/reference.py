@@ -51,7 +51,7 @@ def reference_decode(
 
     Args:
         grammars: compiles what the output must be, if that is said.
-        bad_word_ids: of params.bad_words.
+        bad_word_ids: token ids of params.bad_words.
         spec: what the output must be; None is what params say.
         reasoning: the markers of the reasoning that params.thinking_budget bounds.
     """

@@ -179,7 +179,7 @@ class Scheduler:
 
         Args:
             max_new_tokens: the most tokens that one sequence can get from that step.
-            num_rows: of its pass over trees, at least one of each sequence. A sequence gets no more tokens than rows.
+            num_rows: rows of its pass over trees, at least one for each sequence, which gets no more tokens than rows.
         """
         members = [
             i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1

@@ -44,7 +44,8 @@ class VerifyStep:
     """What one step verifies.
 
     Attributes:
-        at, sampling: of the batch.
+        at: slots and lengths of the batch.
+        sampling: sampling parameters of the batch.
         tree: the candidates.
         keep: true for a node that is verified.
         sizes: kept nodes of each tree, if the host knows them.
@@ -103,7 +104,7 @@ class FixedPass(NamedTuple):
 
     Attributes:
         key: its kind and its sizes.
-        function: of the padded inputs; returns whatever holds the results.
+        function: function of the padded inputs; returns whatever holds the results.
     """
 
     key: tuple

@@ -67,7 +67,8 @@ class Sample:
     prompts. num_steps: of the engine; num_plain_steps of them drafted nothing. num_passes: target passes, summed over
     sequences. All this is counted here: sequences' own statistics hear of a step while the next one runs, which may be
     another way's.
-    predicted_s, predicted_plain_s: of these steps and of as many plain ones, by the planner's costs; 0 without costs.
+    predicted_s, predicted_plain_s: seconds of these steps and of as many plain ones, by the
+        planner's costs; 0 without costs.
     """
 
     seconds: float
@@ -221,7 +222,7 @@ class Timing:
 
     Args:
         engines: by name, idle.
-        seed: of the order that is drawn for each round; None: the order is turned around from round to round.
+        seed: seed of the order that is drawn for each round; None: the order is turned around from round to round.
     """
 
     def __init__(self, engines: Mapping[str, Engine], seed: int | None = None):

@@ -214,8 +214,9 @@ class PackedWeight:
     """A weight of 4 or 8 bits as quantized_matmul.cpp reads it.
 
     Attributes:
-        codes: of tiles of TILE outputs; in a tile, of blocks of BLOCK inputs. A vector of 64 bytes has 4 successive
-            inputs of each output. With 4 bits, its low halves are those of vector j, its high halves those of j + 4.
+        codes: codes by tiles of TILE outputs; in a tile, by blocks of BLOCK inputs. A vector of 64 bytes has 4
+            successive inputs of each output. With 4 bits, its low halves are those of vector j, and its high halves
+            those of j + 4.
         scales: TILE scales and TILE offsets for each group of inputs, in fp16 or fp32.
         num_outputs: without those that fill the last tile.
     """

@@ -73,7 +73,7 @@ def append_level(
 
     Args:
         width: nodes of the next frontier. num_words: words of its masks.
-        parameters: of the calibration, by level and kind of row; None takes scores as they are.
+        parameters: parameters of the calibration, by level and kind of row; None takes scores as they are.
     """
     batch, num, children = tokens.shape
     at = buffers

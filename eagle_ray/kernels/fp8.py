@@ -24,7 +24,7 @@ class ScaledRows:
     """Rows in FP8: row r is values[r] * scale[r]. A row's scale maps its largest number to FP8_MAX.
 
     Attributes:
-        dtype: of the rows before they were rounded, and of a projection's output.
+        dtype: dtype of the rows before they were rounded, and of a projection's output.
     """
 
     values: Float[Tensor, "R I"]

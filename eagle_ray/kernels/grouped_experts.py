@@ -75,7 +75,7 @@ def route(
 
     Args:
         is_normalized: whether the weights of the chosen ones are divided by their sum.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
     experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(len(logits), top_k, dtype=dtype, device=logits.device)
@@ -119,7 +119,7 @@ def _launch_products(
 ) -> None:
     """Launch one grouped product of contiguous tensors.
 
-    top_k: of a gated product, which reads the rows of the pairs; None for the other.
+    top_k: experts of a row in a gated product, which reads the rows of the pairs; None for the other.
     """
     num_experts, num_pairs, num_outputs = len(weight), len(out), out.shape[1]
     shape = ProductTile.of(num_pairs, num_experts, inputs.dtype)

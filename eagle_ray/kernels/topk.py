@@ -31,9 +31,10 @@ _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 class Push:
     """What coupling adds to the logits of sampled sequences; those of temperature 0 are left alone.
 
-    weights: of the logit, the noise, the noise above `large`, and being under the floor. positions: of the tokens that
-    are chosen after these nodes. floors: the least logit that the sampler's cuts would keep; None where nothing is cut.
-    token_ids: the token at each place; None where the place is the token.
+    weights: weights of the logit, the noise, the noise above `large`, and being under the floor.
+    positions: positions of the tokens that are chosen after these nodes.
+    floors: least logit that the sampler's cuts would keep; None where nothing is cut.
+    token_ids: token at each place; None where the place is the token.
     """
 
     weights: Float[Tensor, " 4"]

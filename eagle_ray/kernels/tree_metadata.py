@@ -52,7 +52,7 @@ class KernelTrees:
 
     lengths: tokens that slots hold. table: the block of each of a slot's positions, by BLOCK_SIZE of them.
     words: bit j % 64 of word j // 64 is set where a row sees tree position j. first: the first position that is seen.
-    depths, position_depths: of rows and tree positions, read by windows alone.
+    depths, position_depths: depths of rows and tree positions, read by windows alone.
     rows: None is the rectangle B x N without padding. max_positions: of a slot. work_lists: of the layers that have
     attended; see kernels/work_list.py.
     """
@@ -154,7 +154,7 @@ class Reading:
     """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
 
     Attributes:
-        window: of the layer.
+        window: window of the layer.
         at_once: programs that the GPU runs at a time.
     """
 

@@ -28,7 +28,7 @@ class KVCache:
     """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows.
 
     Args:
-        dtype: of the rows that are written and read.
+        dtype: dtype of the rows that are written and read.
         value_dim: head size of the values; None is head_dim.
         stored: the dtype in memory; None is `dtype`.
     """

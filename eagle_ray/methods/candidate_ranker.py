@@ -56,8 +56,8 @@ class RankingFeedback:
 
     Attributes:
         members: indices of their sequences in the batch.
-        sampling, lengths: of these sequences.
-        features: of each level's frontier; one for all of its nodes if they share it.
+        sampling, lengths: sampling parameters and lengths of these sequences.
+        features: features of each level's frontier; one for all of its nodes if they share it.
         is_learned: the pass that verifies these trees updates the calibration.
     """
 
@@ -98,7 +98,7 @@ class CandidateRanker:
         """Start a new step's trees.
 
         Args:
-            sampling: of the batch.
+            sampling: sampling of the batch.
             lengths: cached tokens of the drafted sequences, which are their roots' positions.
             members: their indices in the batch; None is all.
         """

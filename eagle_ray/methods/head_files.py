@@ -150,7 +150,7 @@ def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape
     """Return the shape of every tensor by name, from headers. Raises EngineError.
 
     Args:
-        names: of the file as safetensors and as pickle.
+        names: names of the file as safetensors and as pickle.
     """
     headers = _read(path, _headers_of_safetensors, _headers_of_pickle, names)
     return {name: header.shape for name, header in restored_headers(headers).items()}
@@ -159,8 +159,8 @@ def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape
 def read_tensors(path: Path, names: tuple[str, str] = WEIGHTS, part: DraftPart | None = None) -> dict[str, Tensor]:
     """Return every tensor by name, from files as of `read_shapes`. Raises EngineError.
 
-    part: of the head; no other numbers are read, unless the file is a pickle that is no archive, or has weights of 8
-    bits. None reads all.
+    part: part of the head that is returned; None is all. No other numbers are read, unless the file is a pickle that is
+        no archive, or has weights of 8 bits.
     """
     is_rounded = bool(scales_of(_read(path, _headers_of_safetensors, _headers_of_pickle, names)))
     if part is not None and not is_rounded:

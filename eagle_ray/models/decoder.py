@@ -70,7 +70,7 @@ class Attention:
     """The attention of one layer, between its norm and the residual.
 
     Attributes:
-        row_norms: of all queries of a row, and of all its keys, as OLMoE has them; none are norms of heads, in `shape`.
+        row_norms: norms of all queries of a row, and of all its keys, as in OLMoE; empty if heads do (`shape`).
     """
 
     qkv: Projection

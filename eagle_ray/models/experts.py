@@ -56,7 +56,7 @@ class Experts:
 
     Attributes:
         reader: the router: a logit for each expert and then, if there is a shared expert, the logit of its share.
-        gate_up, down: of all experts; gate_up[e] is gate, then up.
+        gate_up, down: weights of all experts; gate_up[e] is gate, then up.
         weights_dtype: to which the weights of the chosen experts are rounded.
         is_normalized: whether the weights of a row's experts add up to 1.
         ranks: that each have some of the numbers of every expert and of `shared`; None if this process has all.

@@ -79,7 +79,7 @@ class PassSizes:
         pairs: likewise of the pass that reads a draft's pending pairs, which is chosen by an upper bound of them; None
             if it has as many rows as there are pairs.
         level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
-        max_rows: of a pass over trees of a number of sequences.
+        max_rows: most rows of a pass over trees of a number of sequences.
     """
 
     rows: Callable[[int], int] = int

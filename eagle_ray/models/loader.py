@@ -76,7 +76,7 @@ def load_causal_lm(
         dtype: "auto" is the checkpoint's own.
         dequantize: whether weights that this engine can run as they are become dense ones.
         runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
-        ranks: of which this one's part is read; None reads all.
+        ranks: group in which this rank reads its part; None reads all.
         rounds: whether plain weights of a rank's layers are rounded to FP8 as they are read.
     """
     config = load_config(path)
@@ -259,7 +259,7 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     weights dominates a step.
 
     Args:
-        config: of the causal LM.
+        config: config of the causal LM.
         path: its directory; the sizes of its weight files are looked at.
         device: cpu or cuda.
     """

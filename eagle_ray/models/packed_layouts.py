@@ -118,7 +118,7 @@ class LayerTensors:
     """The tensors of one linear layer.
 
     Attributes:
-        name: of the layer, such as model.layers.0.mlp.up_proj.
+        name: name of the layer, such as model.layers.0.mlp.up_proj.
     """
 
     name: str

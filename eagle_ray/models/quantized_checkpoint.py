@@ -151,7 +151,7 @@ def _fault(key: str, message: str, remedy: str) -> EngineError:
 
 
 def _choice(settings: dict[str, Any], key: str, choices: Any, default: Any = None, prefix: str = "") -> Any:
-    """Return a setting that is one of some values. Raises EngineError. prefix: of the key in messages."""
+    """Return a setting that is one of some values. Raises EngineError. prefix: text before the key in messages."""
     value = settings.get(key, default)
     value = value.lower() if isinstance(value, str) else value
     if value not in choices:
@@ -198,7 +198,7 @@ def _gptq(quantization: dict[str, Any]) -> ReaderOf:
 
 
 def _gptq_reader(settings: dict[str, Any], prefix: str = "") -> LayerReader:
-    """prefix: of keys in messages."""
+    """prefix: text before keys in messages."""
     _choice(settings, _first_key(settings, "method", "quant_method"), ["gptq"], prefix=prefix)
     bits = _choice(settings, "bits", [4, 8], prefix=prefix)
     layout = _choice(settings, "checkpoint_format", GPTQ_ZERO_SHIFTS, "gptq", prefix)

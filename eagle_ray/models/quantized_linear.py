@@ -34,7 +34,7 @@ class QuantizedWeight:
 
     Attributes:
         codes: unsigned, below 2 ** bits.
-        scale, offset: of each group of I / G inputs of an output.
+        scale, offset: scale and offset of each group of I / G inputs of an output.
         bits: 4 or 8.
         order: the input that each code belongs to, so that the layer reads inputs[..., order]; None if codes are in the
             order of the inputs. GPTQ with desc_act groups inputs by their activations.
@@ -84,7 +84,7 @@ class Fp8Weight:
     """The weight of a linear layer in 8-bit floats: scale * values.
 
     Attributes:
-        scale: of each output, or one of all.
+        scale: scale of each output, or one for all.
     """
 
     values: Float8e4m3fn[Tensor, "O I"]
@@ -112,7 +112,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         weight: whose inputs are whole blocks, and whose groups are whole blocks or halves of one.
-        dtype: of inputs and outputs.
+        dtype: dtype of inputs and outputs.
     """
 
     def __init__(

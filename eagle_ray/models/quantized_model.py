@@ -79,7 +79,7 @@ def build_model(
     """Return a frozen model on the device. Raises EngineError naming a tensor that is missing or of a wrong shape.
 
     Args:
-        dtype: of everything that is not quantised, and of activations.
+        dtype: dtype of everything that is not quantised, and of activations.
         dequantize: whether all layers become dense ones.
         runs_on: the device for which layers are made, if they move there later; None is `device`.
         model: without memory for its parameters; None makes it of the config.

@@ -101,7 +101,7 @@ def load_shard(
     """Return this rank's part of the causal LM in a directory, which num_ranks has let pass, frozen on the device.
 
     Args:
-        config: of the whole target.
+        config: config of the whole target.
         dequantize: whether all layers become dense ones.
         rounds: whether plain weights of layers are rounded to FP8.
 
@@ -135,7 +135,7 @@ class PlainCheckpoint:
 
     Attributes:
         stored: the tensors' names in the files, by those that transformers would give them.
-        num_experts: of each stack that is in the files as tensors of its experts, by its name.
+        num_experts: number of experts of each stack that is in the files as tensors of its experts, by its name.
     """
 
     files: SafetensorFiles
@@ -173,7 +173,7 @@ class PlainCheckpoint:
 
         Args:
             name: the parameter's, which decides what part that is.
-            shape: of the whole parameter.
+            shape: shape of the whole parameter.
         """
         block, _, kind = name.rpartition(".")
         if name in self.num_experts:
@@ -204,7 +204,7 @@ class ShardedCheckpoint:
     """What one rank reads of a checkpoint. Raises EngineError as that does, and for tensors of other shapes.
 
     Attributes:
-        shapes: of the whole target's parameters.
+        shapes: shapes of the whole target's parameters.
         is_tied: whether the embedding and the lm_head stand for each other if one of them is not stored.
         check: is called before each tensor, and raises if there is no use in reading it.
         rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them as they are.

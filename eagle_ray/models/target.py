@@ -41,7 +41,7 @@ class PromptBatch:
 
     Attributes:
         starts, lengths: position of each chunk's first token, and its number of tokens.
-        tokens, positions: of every row.
+        tokens, positions: tokens and positions of every row.
         last: row of each chunk's last token.
     """
 
@@ -80,7 +80,7 @@ class TargetOutput:
     Attributes:
         logits: after each row of a tree, or after the last token of each chunk of a prompt.
         hidden: states of each row before the lm_head.
-        features: of each row, as a drafter reads them.
+        features: features of each row, as a drafter reads them.
     """
 
     logits: Float[Tensor, "L V"]

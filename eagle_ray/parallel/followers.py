@@ -47,7 +47,7 @@ class FollowerStart:
     """What a follower is started with.
 
     Attributes:
-        rank, size, meeting: of its RankGroup.
+        rank, size, meeting: arguments of its RankGroup.
         leader: the leader's process id.
         owns_process: the leader's process is the engine's alone.
         content: what its engine is made from.

@@ -179,7 +179,7 @@ class Follower(Lockstep):
     """A rank that does what the leader does.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         pipe: from the leader. EOFError is raised once the leader is gone.
 
     Attributes:

@@ -66,9 +66,10 @@ class RankGroup:
     """The ranks of one engine.
 
     Args:
-        rank, size: of this process, from 0, and the number of all.
+        rank: number of this process, from 0.
+        size: number of all processes.
         meeting: a file that all ranks can reach and that was not used before.
-        device: of this rank's tensors.
+        device: device of this rank's tensors.
 
     Attributes:
         num_reduces, num_gathers: calls so far.

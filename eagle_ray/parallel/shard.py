@@ -155,8 +155,8 @@ class Shard:
     """One rank's part of a target.
 
     Attributes:
-        vocab_size: of its lm_head.
-        kv_heads: of a whole layer; each is on several ranks if there are more ranks.
+        vocab_size: vocabulary size of its lm_head.
+        kv_heads: key/value heads of a whole layer; each is on several ranks if there are more ranks.
     """
 
     rank: int
@@ -256,7 +256,7 @@ class GatheredHead(nn.Module):
         part: the layer of this rank's rows, as many as every rank has.
         shard: which rows they are.
         order: the output of all ranks, side by side, that each logit is; None for the first ones in order.
-        num_logits: of the whole head.
+        num_logits: number of logits of the whole head.
     """
 
     def __init__(

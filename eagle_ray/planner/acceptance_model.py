@@ -92,7 +92,7 @@ class AcceptanceModel:
 
         Args:
             levels: log values of the candidates, level by level.
-            width: of the draft.
+            width: width of the draft.
             extra_log_values: log values of candidates that do not depend on the width, by depth.
             remaining: remaining tokens of each sequence; deeper nodes yield nothing.
             is_stopped: it has no more levels because they would not pay. Then a deeper plan's tree is this one, too:

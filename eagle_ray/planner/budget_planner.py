@@ -58,7 +58,7 @@ class BudgetPlanner:
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
-        kinds: of drafts that the drafter can make.
+        kinds: kinds of drafts that the drafter can make.
         lookup_hits: indexes a batch's texts and returns what `Drafter.lookup_hits` does; None without look-ups.
 
     Attributes:
@@ -66,7 +66,7 @@ class BudgetPlanner:
         predicted_s: predicted seconds of all steps so far.
         predicted_plain_s: likewise, if each had been a plain step.
         search: rates of plans by the current costs.
-        acceptance: of drafts at the current batch size.
+        acceptance: acceptance of drafts at the current batch size.
     """
 
     def __init__(

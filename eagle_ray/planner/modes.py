@@ -48,8 +48,8 @@ class PlannerModes:
         has_model: a model can draft.
 
     Attributes:
-        mode: of ordinary steps.
-        kind: of the drafts that are on, or were last.
+        mode: mode of ordinary steps.
+        kind: kind of the drafts that are on, or were last.
         best: the best plan of the last review.
         next_review: the step of the next review.
         num_steps: steps so far.
@@ -128,7 +128,7 @@ class PlannerModes:
 
         Args:
             cost_s: its seconds beyond those that its tokens would have taken.
-            plain_s: of a plain step.
+            plain_s: seconds of a plain step.
             is_drafting: the model drafted. Then the probe is judged at the next review, if the model is off.
         """
         self._probes.charge(cost_s)

@@ -41,7 +41,7 @@ class ProbeSchedule:
     probes rises with the logarithm of the steps.
 
     Args:
-        share: of the time; None is PROBE_SHARE.
+        share: share of the time; None is PROBE_SHARE.
         wait: least steps between two probes.
     """
 

@@ -102,11 +102,11 @@ class Parameter:
         kind: what a value must be, at the APIs that `kinds` does not name.
         default: without a value; also of null, unless null is a value of its own.
         about: what it does, in a sentence.
-        group: of a parameter of sampling.
+        group: group of a parameter of sampling.
         apis: where it may stand.
         kinds: the kinds of APIs that take other values.
         is_null_a_value: whether Python's None differs from the default.
-        defaults: of the bodies of APIs. Null, that of others, is the server's setting.
+        defaults: defaults of the bodies of APIs. Null, that of others, is the server's setting.
         required: the APIs whose bodies must have it.
     """
 

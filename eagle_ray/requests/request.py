@@ -58,7 +58,7 @@ class Request:
         sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of Arrow's int64.
         chat: its own values of the parameters CHAT, by name; lists, objects and texts as JSON.
         error: why it cannot be answered. Its message begins with the place.
-        answers: of the earlier turns of a conversation, None for one that failed.
+        answers: answers of the earlier turns of a conversation, None for one that failed.
         carried: columns of the input that its output rows have, too.
     """
 

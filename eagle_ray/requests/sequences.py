@@ -47,8 +47,8 @@ class SequenceMaker:
         """Raises RequestError if the request cannot be answered.
 
         Args:
-            chat_options: of an answer to messages; None for other prompts.
-            prompt_ids: of the request's first prompt.
+            chat_options: chat options of an answer to messages; None for other prompts.
+            prompt_ids: prompt ids of the request's first prompt.
         """
         tokenizer = tokenizer.for_chat(chat_options)
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
@@ -131,7 +131,7 @@ def answer_grammar(
     The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
 
     Args:
-        options: of an answer to messages; None for other prompts.
+        options: options of an answer to messages; None for other prompts.
     """
     spec = GrammarSpec.of(sampling)
     if options is None:
@@ -158,7 +158,7 @@ def bounded_reasoning(
     Raises RequestError if it is not known what of the output is reasoning.
 
     Args:
-        options: of an answer to messages; None for other prompts.
+        options: options of an answer to messages; None for other prompts.
     """
     if sampling.thinking_budget is None:
         return None

@@ -630,10 +630,10 @@ class Object(Kind):
     """An object of these keys; a null is not given. Errors of its values have its own form.
 
     Attributes:
-        name: of its schema.
+        name: name of its schema.
         keys: the kinds of its values.
         required: keys that must be there.
-        defaults: of other keys, if not null.
+        defaults: defaults of other keys, if not null.
         is_open: whether other keys are kept as they are.
         about: what it is.
     """

@@ -141,7 +141,7 @@ def output_of(config: JobConfig) -> StoragePath:
 def wrap_os_errors(output: StoragePath, key: str = "output.path") -> Iterator[None]:
     """Turn an OSError into a ConfigError, or into StorageUnavailable if it may pass.
 
-    key: of the configuration, which the message names.
+    key: key of the configuration, which the message names.
     """
     try:
         yield

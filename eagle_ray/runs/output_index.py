@@ -139,7 +139,7 @@ class KnownFiles:
         files: number and state of each file, by path.
         segments: on disk, with the directory of each.
         tables: the rows of the segments.
-        next_number: of the next file.
+        next_number: number of the next file.
         is_saved: whether the index on disk is this one.
         temporary: the directory of the segments that are not in the index yet.
     """

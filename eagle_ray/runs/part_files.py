@@ -77,7 +77,7 @@ class Partitions:
 
     Attributes:
         columns: from the outermost directory to the innermost; none for no directories.
-        types: of carried columns.
+        types: types of carried columns.
     """
 
     columns: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ class RunState:
 
     Attributes:
         output: the directory.
-        version: of ``_run.json`` when it was read; None if there is none.
+        version: version of ``_run.json`` when it was read; None if there is none.
         manifest: its content, or None.
     """
 
@@ -131,7 +131,7 @@ class Run:
 
     Attributes:
         attempt: 1 for the first start; each resume and each overwrite adds one.
-        config_hash: of what was asked for.
+        config_hash: hash of the configuration that was asked for.
         check_lock: in the process that holds the lease, called before each publish; writers in other processes have
             none (``runs/lease.py`` explains why that is enough).
     """
@@ -162,10 +162,10 @@ class Run:
         From now on no earlier writer publishes.
 
         Args:
-            lease: of the directory, which this process holds.
+            lease: lease of the directory, which this process holds.
             state: what the directory held under the lease; without a manifest a new run begins.
             facts: what else the manifest says.
-            key: of the configuration that names the directory, for messages.
+            key: key of the configuration that names the directory, for messages.
 
         Raises OutputLocked if another process has written the manifest since it was read, ConfigError if the directory
         cannot be written, StorageUnavailable if it cannot be written for now.

@@ -55,7 +55,7 @@ class ReasoningPlace(NamedTuple):
 
     Attributes:
         start: the whole output while it may be the beginning of an opening; None in the reasoning.
-        num_tokens: of the reasoning.
+        num_tokens: number of tokens of the reasoning.
         tail: its last tokens, in which a closing may have begun.
     """
 
@@ -68,7 +68,7 @@ class ReasoningBudget:
     """Which token must follow an output, so that its reasoning has at most some tokens before it is closed.
 
     Attributes:
-        max_tokens: of the reasoning.
+        max_tokens: most tokens of the reasoning.
         start: where an output is before its first token.
     """
 
@@ -122,7 +122,7 @@ class ControlState:
     """Counts and contexts of one sequence.
 
     Args:
-        bad_word_ids: of sampling.bad_words.
+        bad_word_ids: token ids of sampling.bad_words.
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
         grammar: what the output must be, if anything.

@@ -116,11 +116,11 @@ class GrammarCompiler:
 
     Args:
         read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first grammar.
-        vocab_size: of the target's logits.
+        vocab_size: vocabulary size of the target's logits.
         eos_ids: tokens that end an output; they are allowed where it may end.
 
     Attributes:
-        has_time_limit: of COMPILE_TIMEOUT_S. A rank has none: what it needs its leader has compiled in time.
+        has_time_limit: stop after COMPILE_TIMEOUT_S. A follower does not: its leader has compiled the grammar in time.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):

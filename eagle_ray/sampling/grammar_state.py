@@ -99,7 +99,7 @@ class GrammarState:
 
     Args:
         compiled: a matcher before its first token; it is copied and stays as it is.
-        vocab_size: of the target's logits.
+        vocab_size: vocabulary size of the target's logits.
         eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
         after: see GrammarSpec.
         recent: tokens of earlier outputs of the grammar; this one adds its own.
@@ -109,7 +109,7 @@ class GrammarState:
 
     Attributes:
         has_end: the output's last token is an end.
-        budget: of the parser time; see `stop`.
+        budget: budget of the parser time; see `stop`.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class GrammarState:
         everything.
 
         Args:
-            tokens: of the tree's nodes, parents before their children; the root is committed already.
+            tokens: tokens of the tree's nodes, parents before their children; the root is committed already.
             parents: index of each node's parent; -1 for the root.
         """
         masks = np.full((len(tokens), self._num_words), -1, np.int32)

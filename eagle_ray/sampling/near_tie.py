@@ -37,7 +37,7 @@ def rounding_cause(
     or min-p.
 
     Args:
-        logits: of plain decoding, for the token at `position`.
+        logits: logits of plain decoding, for the token at `position`.
         position: index of that token in prompt + output.
         tolerance: how far rounding moves the difference of two logits, in logits.
     """

@@ -64,7 +64,7 @@ class AllowedHosts:
         self._is_on_loopback = is_loopback(address)
 
     def __contains__(self, host: str) -> bool:
-        """host: of a request's header, with or without a port."""
+        """host: host of a request's header, with or without a port."""
         name = _host_name(host)
         if name in self._names or is_loopback(name):
             return True

@@ -166,7 +166,7 @@ class IdleSlots:
     requests fill the slots, and no interactive request waits behind them.
 
     Args:
-        num_slots: of the engine.
+        num_slots: number of slots of the engine.
     """
 
     def __init__(self, admission: Admission, num_slots: int):
@@ -201,7 +201,7 @@ class FairQueue:
 
     Args:
         max_turns: sequences that may be at the engine together.
-        num_reserved: of these places, those that only a client without a place may take.
+        num_reserved: places that only a client without a place may take.
     """
 
     def __init__(self, num_clients: int, max_turns: int, num_reserved: int = 0):

@@ -165,7 +165,7 @@ class ReplicaHealth:
     async def messages(self, scope: Scope) -> list[Message]:
         """Return a replica's answer, now or a moment ago; an empty list if there is no replica.
 
-        scope: of any request of the application.
+        scope: ASGI scope of any request of the application.
         """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._answered(scope))

@@ -72,7 +72,7 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """max_bytes: of the body. Raises ApiError, and ClientDisconnected where it breaks off."""
+    """max_bytes: maximum size of the body. Raises ApiError, and ClientDisconnected where it breaks off."""
     _check_kind(request.headers)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise body_too_large(max_bytes)

@@ -158,7 +158,7 @@ class Service:
         """Prepare a parsed request. Raises ApiError and RequestError.
 
         Args:
-            num_bytes: of its body. Large ones delay only each other, whatever it is that makes them large.
+            num_bytes: size of its body. Large ones delay only each other.
             is_typed: see ``http_answers.typed_form``.
             client: the number of its API key.
         """
@@ -240,7 +240,7 @@ class Service:
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of one line of a batch, when a slot is free for it. Never raises for a bad line.
 
-        endpoint: of LINE_KINDS. 503: the engine ended while it had the line. 429: try again.
+        endpoint: one of LINE_KINDS. 503: the engine ended while it had the line. 429: try again.
         """
         try:
             if not self.is_alive:  # this replica ends soon: the line has not harmed it

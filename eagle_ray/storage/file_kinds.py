@@ -34,7 +34,7 @@ class FileKind:
 
     Attributes:
         about: what such a file is, after "it is".
-        extension: of such files. One that lacks it gets it, and is kept under that name if a command makes another.
+        extension: ending of such files. A command that makes another file keeps the old one under a name with it.
         what_to_do: a sentence without its end.
         command: makes the file {new} from the file {old}; none if another name is enough.
         result: the extension of {new}, if a file of this kind always becomes another format.

@@ -88,7 +88,7 @@ class FileVersion:
     Attributes:
         size: bytes.
         version: time of the last change in nanoseconds (local), or the ETag (S3).
-        inode: of a local file, None elsewhere.
+        inode: inode of a local file, None elsewhere.
         changed_ns: ctime of a local file, which the system sets at each change of the content or the inode, and which
             no program can set; None elsewhere.
 

@@ -39,7 +39,7 @@ class ChatEvent:
         kind: content and reasoning add to a text. call begins a tool call, arguments add to its arguments. broken takes
             a begun call back: its arguments turned out not to be JSON, and the next content has its whole text.
         text: the piece; for call, the tool's name; for broken, empty.
-        index: of the tool call in its answer, from 0.
+        index: index of the tool call in its answer, from 0.
     """
 
     kind: EventKind

@@ -418,7 +418,7 @@ def options_of_answer(
 ) -> TextOptions:
     """Return the options with how the answer to a prompt begins, if stop strings count from its end of reasoning on.
 
-    chat_options: of an answer to messages; None for other prompts, from whose outputs no reasoning is split off.
+    chat_options: chat options of an answer to messages; None for other prompts, whose outputs have no reasoning.
     """
     parser = tokenizer.chat_format.reasoning_parser
     if chat_options is None or parser is None or options.stop_in_reasoning:

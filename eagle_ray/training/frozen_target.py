@@ -39,7 +39,7 @@ class FrozenTarget:
     Attributes:
         embedding: from token ids to the embeddings that a head reads.
         lm_head: rows of the draft vocabulary.
-        bias: of these rows, or None.
+        bias: bias of these rows, or None.
         token_ids: the target's id of each row.
         draft_ids: row of each of the target's tokens; -1 for tokens outside the draft vocabulary.
         postprocess: what the family does to logits.

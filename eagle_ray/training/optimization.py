@@ -72,7 +72,8 @@ class Schedule:
 class Clipping:
     """Limits of a step's gradient. A limit of None is off.
 
-    value: of each number. norm: of the whole gradient.
+    value: value of each number.
+    norm: norm of the whole gradient.
     """
 
     value: float | None = None
@@ -228,7 +229,7 @@ class HeadRecipe(Protocol):
         trains_further: `start_from` reads published heads.
         head: the module that is trained, in fp32.
         num_counts: terms that `counts` returns.
-        names: of the sums that `losses` reports.
+        names: names of the sums that `losses` reports.
     """
 
     scales_features: ClassVar[bool] = False
@@ -266,8 +267,8 @@ class HeadRecipe(Protocol):
 
         Args:
             target_config: the target's config.
-            feature_scale: of the features, if it scales them.
-            dtype: of matrix products.
+            feature_scale: factor of the features, if they are scaled.
+            dtype: dtype of matrix products.
         """
         raise NotImplementedError
 

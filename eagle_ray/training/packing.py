@@ -81,7 +81,7 @@ class PackedPairs:
 
     Attributes:
         rows: row of each pair's feature; its token is in the row after it.
-        positions: of the features, from 0 in each document.
+        positions: positions of the features, from 0 in each document.
         remaining: rows of the pair's document after the feature's row.
         lengths: pairs of each document.
     """

@@ -86,7 +86,7 @@ class Candidates:
     """The candidates of a whole batch, most valuable first, at most num_nodes - 1 of each tree.
 
     Attributes:
-        log_values: of the candidates in that order; -inf past the last.
+        log_values: log values of the candidates in that order; -inf past the last.
         owners: the tree of each candidate.
         nodes: its index in that tree.
         shape: (B, N) of the trees.

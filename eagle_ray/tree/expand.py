@@ -29,7 +29,7 @@ class Frontier:
     """The F nodes of the last level that are worth children.
 
     parent_rows: each node's parent, as an index into the frontier before (0, the root, at level 1).
-    log_values: of their paths; -inf is padding, whose children are padding too.
+    log_values: log values of their paths; -inf is padding, whose children are padding too.
     """
 
     tokens: Int[Tensor, "B F"]

@@ -92,7 +92,7 @@ class IndexedFile:
     """One scanned file.
 
     Attributes:
-        number: of its rows in the segments.
+        number: place of its rows in the segments.
         slices: byte offset or row group, row, line, rows of each.
         unread: the first value of each column that is a parameter which rows cannot set.
     """
@@ -130,7 +130,7 @@ class InputIndex:
     Attributes:
         key: how rows were read: an index with another key says nothing about this job.
         files: by path, as they were last scanned.
-        next_number: of the next file that is scanned.
+        next_number: number of the next file that is scanned.
         segments: on disk, with the directory of each.
         saved_in: the directory that has the index as it is, or None.
     """

@@ -60,9 +60,9 @@ class InputPlan:
         reader: reads its slices; a read task has this and nothing else of the plan.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         index: its files and rows.
-        fingerprints: of the files, by path.
+        fingerprints: fingerprints of the files, by path.
         changes: how the files differ from those that the run was made from.
-        key: of the settings and the content of the files; equal keys have equal rows.
+        key: key of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
     """
 

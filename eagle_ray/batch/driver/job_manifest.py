@@ -80,7 +80,7 @@ class EarlierRun:
     """What an output holds before a start, which may begin there.
 
     Attributes:
-        state: of its run, or of a new one.
+        state: state of the job's run, or of a new one.
         inputs: fingerprints of the files that the run was made from.
         erased: part files of the run that the start overwrites.
     """

@@ -267,7 +267,7 @@ class ProgressMonitor:
     def _facts(self, progress: Progress, num_tokens: int) -> Facts:
         """Return the facts that are logged and written to ``_progress.json``.
 
-        num_tokens: of which tokens_per_s is the rate: while the job runs those that engines made, since rows in flight
+        num_tokens: tokens whose rate is tokens_per_s: while the job runs those that engines made, since rows in flight
         are work, and at its end those of answered rows.
         """
         now = time.monotonic()

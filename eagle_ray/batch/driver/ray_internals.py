@@ -24,7 +24,7 @@ def ray_part(path: str, without: str) -> Any | None:
     """Return what a module of Ray has, or None if this version lacks it.
 
     Args:
-        path: of it below `ray`.
+        path: its path below `ray`.
         without: what is lost then, for the log.
     """
     module, _, name = path.rpartition(".")

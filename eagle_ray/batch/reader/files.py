@@ -121,7 +121,7 @@ class InputFile:
 def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool = False) -> tuple[InputFile, ...]:
     """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates.
 
-    allow_unfinished: of a pattern run:DIR, also read the files of a run that is not finished. Raises ConfigError.
+    allow_unfinished: also read the files of a run that is not finished, for a pattern run:DIR. Raises ConfigError.
     """
     inputs: dict[StoragePath, InputFile] = {}
     patterns = [patterns] if isinstance(patterns, str) else patterns

@@ -71,7 +71,7 @@ class UnreadValue(NamedTuple):
     """The first value of a parameter that rows cannot set.
 
     Attributes:
-        number: of its row, counted from the first one that was scanned; blank lines are not counted.
+        number: number of its row, counted from the first one that was scanned; blank lines are not counted.
         row, line: position of its row in the file.
         text: the value, shortened.
     """

@@ -283,8 +283,9 @@ def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError
 class _Lines:
     """A stream's lines for the csv module; bytes that are not UTF-8 become lone surrogates.
 
-    offset, number: of the next line. is_cut: whether the last one that was read has no line end. num_zeros: zero bytes
-    that were left out at its end, as a crash leaves them there.
+    offset, number: place of the next line.
+    is_cut: whether the last line that was read has no line end.
+    num_zeros: zero bytes that were left out at its end, as a crash leaves them there.
     """
 
     def __init__(self, stream: BinaryIO, offset: int, number: int):

@@ -121,7 +121,7 @@ class Isolation:
 
     Args:
         log: as the actor's former process left it.
-        slots: of the engine.
+        slots: slots of the engine.
     """
 
     def __init__(self, engine: CrashingEngine, log: CrashLog, slots: int):

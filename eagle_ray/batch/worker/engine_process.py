@@ -65,7 +65,7 @@ class EngineReply:
     """A reply of the engine's process, in addition to the table.
 
     Attributes:
-        number: of the request; None for a beat, which brings the counters alone.
+        number: number of the request; None for a beat, which brings the counters alone.
         counters: the engine's at that moment; None if it is not ready, or dead.
         error: why there is no table.
         line: logged while the worker starts; the reply itself follows later.
@@ -106,7 +106,7 @@ class EngineProcess:
     """The parent's end. worker_id names the child, which holds the device.
 
     Args:
-        config, run, carried, plan: of the Worker.
+        config, run, carried, plan: arguments of the Worker.
         on_log: called with each line that the child logs while it starts.
         child: the pipe to a child that runs already, and its process; None starts one.
     """

@@ -87,7 +87,7 @@ class EnsembleCalibration:
         """Merge trees on the same roots and give every node its value.
 
         Args:
-            trees: of each drafter; None if it did not draft.
+            trees: trees of each drafter; None if it did not draft.
             max_depth: at least their depths.
             model: the drafter whose nodes are not among `BlendedTree.extra`.
         """

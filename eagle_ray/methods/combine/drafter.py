@@ -74,7 +74,7 @@ class EnsembleDrafter(Drafter):
         parts: those with a model first, if there are any.
         blend: the calibration for as many drafters.
         feature_indices: for each part with a model, which of the target's features it reads.
-        bounds: of the trees; replayed steps take no more candidates.
+        bounds: bounds of the trees; replayed steps take no more candidates.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ def load_drafts(
 ) -> nn.Module:
     """Return the weights of model.draft in fp32. Raises EngineError if they do not fit the method or the target.
 
-    ranks: of the target, which may share its drafts; None loads all of each.
+    ranks: ranks of the target, which may share its drafts; None loads each draft whole.
     """
     drafts = [part.load_draft(path, target, ranks) for part, path in zip(draft_parts(method), paths, strict=True)]
     _check_features(drafts, target.num_hidden_layers)

@@ -48,8 +48,8 @@ class AheadLookups:
 
     Args:
         parts: the drafters.
-        num_slots: of the engine.
-        max_depth: of any draft.
+        num_slots: number of slots of the engine.
+        max_depth: maximum depth of any draft.
         device: where the steps run.
     """
 
@@ -112,7 +112,7 @@ class LookedUp:
         parents: index of each node's parent; -1 for children of the root, and for padding.
         depths: below the last known token; 0 for padding.
         paths: the tokens from the root (excluded) to each node, plus 1; 0 past the node.
-        log_probs: of each node given its parent, by drafter.
+        log_probs: log-probabilities of each node given its parent, by drafter.
     """
 
     num_known: Int[Tensor, " B"]
@@ -135,7 +135,7 @@ class LookedUp:
         """Copy trees of the host to the device.
 
         Args:
-            log_probs: of each node given its parent, by drafter; -inf if it lacks the node.
+            log_probs: log-probabilities of each node given its parent, by drafter; -inf if it lacks the node.
             num_nodes: M, at least the trees' valid nodes without their roots.
             max_depth: P, a bound on their depths.
         """

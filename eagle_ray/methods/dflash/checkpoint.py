@@ -110,7 +110,7 @@ TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the targ
 def load_dflash(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> DFlashHead:
     """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target.
 
-    ranks: of which this one's part is read, if they share the head; None reads all.
+    ranks: group in which this rank reads its part of a shared head; None reads the whole head.
     """
     head = meta_dflash(path, target)
     part = None if ranks is None else split_head(head, ranks)

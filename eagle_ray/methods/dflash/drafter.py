@@ -200,7 +200,7 @@ class Paths:
     """The nodes of a growing tree's last level as a path head sees them.
 
     Attributes:
-        tokens: of the level's expanded nodes.
+        tokens: tokens of the level's expanded nodes.
     """
 
     def __init__(self, head: DFlashHead, embed: Embed, roots: Int[Tensor, " B"]):
@@ -220,7 +220,7 @@ class Paths:
 
         Args:
             frontier: the nodes; None for the roots.
-            hidden, logits: of the row that predicts their children.
+            hidden, logits: output of the row that predicts their children.
         """
         state = self._state
         if frontier is not None:

@@ -74,7 +74,7 @@ class BlockShape:
         causal: for each layer, whether a row of the block attends to no later row.
         from_root: row i predicts the token after it, not the token in its place.
         path: what a node adds to the logits of its children.
-        conv: of DFlash2's layers; None in others.
+        conv: convolution of DFlash2's layers; None in others.
     """
 
     size: int
@@ -99,7 +99,7 @@ class DFlashHead(nn.Module):
     """The layers, and the norms around them.
 
     Args:
-        config: of the layers; hidden_size and vocab_size are the target's.
+        config: config of the layers; hidden_size and vocab_size are the target's.
         draft_vocab_size: tokens of an lm_head of its own; None uses the target's.
         own_embedding: the checkpoint has its own token embedding.
     """
@@ -333,7 +333,7 @@ class BlockDecoder:
 
         Args:
             layout_of: the rows' metadata, with causal blocks or not.
-            num_rows: of each block.
+            num_rows: number of rows of each block.
         """
         delta, rotary = None, self._angles(positions)
         parts = zip(self._layers, self._convolutions, self._head.block.causal, strict=True)

@@ -86,8 +86,8 @@ class PathHead(ABC):
         Args:
             embed: returns token embeddings.
             hidden: the row that predicts their children.
-            state: of their parents.
-            level: of the nodes; the root's is 0.
+            state: state of their parents.
+            level: level of the nodes; the root's is 0.
         """
 
     @abstractmethod

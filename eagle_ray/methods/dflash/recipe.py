@@ -81,7 +81,7 @@ class DFlashRecipe(HeadRecipe):
         head: with an lm_head of its own if the target's draft vocabulary is not every token.
         raw_config: the head's config.json.
         feature_scale: factor of each number of the target's concatenated features.
-        dtype: of matrix products.
+        dtype: dtype of matrix products.
     """
 
     scales_features = True

@@ -98,7 +98,7 @@ def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | No
     """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
     vocabulary.
 
-    ranks: of the target; each has all of the draft model.
+    ranks: ranks of the target; each has all of the draft model.
     """
     shape = check_draft_model(path, target)
     if ranks is not None:

@@ -96,7 +96,7 @@ def load_eagle3(path: Path, target: PretrainedConfig, ranks: RankGroup | None = 
 def load_head(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> EagleHead | Eagle3Head:
     """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target.
 
-    ranks: of which this one's part is read, if they share the head; None reads all.
+    ranks: group in which this rank reads its part of a shared head; None reads the whole head.
     """
     head = meta_head(path, target)
     part = None if ranks is None else split_head(head, ranks)

@@ -129,7 +129,7 @@ class PaddedDraft:
     """One draft's part of the buffers: its first `batch` sequences, with frontiers of `width` nodes.
 
     Args:
-        kind: of sampling.
+        kind: kind of sampling.
     """
 
     def __init__(self, buffers: DraftBuffers, batch: int, width: int, kind: Kind):
@@ -161,9 +161,9 @@ class PaddedDraft:
         """Begin a draft.
 
         Args:
-            slots, lengths, first: of the largest batch, with padding: levels may be padded to more sequences than this.
-            roots: of this draft.
-            chosen: of this draft, as SamplingBatch.bound takes them.
+            slots, lengths, first: inputs of the largest batch, padded: levels may be padded to more sequences.
+            roots: roots of this draft.
+            chosen: sampling of this draft, as SamplingBatch.bound takes it.
         """
         of, rows = self._all, slice(self.batch)
         for own, new in zip((of.slots, of.lengths, of.first), (slots, lengths, first), strict=True):

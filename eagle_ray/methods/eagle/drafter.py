@@ -368,7 +368,7 @@ class TreeMask:
     """The tree positions that each node of the last frontier attends to, and the depths of all M positions so far.
 
     Attributes:
-        depth: of that frontier, which has the last positions.
+        depth: depth of that frontier, which has the last positions.
     """
 
     ancestors: Bool[Tensor, "B F M"]

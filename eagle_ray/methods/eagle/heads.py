@@ -82,8 +82,8 @@ class DraftHead(Protocol):
         """Return the head's outputs, one per pair.
 
         Args:
-            embeddings: of the token after each feature.
-            positions: of the features.
+            embeddings: embeddings of the token after each feature.
+            positions: positions of the features.
             rows: attention metadata; None is plain causal attention over T.
         """
 

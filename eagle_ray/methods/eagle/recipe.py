@@ -89,7 +89,7 @@ class EagleRecipe(HeadRecipe):
 
     Args:
         raw_config: the head's config.json.
-        dtype: of matrix products.
+        dtype: dtype of matrix products.
         start: head to train further; None draws a new one.
     """
 
@@ -227,7 +227,7 @@ class Eagle3Recipe(HeadRecipe):
     Args:
         raw_config: the head's config.json.
         feature_scale: factor of each number of the target's concatenated features (see `feature_scale`).
-        dtype: of matrix products.
+        dtype: dtype of matrix products.
         start: head to train further; None draws a new one.
     """
 

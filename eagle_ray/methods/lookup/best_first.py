@@ -50,10 +50,10 @@ class GrowthRequest:
     """What the trees of M sequences are to be.
 
     Attributes:
-        bounds: of each tree.
+        bounds: bounds of each tree.
         ends: tokens that are the last of their sequence, which get no children; -1 is none. On the CPU.
-        parameters: of the calibration, by level and kind of row, on the CPU; None leaves probabilities as they are.
-        kinds: of each row, see Calibration.
+        parameters: parameters of the calibration, by level and kind of row, on the CPU; None: no calibration.
+        kinds: kind of each row, see Calibration.
         is_padded: give every tree the nodes of the largest tree within the bounds, and not of the largest one grown.
     """
 

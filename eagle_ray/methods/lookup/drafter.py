@@ -174,10 +174,10 @@ class LookupDrafter(NullDrafter):
     With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
 
     Args:
-        bounds: of each sequence's tree; a plan may ask for fewer levels.
+        bounds: bounds of each sequence's tree; a plan may ask for fewer levels.
         calibration: on the CPU, from the index's probabilities to the target's sampling rates; None leaves them as
             they are.
-        vocab_size: of the target; a state with other token ids is refused.
+        vocab_size: vocabulary size of the target; a state with other token ids is refused.
     """
 
     has_lookups = True
@@ -406,7 +406,7 @@ def count_ngrams(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]
 
 @dataclass(frozen=True, slots=True)
 class NgramCursor:
-    """counts: of the sequence. tail: its last tokens, drafted ones included."""
+    """counts: counts of the sequence. tail: its last tokens, drafted ones included."""
 
     counts: Counts
     tail: tuple[int, ...]

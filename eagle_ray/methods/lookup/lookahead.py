@@ -103,7 +103,7 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """bounds: of the trees of continuations, and of the window, whose R rows have max_depth + 1 - R chains."""
+    """bounds: sizes of the trees of continuations and of the window, whose R rows have max_depth + 1 - R chains."""
 
     supports_graphs = False
     _guessed: _Guessed | None

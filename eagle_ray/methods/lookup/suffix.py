@@ -213,7 +213,7 @@ class SuffixReader:
 
 @dataclass(frozen=True, slots=True)
 class SuffixCursor:
-    """length: of the run, among the state's, that ends the text and the drafted path."""
+    """length: length of the run, among the state's, that ends the text and the drafted path."""
 
     automaton: SuffixAutomaton
     state: int

@@ -39,7 +39,7 @@ IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which w
 def load_medusa(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> MedusaHeads:
     """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target.
 
-    ranks: of the target; each has all of the heads.
+    ranks: ranks of the target; each has all of the heads.
     """
     return _load(check_medusa(path, target), path, MEDUSA, ranks)
 
@@ -47,7 +47,7 @@ def load_medusa(path: Path, target: PretrainedConfig, ranks: RankGroup | None = 
 def load_hydra(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> HydraHeads:
     """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target.
 
-    ranks: of the target; each has all of the heads.
+    ranks: ranks of the target; each has all of the heads.
     """
     return _load(check_hydra(path, target), path, HYDRA, ranks)
 

@@ -118,7 +118,7 @@ class BatchOperation:
 
     Attributes:
         answer: None for bytes.
-        statuses: of its refusals, besides 401, 404, 500 and 503.
+        statuses: statuses of its refusals, besides 401, 404, 500 and 503.
         body: a request model, or a schema of a multipart form.
         query: the schemas of its query's parameters, by name; none is required.
     """

@@ -96,7 +96,7 @@ class FileStore:
         """Write a file and return it.
 
         Args:
-            id: of a file that an earlier process may have begun with the same parts.
+            id: id of a file that an earlier process may have begun with the same parts.
             check: called right before each write; if it raises, nothing changes.
         """
         id = id or new_id(FILE)
@@ -186,7 +186,7 @@ class UploadForm:
     """A push parser of one upload: give bytes to feed, take the file's bytes with take.
 
     Args:
-        max_bytes: of the file.
+        max_bytes: maximum size of the file.
         too_large: the error of a file with more.
     """
 

@@ -37,8 +37,8 @@ class StepReport:
     Attributes:
         step: finished steps, this one included.
         means: loss, its parts and agreement by depth, over the step.
-        num_tokens: of the step, over all workers.
-        seconds: of the step; feature_seconds of them for features.
+        num_tokens: number of tokens of the step, over all workers.
+        seconds: seconds of the step; feature_seconds of them for features.
     """
 
     step: int
@@ -55,8 +55,8 @@ class Trainer:
 
     Attributes:
         shard_tokens: tokens of one forward pass.
-        seed: of noise.
-        device: of the head.
+        seed: seed of noise.
+        device: device of the head.
     """
 
     recipe: HeadRecipe
@@ -141,7 +141,7 @@ class BatchOrder:
     Args:
         lengths: tokens of each document.
         batch_tokens: maximum tokens of a step; a longer document is a step of its own.
-        seed: of the permutations.
+        seed: seed of the permutations.
     """
 
     def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int):
