@@ -10,6 +10,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
+STDOUT = "-"  # as the name of a file
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
@@ -110,7 +111,7 @@ def _compare_methods(args: argparse.Namespace) -> int:
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the output directory of a run")
     parser.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to; - and no FILE are stdout")
     parser.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
     parser.set_defaults(command=_export, library="pyarrow")
@@ -120,6 +121,7 @@ def _export(args: argparse.Namespace) -> int:
     from eagle_ray.cli.report_run import export
     from eagle_ray.storage.path import named_path
 
-    if message := export(named_path("RUN", args.run), args.to, args.output, args.partial, args.overwrite):
+    file = None if args.output == STDOUT else args.output
+    if message := export(named_path("RUN", args.run), args.to, file, args.partial, args.overwrite):
         print(message)
     return 0

@@ -157,9 +157,11 @@ def test_csv_has_every_row_and_column_and_can_be_input_again(exported, stored, r
         assert json.loads(back["acceptance_histogram"] or "null") == row["acceptance_histogram"]
 
 
-def test_without_a_file_the_rows_go_to_stdout(run, capfdbinary):
-    assert cli.main(["export", str(run), "--to", "openai-batch"]) == 0
-    assert len(capfdbinary.readouterr().out.splitlines()) == 4
+@pytest.mark.parametrize("flags", [[], ["-o", "-"]])
+def test_without_a_file_the_rows_go_to_stdout(run, tmp_path, monkeypatch, capfdbinary, flags):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", str(run), "--to", "openai-batch", *flags]) == 0
+    assert len(capfdbinary.readouterr().out.splitlines()) == 4 and not list(tmp_path.iterdir())
 
 
 def test_unfinished_run_is_exported_only_with_partial(run, tmp_path, capsys):
