@@ -99,7 +99,7 @@ def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkey
         server.process.terminate()
         server.process.wait(timeout=90)
     assert watched.beyond_loopback() == {}
-    for part in ("gcs_server", "raylet", "ServeController", "ProxyActor", "ServeReplica:eagle-ray:board"):
+    for part in ("gcs_server", "raylet", "ServeController", "ProxyActor", "ServeReplica:eagle-ray:metrics"):
         assert watched.listeners_of(part), part
     engines = watched.listeners_of("ServeReplica:eagle-ray:engine")
     assert len(engines) == 4  # of each replica the port of Ray's core and the gRPC server's
