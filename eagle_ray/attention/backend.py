@@ -1,8 +1,10 @@
 """Choose how the rows of a pass attend: by our C++ on a CPU, by Triton's kernels on a GPU, else by torch.
 
-layout = tree_metadata(cache, batch, ...)        # rows of draft trees, or of plain decoding
-layout = prefill_metadata(cache, slots, ...)      # chunks of prompts
-layout = side_by_side(trees, prompts, 24)      # both in one pass
+The cache's device and the model decide it, for rows of trees as for prompts:
+
+    layout = tree_metadata(cache, batch, ...)          # rows of draft trees, or of plain decoding
+    layout = prefill_metadata(cache, slots, ...)       # chunks of prompts
+    layout = mixed_metadata(trees, prompts, 24)        # both in one pass
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.tree_metadata import PackedRows
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.draft_tree import pack_ancestors
+from eagle_ray.tree.ancestor_words import pack_ancestors
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
 def tree_metadata(
@@ -35,7 +38,7 @@ def tree_metadata(
     seq: Int[Tensor, " R"] | None = None,
     sizes: list[int] | None = None,
 ) -> AttentionMetadata:
-    """Return the layout for this cache's device, from what TreeMetadata is made of.
+    """Return the metadata of rows of draft trees, in the class that this cache's device uses.
 
     Args:
         ancestors: as words only where `uses_triton`.
@@ -46,13 +49,60 @@ def tree_metadata(
         return CpuMetadata.of_trees(kv_cache, batch, *parts)
     if not uses_triton(kv_cache):
         return TreeMetadata(
-            kv_cache, batch, slot_mapping, ancestors, depths, position_depths, row_of, unpack, first, sizes
+            kv_cache,
+            batch,
+            slot_mapping,
+            ancestors,
+            depths,
+            position_depths,
+            row_of,
+            unpack,
+            first,
+            sizes,
         )
     num_nodes = depths.shape[1]
     words = ancestors if ancestors.dtype == torch.int64 else pack_ancestors(ancestors)
-    seq = unpack // num_nodes if seq is None and unpack is not None else seq
-    rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
-    return TritonTreeMetadata(kv_cache, batch, slot_mapping, words, depths, position_depths, rows, first)
+    if seq is None and unpack is not None:
+        seq = unpack // num_nodes
+    rows = None
+    if seq is not None:
+        pitch = num_nodes if row_of is None else None
+        rows = PackedRows.of(seq, len(depths), pitch)
+    return TritonTreeMetadata(
+        kv_cache, batch, slot_mapping, words, depths, position_depths, rows, first
+    )
+
+
+def rows_metadata(
+    kv_cache: KVCache, batch: DecodeSlots, tree: DraftTree, rows: VerifyRows, max_depth: int
+) -> AttentionMetadata:
+    """Return the layout of the packed rows of draft trees for this cache's device.
+
+    Args:
+        max_depth: a bound on the depths; 0 if the trees are roots alone.
+    """
+    if uses_cpp(kv_cache):
+        return CpuMetadata.of_rows(kv_cache, batch, tree, rows)
+    seq = rows.seq.clamp(min=0)
+    positions = torch.where(
+        rows.seq >= 0, batch.lengths[seq] + rows.node, kv_cache.blocks.null_position
+    )
+    ancestors = (
+        tree.ancestor_words(max_depth) if uses_triton(kv_cache) else tree.ancestors(max_depth)
+    )
+    has_padding = max_depth > 0 or not rows.is_rectangle  # roots alone have none
+    return tree_metadata(
+        kv_cache,
+        batch,
+        slot_mapping=kv_cache.slot_mapping(batch.slots[seq], positions),
+        ancestors=ancestors,
+        depths=tree.depths,
+        position_depths=tree.depths,
+        row_of=None if rows.is_rectangle else rows.row_of,
+        unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
+        seq=rows.seq if has_padding else None,
+        sizes=None if rows.is_rectangle else rows.sizes,
+    )
 
 
 def prefill_metadata(
@@ -63,7 +113,7 @@ def prefill_metadata(
     lengths: list[int],
     chain_rows: int = CHAIN_ROWS,
 ) -> AttentionMetadata:
-    """Return the layout of chunks of prompts for this cache's device, from what PrefillMetadata is made of."""
+    """Return the metadata of prompt chunks, in the class that this cache's device uses."""
     if uses_cpp(kv_cache):
         return CpuMetadata.of_prompts(kv_cache, slots, firsts, starts, lengths)
     return PrefillMetadata(kv_cache, slots, firsts, starts, lengths, chain_rows)
@@ -78,7 +128,9 @@ def num_gathered(kv_cache: KVCache, context: int, num_rows: int) -> int:
     return 0 if reads_by_table else context + num_rows
 
 
-def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_first: int) -> AttentionMetadata:
+def mixed_metadata(
+    first: AttentionMetadata, second: AttentionMetadata, num_first: int
+) -> AttentionMetadata:
     """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
     if isinstance(first, CpuMetadata) and isinstance(second, CpuMetadata):
         return first.followed_by(second)
@@ -86,7 +138,7 @@ def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_firs
 
 
 def backend_name(kv_cache: KVCache) -> str:
-    """Return what passes over this cache attend by: triton, cpp or torch."""
+    """Return the attention backend for this cache: triton, cpp or torch."""
     if uses_triton(kv_cache):
         return "triton"
     return "cpp" if uses_cpp(kv_cache) else "torch"
@@ -94,4 +146,5 @@ def backend_name(kv_cache: KVCache) -> str:
 
 def uses_cpp(kv_cache: KVCache) -> bool:
     """Return whether passes over this cache attend by kernels/cpu_ops."""
-    return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not uses_triton(kv_cache)
+    keys = kv_cache.keys
+    return cpu_ops.available(keys.device, keys.dtype) and not uses_triton(kv_cache)

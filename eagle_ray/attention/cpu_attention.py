@@ -1,7 +1,8 @@
 """CpuMetadata: ragged rows of many sequences that attend in one C++ call a layer (kernels/cpu_ops).
 
-Each row sees a run of its sequence's positions and, of the tree positions after them, those of its ancestors. Rows of
-trees, of prompts and of both in one pass are the same thing here: nothing is padded, gathered or split into groups.
+Each row sees a run of its sequence's positions and, of the tree positions after them, those of its
+ancestors. Rows of trees, of prompts and of both in one pass are the same thing here: nothing is
+padded, gathered or split into groups.
 """
 
 from __future__ import annotations
@@ -9,27 +10,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
+from eagle_ray.attention.metadata import (
+    AttentionParams,
+    AttentionShape,
+    Rotary,
+    window_begin,
+)
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels import cpu_ops, tree_ops
 from eagle_ray.kernels.cpu_ops import ScoreRule, SeenPositions
+from eagle_ray.kernels.layer_ops import rms_norm
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
 @dataclass(slots=True)
 class CpuMetadata:
-    """Rows over a cache; `of_trees` and `of_prompts` make them.
+    """Metadata of rows for attention in C++. Make it with `of_rows`, `of_trees` or `of_prompts`.
 
     Attributes:
         slot_mapping: where the cache stores each row.
-        begin, end: positions begin .. end - 1 of its slot that each row sees.
+        begin: first position of its slot that each row sees.
+        end: the position after the last one that each row sees.
         trunk: the position of each row's tree position 0.
         positions: positions of the rows, for sliding windows.
         mask: 1 for each of M tree positions that a row sees.
-        position_depths: depths of the row's tree positions; position j is at position trunk + depth.
+        position_depths: depths of the row's tree positions; position j is at position trunk +
+            depth.
     """
 
     cache: KVCache
@@ -55,7 +66,7 @@ class CpuMetadata:
         unpack: Int[Tensor, " R"] | None,
         first: Int[Tensor, " B"] | None,
     ) -> CpuMetadata:
-        """Return the layout of trees on top of what B slots hold, from what TreeMetadata is made of."""
+        """Return the metadata of trees whose contexts are in B slots; arguments are TreeMetadata's."""
         batch_size, num_nodes = depths.shape
         node = torch.arange(batch_size * num_nodes) if unpack is None else unpack
         tree = torch.div(node, num_nodes, rounding_mode="floor")
@@ -73,18 +84,55 @@ class CpuMetadata:
         )
 
     @classmethod
-    def of_prompts(
-        cls, cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
+    def of_rows(
+        cls, cache: KVCache, batch: DecodeSlots, tree: DraftTree, rows: VerifyRows
     ) -> CpuMetadata:
-        """Return the layout of chunks of prompts, from what PrefillMetadata is made of."""
-        chunks = torch.tensor([slots, firsts]).repeat_interleave(torch.tensor(lengths), dim=1, output_size=sum(lengths))
-        positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-        nothing = torch.zeros(len(positions), 0, dtype=torch.int64)
+        """Return `of_trees` of the packed rows of draft trees, in one call of C++."""
+        blocks = cache.blocks
+        slot_mapping, slots, end, positions, position_depths, mask = tree_ops.lay_out_rows(
+            rows.tensors,
+            tree.tensors,
+            batch.slots,
+            batch.lengths,
+            blocks.block_table,
+            blocks.size,
+            blocks.null_position,
+        )
         return cls(
             cache=cache,
-            slot_mapping=cache.slot_mapping(chunks[0], positions),
-            slots=chunks[0].contiguous(),
-            begin=chunks[1].contiguous(),
+            slot_mapping=slot_mapping,
+            slots=slots,
+            begin=torch.zeros_like(end),
+            end=end,
+            trunk=end,
+            positions=positions,
+            mask=mask,
+            position_depths=position_depths,
+        )
+
+    @classmethod
+    def of_prompts(
+        cls,
+        cache: KVCache,
+        slots: list[int],
+        firsts: list[int],
+        starts: list[int],
+        lengths: list[int],
+    ) -> CpuMetadata:
+        """Return the metadata of prompt chunks; arguments are PrefillMetadata's."""
+        counts = torch.tensor(lengths)
+        chunks = torch.tensor([slots, firsts])
+        row_slots, row_firsts = chunks.repeat_interleave(counts, dim=1, output_size=sum(lengths))
+        chunk_positions = [
+            torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)
+        ]
+        positions = torch.cat(chunk_positions)
+        nothing = torch.zeros(len(positions), 0, dtype=torch.int64)  # there are no trees
+        return cls(
+            cache=cache,
+            slot_mapping=cache.slot_mapping(row_slots, positions),
+            slots=row_slots.contiguous(),
+            begin=row_firsts.contiguous(),
             end=positions + 1,
             trunk=positions,
             positions=positions,
@@ -94,42 +142,81 @@ class CpuMetadata:
 
     def followed_by(self, other: CpuMetadata) -> CpuMetadata:
         """Return these rows and then the other's, of the same cache."""
-        width = max(self.mask.shape[1], other.mask.shape[1])
-        names = ("slot_mapping", "slots", "begin", "end", "trunk", "positions")
-        both = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in names}
-        for name in ("mask", "position_depths"):
-            parts = (getattr(layout, name) for layout in (self, other))
-            both[name] = torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts])
-        return CpuMetadata(self.cache, **both)
+        return CpuMetadata(
+            cache=self.cache,
+            slot_mapping=torch.cat([self.slot_mapping, other.slot_mapping]),
+            slots=torch.cat([self.slots, other.slots]),
+            begin=torch.cat([self.begin, other.begin]),
+            end=torch.cat([self.end, other.end]),
+            trunk=torch.cat([self.trunk, other.trunk]),
+            positions=torch.cat([self.positions, other.positions]),
+            mask=_stack_padded(self.mask, other.mask),
+            position_depths=_stack_padded(self.position_depths, other.position_depths),
+        )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
+    ) -> Tensor:
         self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
-        sinks = None if attention.sinks is None else attention.sinks.float()
-        rule = ScoreRule(attention.scaling, attention.softcap, sinks)
+        rule = _score_rule(attention)
         out = self._attend(query[0].transpose(0, 1), attention.layer, attention.window, rule)
         return out.transpose(0, 1)[None]
 
     def attend_projected(self, qkv: Tensor, rotary: Rotary, shape: AttentionShape) -> Tensor:
         keys, values = self.cache.layer(shape.layer)
         norms = (shape.q_norm, shape.k_norm, shape.norm_eps)
-        cpu_ops.rotate_and_write(qkv, keys, values, self.slot_mapping, rotary.cosine, rotary.sine, *norms)
+        if shape.q_norm is not None and shape.q_norm.dtype is not qkv.dtype:
+            _norm_heads(qkv, shape)  # the C++ rounds before it multiplies
+            norms = (None, None, 0.0)
+        cpu_ops.rotate_and_write(
+            qkv, keys, values, self.slot_mapping, rotary.cosine, rotary.sine, *norms
+        )
         query = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]
-        return self._attend(query, shape.layer, shape.window, ScoreRule(shape.scaling)).flatten(1)
+        out = self._attend(query, shape.layer, shape.window, _score_rule(shape.rule))
+        return out.flatten(1)
 
     def _attend(self, query: Tensor, layer: int, window: int | None, rule: ScoreRule) -> Tensor:
-        return cpu_ops.attend(self.seen(window), query, *self.cache.layer(layer), rule)
+        keys, values = self.cache.layer(layer)
+        return cpu_ops.attend(self.seen(window), query, keys, values, rule)
 
     def seen(self, window: int | None) -> SeenPositions:
-        """Return what the rows see through a sliding window, made once a pass; None sees all."""
+        """Return the positions that each row sees through a window, cached for the pass; without a window, all."""
         if window not in self._seen:
             self._seen[window] = self._seen_positions(window)
         return self._seen[window]
 
     def _seen_positions(self, window: int | None) -> SeenPositions:
-        begin, mask = self.begin, self.mask
+        begin = self.begin
+        mask = self.mask
         if window is not None:
-            begin = torch.maximum(begin, self.positions - window + 1)
-            distance = self.positions[:, None] - self.trunk[:, None] - self.position_depths
-            mask = mask * (distance < window).to(torch.uint8)
+            first = window_begin(self.positions, window)
+            begin = torch.maximum(begin, first)
+            tree_positions = self.trunk[:, None] + self.position_depths
+            mask = mask * (tree_positions >= first[:, None]).to(torch.uint8)
         blocks = self.cache.blocks
-        return SeenPositions(blocks.block_table, blocks.size, self.slots, begin, self.end, self.trunk, mask)
+        return SeenPositions(
+            blocks.block_table, blocks.size, self.slots, begin, self.end, self.trunk, mask
+        )
+
+
+def _score_rule(attention: AttentionParams) -> ScoreRule:
+    sinks = None if attention.sinks is None else attention.sinks.float()
+    return ScoreRule(attention.scaling, attention.softcap, sinks)
+
+
+def _norm_heads(qkv: Tensor, shape: AttentionShape) -> None:
+    """Norm the query and key heads of each row in place."""
+    assert shape.q_norm is not None and shape.k_norm is not None, "both are normed, or neither"
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    query = heads[:, : shape.heads]
+    key = heads[:, shape.heads : shape.heads + shape.kv_heads]
+    query.copy_(rms_norm(query, shape.q_norm, shape.norm_eps))
+    key.copy_(rms_norm(key, shape.k_norm, shape.norm_eps))
+
+
+def _stack_padded(above: Tensor, below: Tensor) -> Tensor:
+    """Stack two matrices; rows of the narrower one are padded with zeros."""
+    width = max(above.shape[1], below.shape[1])
+    above = F.pad(above, (0, width - above.shape[1]))
+    below = F.pad(below, (0, width - below.shape[1]))
+    return torch.cat([above, below])

@@ -1,8 +1,8 @@
-"""Whether Triton's kernels run on a device, and the reason if they do not; `launch`, by which they run.
+"""Check whether Triton's kernels run on a device, and launch them.
 
 EAGLE_RAY_KERNELS=portable turns them off. On a CPU they run only with EAGLE_RAY_KERNELS=triton and
-TRITON_INTERPRET=1, in Triton's interpreter, as in tests. A kernel that cannot be compiled later turns them off for the
-rest of the process (`turn_off`).
+TRITON_INTERPRET=1, in Triton's interpreter, as in tests. A kernel that cannot be compiled later
+turns them off for the rest of the process (`turn_off`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Ranks(Protocol):
     def turn_off_kernels(self) -> None: ...
 
 
-together: WeakSet[Ranks] = WeakSet()  # of the engines of this process that have ranks
+together: WeakSet[Ranks] = WeakSet()  # ranks of the engines of this process
 
 
 def turn_off(error: BaseException) -> bool:
     """Use the portable path from now on, since compiling or launching a kernel raised `error`; log it once.
 
-    Return whether the kernels were on until now. Raises UnfitDevice if they stay on for another rank of an engine.
+    Return whether the kernels were on until now. Raises UnfitDevice if they stay on for another
+    rank of an engine.
     """
     if failures:
         return False
@@ -57,12 +58,16 @@ def turn_off(error: BaseException) -> bool:
 
 def use_triton(device: torch.device | str) -> bool:
     """Return whether Triton's kernels run; log the decision once per device."""
-    return not failures and chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
+    device = torch.device(device)
+    # Asked a dozen times a step, and the environment has the costliest part of the answer.
+    if failures or (device.type == "cpu" and CHOICE not in os.environ):
+        return False
+    return chosen(device, os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
 
 
 @cache
 def chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
-    """Decide, cached by everything that the decision depends on."""
+    """Return whether kernels run. Cached by everything that the decision depends on."""
     reason = why_not(device)
     if reason is None:
         log.info("Triton kernels on %s", device)
@@ -105,10 +110,13 @@ def retry_portable(function: Callable[[], Result]) -> Result:
 def is_triton_error(error: BaseException) -> bool:
     """Return whether the error was raised in Triton: compiling, loading or launching a kernel.
 
-    Its own exceptions are not all that it raises: compilers, files and drivers raise RuntimeError, OSError and others.
+    Its own exceptions are not all that it raises: compilers, files and drivers raise RuntimeError,
+    OSError and others.
     """
     frames = walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] == "triton" for frame, _ in frames)
+    return any(
+        frame.f_globals.get("__name__", "").partition(".")[0] == "triton" for frame, _ in frames
+    )
 
 
 def is_interpreting() -> bool:
@@ -133,10 +141,12 @@ def _smoke_test(device: torch.device) -> str | None:
     numbers = torch.ones(16, device=device)
     try:
         launch(double, (1,))(numbers, SIZE=16)
-    except Exception as error:  # whatever Triton, its compilers or the driver raise
+    except Exception as error:  # any error of Triton, its compilers or the driver
         text = str(error).strip() or type(error).__name__
         return f"Triton {triton.__version__} fails here: {text.splitlines()[-1]}"
-    return None if numbers.sum().item() == 32 else f"Triton {triton.__version__} computes wrong numbers here"
+    if numbers.sum().item() != 32:
+        return f"Triton {triton.__version__} computes wrong numbers here"
+    return None
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -144,8 +154,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
         launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
 
-    Triton launches on CUDA's current device, whatever device the arguments are on. So on a GPU other than the first, or
-    with a target on several GPUs, a kernel could run on one device with another's memory.
+    Triton launches on CUDA's current device, whatever device the arguments are on. So on a GPU
+    other than the first, or with a target on several GPUs, a kernel could run on one device with
+    another's memory.
     """
 
     def launched(*args: Any, **constants: Any) -> None:

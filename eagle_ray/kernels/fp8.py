@@ -40,5 +40,5 @@ class ScaledRows:
 
 
 def to_fp8(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return the numbers rounded to FP8; those beyond its range become its largest."""
+    """Round numbers to FP8. Numbers outside its range become its largest ones."""
     return numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8)

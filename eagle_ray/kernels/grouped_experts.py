@@ -6,10 +6,11 @@
     outputs = products(inner, down, groups)                            # in the order of the pairs
     out = weighted_sum(outputs, chosen.weights)
 
-Pair p is choice p % top_k of row p // top_k. A tile of a product is BLOCK_M pairs of one expert; a launch has as many
-tiles as there could be, and those past the last one leave at once. So nothing is read on the host, and one capture
-serves every routing. Choices are added in their order, and a product's sum runs over its inputs in one order: a row's
-result depends on its own numbers alone, as long as passes have tiles of one shape (`ProductTile.of`).
+Pair p is choice p % top_k of row p // top_k. A tile of a product is BLOCK_M pairs of one expert; a
+launch has as many tiles as there could be, and those past the last one leave at once. So nothing is
+read on the host, and one capture serves every routing. Choices are added in their order, and a
+product's sum runs over its inputs in one order: a row's result depends on its own numbers alone, as
+long as passes have tiles of one shape (`ProductTile.of`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting, launch
 
-PAIRS = 1024  # that a program of `_group_pairs` reads at a time
-SLICE = 1024  # numbers of a row that one program adds
-MANY_PAIRS = 16  # of an expert, on average: from there on tiles are tall, and read weights less often
+PAIRS_PER_PROGRAM = 1024  # that a program of `_group_pairs` reads at a time
+SUM_SLICE = 1024  # numbers of a row that one program adds
+# Pairs of an expert, on average: from there on tiles are tall, and read weights less often.
+MANY_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,13 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Pairs, outputs and inputs of a tile."""
+    """The shape of a tile, and how its program is compiled.
+
+    Attributes:
+        pairs: pairs of a tile.
+        outputs: outputs of each pair in a tile.
+        inputs: inputs that are read at a time.
+    """
 
     pairs: int
     outputs: int
@@ -60,7 +68,9 @@ class ProductTile:
         """Return the shape for a number of pairs. fp32 has no tensor cores, and keeps to small tiles."""
         if dtype == torch.float32:
             return cls(16, 32, 32, 4, 3)
-        return cls(16, 64, 64, 4, 4) if num_pairs <= MANY_PAIRS * num_experts else cls(64, 64, 64, 4, 3)
+        if num_pairs <= MANY_PAIRS * num_experts:
+            return cls(16, 64, 64, 4, 4)
+        return cls(64, 64, 64, 4, 3)
 
     def max_tiles(self, num_pairs: int, num_experts: int) -> int:
         """Return how many tiles there are at most, however the pairs are spread over experts."""
@@ -69,7 +79,11 @@ class ProductTile:
 
 
 def route(
-    logits: Float[Tensor, "R L"], num_experts: int, top_k: int, is_normalized: bool, dtype: torch.dtype
+    logits: Float[Tensor, "R L"],
+    num_experts: int,
+    top_k: int,
+    is_normalized: bool,
+    dtype: torch.dtype,
 ) -> Choices:
     """Choose the experts of each row by the softmax over its first num_experts logits; ties go to the lower expert.
 
@@ -80,17 +94,27 @@ def route(
     experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(len(logits), top_k, dtype=dtype, device=logits.device)
     launch(_route, (len(logits),))(
-        logits, experts, weights, logits.stride(0), NUM_EXPERTS=num_experts, TOP_K=top_k, IS_NORMALIZED=is_normalized,
-        BLOCK=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
-    )  # fmt: skip
+        logits,
+        experts,
+        weights,
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        IS_NORMALIZED=is_normalized,
+        BLOCK=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=1,
+    )
     return Choices(experts, weights)
 
 
 def group_pairs(experts: Int32[Tensor, "R k"], num_experts: int) -> Groups:
-    """Sort the pairs by expert, those of one expert in ascending order."""
+    """Sort pairs by expert, and the pairs of one expert in ascending order."""
     order = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
-    launch(_group_pairs, (num_experts,))(experts, order, ends, experts.numel(), BLOCK=PAIRS)
+    launch(_group_pairs, (num_experts,))(
+        experts, order, ends, experts.numel(), BLOCK=PAIRS_PER_PROGRAM
+    )
     return Groups(order, ends)
 
 
@@ -103,8 +127,14 @@ def gated_products(
     return out
 
 
-def products(inner: Float[Tensor, "P I"], down: Float[Tensor, "E H I"], groups: Groups) -> Float[Tensor, "P H"]:
-    """Return each pair's output, in the order of the pairs. inner: in that of the groups."""
+def products(
+    inner: Float[Tensor, "P I"], down: Float[Tensor, "E H I"], groups: Groups
+) -> Float[Tensor, "P H"]:
+    """Return each pair's output, in the order of the pairs.
+
+    Args:
+        inner: inputs of the pairs, in the order of the groups.
+    """
     out = inner.new_empty(len(inner), down.shape[1])
     _launch_products(inner, down, out, groups, None)
     return out
@@ -119,17 +149,32 @@ def _launch_products(
 ) -> None:
     """Launch one grouped product of contiguous tensors.
 
-    top_k: experts of a row in a gated product, which reads the rows of the pairs; None for the other.
+    Args:
+        top_k: experts of a row in a gated product, which reads the rows of the pairs; None for the
+            other.
     """
-    num_experts, num_pairs, num_outputs = len(weight), len(out), out.shape[1]
+    num_experts = len(weight)
+    num_pairs, num_outputs = out.shape
     shape = ProductTile.of(num_pairs, num_experts, inputs.dtype)
     grid = shape.max_tiles(num_pairs, num_experts), triton.cdiv(num_outputs, shape.outputs)
     launch(_grouped_product, grid)(
-        inputs, weight, out, groups.order, groups.ends, TOP_K=top_k, NUM_EXPERTS=num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts), INPUTS=inputs.shape[1],
-        OUTPUTS=num_outputs, BLOCK_M=shape.pairs, BLOCK_N=shape.outputs, BLOCK_K=shape.inputs,
-        WIDE=is_interpreting(), num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+        inputs,
+        weight,
+        out,
+        groups.order,
+        groups.ends,
+        TOP_K=top_k,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        INPUTS=inputs.shape[1],
+        OUTPUTS=num_outputs,
+        BLOCK_M=shape.pairs,
+        BLOCK_N=shape.outputs,
+        BLOCK_K=shape.inputs,
+        WIDE=is_interpreting(),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
 
 
 def weighted_sum(
@@ -140,36 +185,60 @@ def weighted_sum(
 ) -> Float[Tensor, "R H"]:
     """Return the sum of each row's pairs by their weights, and of sigmoid(gate) * shared if there is a shared expert.
 
-    gate: any stride.
+    Args:
+        gate: the shared expert's gate of each row, of any stride.
     """
-    (num_rows, top_k), width = weights.shape, outputs.shape[1]
+    num_rows, top_k = weights.shape
+    width = outputs.shape[1]
     out = outputs.new_empty(num_rows, width)
-    launch(_weighted_sum, (num_rows, triton.cdiv(width, SLICE)))(
-        outputs, weights, shared, gate, out, 0 if gate is None else gate.stride(0), WIDTH=width, TOP_K=top_k,
-        BLOCK=SLICE,
-    )  # fmt: skip
+    launch(_weighted_sum, (num_rows, triton.cdiv(width, SUM_SLICE)))(
+        outputs,
+        weights,
+        shared,
+        gate,
+        out,
+        0 if gate is None else gate.stride(0),
+        WIDTH=width,
+        TOP_K=top_k,
+        BLOCK=SUM_SLICE,
+    )
     return out
 
 
 @triton.jit
 def _route(
-    logits, experts, weights, logits_row, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    logits,
+    experts,  # this and the following one: [rows, TOP_K]
+    weights,
+    logits_row,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Choose the experts of one row and compute their weights."""
     row = tl.program_id(0).to(tl.int64)
-    place, slot = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+
+    # The softmax over the experts.
+    place = tl.arange(0, BLOCK)
     real = place < NUM_EXPERTS
-    numbers = tl.load(logits + row * logits_row + place, mask=real, other=float("-inf")).to(tl.float32)
+    numbers = tl.load(logits + row * logits_row + place, mask=real, other=float("-inf"))
+    numbers = numbers.to(tl.float32)
     powers = tl.exp(numbers - tl.max(numbers, 0))
     total = tl.sum(powers, 0)
+
+    # Choose the TOP_K likeliest, one after another.
     left = tl.where(real, powers / total, -1.0)
+    slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     best = tl.zeros((BLOCK_K,), tl.float32)
     for j in range(TOP_K):
-        expert = tl.minimum(tl.argmax(left, 0), NUM_EXPERTS - 1)  # of NaN any may be found
+        expert = tl.minimum(tl.argmax(left, 0), NUM_EXPERTS - 1)  # NaN may give any index
         chosen = tl.where(slot == j, expert, chosen)
         best = tl.where(slot == j, tl.max(left, 0), best)
         left = tl.where(place == expert, -1.0, left)
+
     if IS_NORMALIZED:
         best = best / tl.sum(best, 0)
     best = tl.where(total == total, best, total)  # a row with a NaN has no weights
@@ -179,30 +248,49 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _group_pairs(experts, order, ends, num_pairs, BLOCK: tl.constexpr):
-    """Write one expert's pairs behind those of the experts before it."""
+    """Write the pairs of one expert after those of the experts before it."""
     expert = tl.program_id(0)
-    below, own = 0, 0
+
+    # Count the pairs of the experts before this one, and its own.
+    below = 0
+    own = 0
     for begin in range(0, num_pairs, BLOCK):
         pairs = begin + tl.arange(0, BLOCK)
         ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=2**30)
         below += tl.sum((ids < expert).to(tl.int32), 0)
         own += tl.sum((ids == expert).to(tl.int32), 0)
     tl.store(ends + expert, below + own)
+
+    # Write its pairs in ascending order.
     for begin in range(0, num_pairs, BLOCK):
         pairs = begin + tl.arange(0, BLOCK)
-        is_own = tl.load(experts + pairs, mask=pairs < num_pairs, other=2**30) == expert
+        ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=2**30)
+        is_own = ids == expert
         counted = is_own.to(tl.int32)
-        tl.store(order + below + tl.cumsum(counted, 0) - 1, pairs, mask=is_own)
+        place = below + tl.cumsum(counted, 0) - 1
+        tl.store(order + place, pairs, mask=is_own)
         below += tl.sum(counted, 0)
 
 
 @triton.jit
 def _grouped_product(
-    inputs, weight, out, order, ends,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Multiply one tile of an expert's pairs. TOP_K: of a product that is gated and gathers rows; else None."""
+    inputs,
+    weight,
+    out,
+    order,
+    ends,
+    TOP_K: tl.constexpr,  # choices of a row in a gated product, which gathers rows; else None
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Multiply one tile of an expert's pairs."""
+    # Find the tile's expert, and the pairs [begin, stop) of the tile and those that follow it.
     tile = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
     real = index < NUM_EXPERTS
@@ -214,28 +302,34 @@ def _grouped_product(
     tiles_so_far = tl.cumsum(tiles, 0)
     expert = tl.sum((tiles_so_far <= tile).to(tl.int32), 0)
     is_own = index == expert
-    begin = tl.sum(tl.where(is_own, starts + (tile - tiles_so_far + tiles) * BLOCK_M, 0), 0)
+    tile_of_expert = tile - tiles_so_far + tiles
+    begin = tl.sum(tl.where(is_own, starts + tile_of_expert * BLOCK_M, 0), 0)
     stop = tl.sum(tl.where(is_own, stops, 0), 0)
 
+    # A gated product gathers the rows of its pairs; the other reads them in the groups' order.
     place = begin + tl.arange(0, BLOCK_M)
     there = place < stop
     pair = tl.load(order + place, mask=there, other=0)
     source = place if TOP_K is None else pair // TOP_K
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = outputs < OUTPUTS
     steps = tl.arange(0, BLOCK_K)
     rows_at = inputs + source.to(tl.int64)[:, None] * INPUTS + steps[None, :]
     weight += expert.to(tl.int64) * (OUTPUTS * INPUTS if TOP_K is None else 2 * OUTPUTS * INPUTS)
     weight_at = weight + outputs[:, None] * INPUTS + steps[None, :]
+
+    # Sum over the inputs; `more` is the product with the upper half of a gated weight.
+    IS_EVEN: tl.constexpr = INPUTS % BLOCK_K == 0
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     more = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in range(0, INPUTS, BLOCK_K):
         known = steps[None, :] < INPUTS - done
-        rows = _loaded(rows_at + done, there[:, None], known, INPUTS % BLOCK_K == 0, WIDE)
-        part = _loaded(weight_at + done, (outputs < OUTPUTS)[:, None], known, INPUTS % BLOCK_K == 0, WIDE)
+        rows = _loaded(rows_at + done, there[:, None], known, IS_EVEN, WIDE)
+        part = _loaded(weight_at + done, is_output[:, None], known, IS_EVEN, WIDE)
         total = tl.dot(rows, tl.trans(part), total, input_precision="ieee")
         if TOP_K is not None:
-            upper = weight_at + OUTPUTS * INPUTS + done
-            part = _loaded(upper, (outputs < OUTPUTS)[:, None], known, INPUTS % BLOCK_K == 0, WIDE)
+            upper_at = weight_at + OUTPUTS * INPUTS + done
+            part = _loaded(upper_at, is_output[:, None], known, IS_EVEN, WIDE)
             more = tl.dot(rows, tl.trans(part), more, input_precision="ieee")
 
     dtype = out.dtype.element_ty
@@ -245,13 +339,14 @@ def _grouped_product(
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
         total = silu.to(tl.float32) * more.to(dtype).to(tl.float32)
         target = place
-    stored = there[:, None] & (outputs < OUTPUTS)[None, :]
-    tl.store(out + target.to(tl.int64)[:, None] * OUTPUTS + outputs[None, :], total.to(dtype), mask=stored)
+
+    out_at = out + target.to(tl.int64)[:, None] * OUTPUTS + outputs[None, :]
+    tl.store(out_at, total.to(dtype), mask=there[:, None] & is_output[None, :])
 
 
 @triton.jit
 def _loaded(numbers_at, there, known, IS_EVEN: tl.constexpr, WIDE: tl.constexpr):
-    """Load numbers, zeros if masked. WIDE: as fp32, since Triton's interpreter cannot multiply bf16."""
+    """Load numbers, zeros if masked; as fp32 if WIDE, since Triton's interpreter cannot multiply bf16."""
     mask = there if IS_EVEN else there & known
     numbers = tl.load(numbers_at, mask=mask, other=0.0)
     return numbers.to(tl.float32) if WIDE else numbers
@@ -259,16 +354,30 @@ def _loaded(numbers_at, there, known, IS_EVEN: tl.constexpr, WIDE: tl.constexpr)
 
 @triton.jit
 def _weighted_sum(
-    outputs, weights, shared, gate, out, gate_row, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    outputs,  # [rows * TOP_K, WIDTH]
+    weights,  # [rows, TOP_K]
+    shared,  # this and the following one: None without a shared expert
+    gate,
+    out,
+    gate_row,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add a slice of one row's outputs, in the order of its choices."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = place < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for j in range(TOP_K):
-        each = tl.load(outputs + (row * TOP_K + j) * WIDTH + place, mask=real, other=0.0).to(tl.float32)
-        total += each * tl.load(weights + row * TOP_K + j).to(tl.float32)
+        pair = row * TOP_K + j
+        output = tl.load(outputs + pair * WIDTH + place, mask=real, other=0.0)
+        weight = tl.load(weights + pair)
+        total += output.to(tl.float32) * weight.to(tl.float32)
+
     if shared is not None:
-        share = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_row).to(tl.float32)))
-        total += share * tl.load(shared + row * WIDTH + place, mask=real, other=0.0).to(tl.float32)
+        logit = tl.load(gate + row * gate_row).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-logit))
+        output = tl.load(shared + row * WIDTH + place, mask=real, other=0.0)
+        total += share * output.to(tl.float32)
     tl.store(out + row * WIDTH + place, total.to(out.dtype.element_ty), mask=real)

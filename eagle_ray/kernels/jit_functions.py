@@ -1,8 +1,8 @@
 """Functions that kernels call: keyed Gumbel noise, and numbers as integers of the same order.
 
-The noise is that of sampling/sampler.py. The hash is equal bit for bit. The logarithms are a series of their own,
-within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative errors near 1, and Triton's
-interpreter lacks the accurate one.
+The noise is that of sampling/noise.py. The hash is equal bit for bit. The logarithms are a series
+of their own, within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative
+errors near 1, and Triton's interpreter lacks the accurate one.
 
 order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
 ranked(score, token): the higher score is larger, of equal scores the lower token
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _BITS_OF_SQRT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)
 _BITS_OF_ONE: tl.constexpr = tl.constexpr(0x3F800000)
@@ -26,21 +26,27 @@ _LARGEST_BELOW_1: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 @triton.jit
 def gumbel(key, tokens):
     """Return the noise of the tokens (int64) under a key of `noise_key`, in fp32."""
+    # A hash's upper 32 bits are a uniform number between 0 and 1.
     hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
     v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
-    return -log(-log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
+    v = tl.minimum(v, _LARGEST_BELOW_1)
+    return -log(-log_1_minus(v))
 
 
 @triton.jit
 def noise_key(seed, position):
-    """Return the key of the noise at a position, as uint64. seed, position: int64."""
+    """Return the key of the noise at a position, as uint64.
+
+    Args:
+        seed, position: int64.
+    """
     return _mix64(_mix64(seed.to(tl.uint64)) + position.to(tl.uint64))
 
 
 @triton.jit
 def _mix64(x):
-    x = (x ^ (x >> 30)) * _MIX_1
-    x = (x ^ (x >> 27)) * _MIX_2
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
     return x ^ (x >> 31)
 
 
@@ -56,27 +62,37 @@ def log_1_minus(v):
     """Return log(1 - v) of 0 < v < 1 without computing 1 - v, which would lose the low bits of v."""
     is_small = v < 0.25
     exponent, fraction = _parts(1 - v)
-    return _log_of_parts(tl.where(is_small, 0.0, exponent), tl.where(is_small, -v, fraction))
+    exponent = tl.where(is_small, 0.0, exponent)
+    fraction = tl.where(is_small, -v, fraction)
+    return _log_of_parts(exponent, fraction)
 
 
 @triton.jit
 def _parts(x):
-    """x = 2**exponent * (1 + fraction), with 1 + fraction between sqrt(1/2) and sqrt(2)."""
+    """Return exponent and fraction of x = 2**exponent * (1 + fraction).
+
+    1 + fraction is between sqrt(1/2) and sqrt(2).
+    """
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - _BITS_OF_SQRT_HALF) >> 23
-    return exponent.to(tl.float32), (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1
+    scaled = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+    return exponent.to(tl.float32), scaled - 1
 
 
 @triton.jit
 def _log_of_parts(exponent, fraction):
-    """log(1 + f) = 2 artanh(f / (2 + f)): the argument is below 0.172, so five terms are enough."""
+    """Return the logarithm of such a number: log(1 + f) = 2 artanh(f / (2 + f)).
+
+    The argument is below 0.172, so five terms are enough.
+    """
     s = fraction / (2 + fraction)
     z = s * s
     series = 1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9))))
     return exponent * _LN_2 + 2 * s * series
 
 
-ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
+# The upper bits of fp32's order that numbers of a dtype need.
+ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 _LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 _NAN: tl.constexpr = tl.constexpr(2**32 - 1)
 _LOW: tl.constexpr = tl.constexpr(2**32 - 1)
@@ -84,9 +100,7 @@ _LOW: tl.constexpr = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def order(x):
-    """Return fp32 numbers as int64 in [0, 2**32) of equal order; NaN is the largest, as in torch.argmax; -0
-    equals 0.
-    """
+    """Map fp32 numbers to int64 in [0, 2**32) in equal order. NaN is the largest, and -0 equals 0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(x != x, _NAN, signed + 2**31)
@@ -94,9 +108,13 @@ def order(x):
 
 @triton.jit
 def ranked(score, tokens, is_valid):
-    """int64 that order by score, then by the lower token (below 2**32). What is not kept is below everything else."""
+    """Return int64 keys that order by score, then by the lower token (below 2**32).
+
+    The keys of what is not valid are below all others.
+    """
     lower = tokens ^ _LOW
-    return tl.where(is_valid, ((order(score) - 2**31) << 32) | lower, lower + _LOWEST)
+    upper = (order(score) - 2**31) << 32
+    return tl.where(is_valid, upper | lower, lower + _LOWEST)
 
 
 @triton.jit
@@ -109,7 +127,8 @@ def token_of(key):
 def score_of(key):
     """Return the score of a packed key; all NaN are one."""
     signed = (key >> 32).to(tl.int32)
-    return tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed).to(tl.float32, bitcast=True)
+    bits = tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

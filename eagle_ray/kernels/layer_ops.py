@@ -1,10 +1,10 @@
 """The small operations of a decoder layer: one launch each by fused_layer.py where Triton runs, elsewhere by torch.
 
-kernels/cpu_ops.py computes these in C++ on a CPU. Whether Triton runs is asked at each call, since kernels that fail
-are turned off while an engine runs.
+kernels/cpu_ops.py computes these in C++ on a CPU. Whether Triton runs is asked at each call, since
+kernels that fail are turned off while an engine runs.
 
-add_rms_norm and silu_mul have a second form, which returns FP8 rows with a scale each for a projection that reads
-those. The rounding is part of the launch.
+add_rms_norm and silu_mul have a second form, which returns FP8 rows with a scale each for a
+projection that reads those. The rounding is part of the launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from eagle_ray.kernels.fp8 import FP8_MAX, ScaledRows, to_fp8
 
 
 def add_rms_norm(
-    residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
+    residual: Float[Tensor, "R H"],
+    delta: Float[Tensor, "R H"] | None,
+    weight: Float[Tensor, " H"],
+    eps: float,
 ) -> Float[Tensor, "R H"]:
     """Add delta to residual in place and return the RMSNorm of the sum."""
     if use_triton(residual.device):
@@ -28,13 +31,25 @@ def add_rms_norm(
         return fused_layer.add_rms_norm(residual, delta, weight, eps)
     if delta is not None:
         residual += delta
-    return F.rms_norm(residual, weight.shape, weight, eps)
+    return rms_norm(residual, weight, eps)
+
+
+def rms_norm(
+    rows: Float[Tensor, "*rows W"], weight: Float[Tensor, " W"], eps: float
+) -> Float[Tensor, "*rows W"]:
+    """Return the RMSNorm by torch. A weight in fp32 is multiplied before the result is rounded to the rows' dtype."""
+    if weight.dtype is rows.dtype:
+        return F.rms_norm(rows, weight.shape, weight, eps)
+    return F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype)
 
 
 def add_rms_norm_fp8(
-    residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
+    residual: Float[Tensor, "R H"],
+    delta: Float[Tensor, "R H"] | None,
+    weight: Float[Tensor, " H"],
+    eps: float,
 ) -> ScaledRows:
-    """Do what add_rms_norm does, and return the norm in FP8."""
+    """Compute add_rms_norm and return the norm in FP8."""
     if use_triton(residual.device):
         from eagle_ray.kernels import fused_layer
 
@@ -52,8 +67,14 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     return F.silu(gate) * up
 
 
+def gelu_tanh_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
+    """Return GELU(gate) * up with tanh's approximation, where each row holds gate and then up."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def silu_mul_fp8(gate_up: Float[Tensor, "R 2I"]) -> ScaledRows:
-    """Do what silu_mul does, and return the product in FP8."""
+    """Compute silu_mul and return the product in FP8."""
     if use_triton(gate_up.device):
         from eagle_ray.kernels import fused_layer
 
@@ -77,5 +98,8 @@ def rotated(
 ) -> Float[Tensor, "R heads d"]:
     """Rotate pairs (i, i + d/2) of each head by the row's angles, in fp32."""
     a, b = x.float().chunk(2, -1)
-    c, s = cosine[:, None], sine[:, None]
-    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+    c = cosine[:, None]
+    s = sine[:, None]
+    first = a * c - b * s
+    second = b * c + a * s
+    return torch.cat([first, second], -1).to(x.dtype)

@@ -22,101 +22,36 @@
 #include <vector>
 
 #include "cpu_ops.h"
+#include "parallel.h"
+#include "quantized_matmul.h"
+#include "quantized_tiles.h"
 
 #if defined(__x86_64__) && defined(__AVX2__)
-#include <immintrin.h>
+#include "tiles_avx2.h"
 #define X86 1
+#endif
+#if defined(__AVX512F__)
+#include "tiles_vnni.h"
+#endif
+#if defined(__aarch64__)
+#include "tiles_neon.h"
 #endif
 
 namespace {
 
-enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI };
+enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, NEON, NEON_I8MM };
 
-constexpr int64_t TILE = 16, BLOCK = 32;
-constexpr int64_t PANEL = 128;   // rows whose rounded inputs stay in a cache
-constexpr int64_t AHEAD = 2048;  // bytes of codes that are fetched before they are read
-// Multiplications below which starting threads costs more than they save: of threads that sleep, and of those that spin
-// since another product of the same call.
-constexpr int64_t SMALL = 1 << 21, SMALL_AWAKE = 1 << 18;
+constexpr int64_t PANEL = 128;    // rows whose rounded inputs stay in a cache
+constexpr int64_t FEW = 1 << 18;  // multiplications below which waking the team costs more than it saves
 
-inline float number(float x) { return x; }
-inline float number(bf16 x) {
-    uint32_t bits = (uint32_t)x.bits << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-inline int32_t magnitude_bits(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits & 0x7fffffff;
-}
-inline float float_of(int32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-inline void set(float &to, float x) { to = x; }
-inline void set(bf16 &to, float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    to.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 0x40;
-}
-
-// The rounded inputs of some rows: int8 numbers, the step of each block, and each group's sum of step * rounded. Rows lie
-// together in each block, so that a kernel finds all of its rows at fixed distances.
-struct Inputs {
-    std::vector<int8_t> numbers;         // [blocks, rows, BLOCK]
-    std::vector<float> steps, sums;      // [blocks, rows] and [groups, rows]
-    int64_t rows, blocks, groups, part;  // part: inputs of a group or of a block, whichever is smaller
-
-    void resize(int64_t count, const Weight &w) {
-        rows = count;
-        blocks = w.inputs / BLOCK, groups = w.inputs / w.group, part = std::min(w.group, BLOCK);
-        numbers.resize(blocks * rows * BLOCK);
-        steps.resize(blocks * rows);
-        sums.resize(groups * rows);
-    }
-
-    const int8_t *block(int64_t b, int64_t row) const { return numbers.data() + (b * rows + row) * BLOCK; }
-    const float *steps_of(int64_t b, int64_t row) const { return steps.data() + b * rows + row; }
-    const float *sums_of(int64_t g, int64_t row) const { return sums.data() + g * rows + row; }
-
-    template <typename T> void round(const T *from, int64_t row) {
-        int64_t group = blocks * BLOCK / groups;
-        for (int64_t g = 0; g < groups; g++)
-            sums[g * rows + row] = 0.0f;
-        for (int64_t b = 0; b < blocks; b++) {
-            float values[BLOCK];
-            for (int i = 0; i < BLOCK; i++)
-                values[i] = number(from[b * BLOCK + i]);
-            int32_t most = 0;  // the bits of the largest magnitude: they are in the order of the numbers
-            for (int i = 0; i < BLOCK; i++)
-                most = std::max(most, magnitude_bits(values[i]));
-            float largest = float_of(most);
-            bool is_finite = most < 0x7f800000;
-            float step = is_finite ? largest / 127.0f : NAN;
-            float inverse = is_finite && most > 0 ? 127.0f / largest : 0.0f;
-            int32_t rounded[BLOCK];
-            for (int i = 0; i < BLOCK; i++)
-                rounded[i] = (int32_t)__builtin_rintf(is_finite ? values[i] * inverse : 0.0f);
-            steps[b * rows + row] = step;
-            int8_t *to = numbers.data() + (b * rows + row) * BLOCK;
-            for (int i = 0; i < BLOCK; i++)
-                to[i] = (int8_t)rounded[i];
-            for (int64_t i = 0; i < BLOCK; i += part) {
-                int32_t total = 0;
-                for (int64_t j = i; j < i + part; j++)
-                    total += rounded[j];
-                float &at = sums[(b * BLOCK + i) / group * rows + row];
-                at = __builtin_fmaf(step, (float)total, at);
-            }
-        }
-    }
-};
+#if defined(__aarch64__)
+using Half = __fp16;  // GCC has _Float16 there from version 13 on
+#else
+using Half = _Float16;
+#endif
 
 inline float half_number(uint16_t bits) {
-    _Float16 value;
+    Half value;
     memcpy(&value, &bits, 2);
     return (float)value;
 }
@@ -135,7 +70,7 @@ inline int32_t code_of(const Weight &w, const uint8_t *block, int64_t i, int64_t
 }
 
 // The rows [row, row + count) of a tile's outputs: totals[r * TILE + lane].
-void portable(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
+void portable(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int count, float *totals) {
     int64_t block_bytes = BLOCK * TILE * w.bits / 8;
     const uint8_t *codes = w.codes + tile * in.blocks * block_bytes;
     for (int r = 0; r < count; r++)
@@ -157,178 +92,6 @@ void portable(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int 
         }
 }
 
-#if X86
-
-inline int32_t word(const int8_t *from) {
-    int32_t four;
-    memcpy(&four, from, 4);
-    return four;
-}
-
-// `half` of a tile: 8 outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
-template <int COUNT, int BITS, int PARTS>
-void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int half, float *totals) {
-    constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
-    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const uint8_t *codes = w.codes + tile * in.blocks * BYTES + half * 32;
-    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE + half * 8;
-    __m256 total[COUNT];
-    for (int r = 0; r < COUNT; r++)
-        total[r] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < in.groups; g++, at += 2 * TILE) {
-        __m256 partial[COUNT];
-        for (int r = 0; r < COUNT; r++)
-            partial[r] = _mm256_setzero_ps();
-        int64_t first = g / NUM_PARTS * per_group, begin = g % NUM_PARTS * STEPS;
-        for (int64_t b = first; b < first + per_group; b++) {
-            const int8_t *numbers = in.block(b, row);
-            const float *steps = in.steps_of(b, row);
-            __m256i whole[COUNT];
-            for (int r = 0; r < COUNT; r++)
-                whole[r] = _mm256_setzero_si256();
-            for (int64_t j = begin; j < begin + STEPS; j++) {
-                const uint8_t *from = codes + b * BYTES + (BITS == 8 ? j : j % 4) * 64;
-                __m256i code = _mm256_loadu_si256((const __m256i *)from);
-                if (BITS == 4)
-                    code = _mm256_and_si256(j < 4 ? code : _mm256_srli_epi16(code, 4), low);
-                for (int r = 0; r < COUNT; r++) {
-                    __m256i input = _mm256_set1_epi32(word(numbers + r * BLOCK + 4 * j));
-                    if (BITS == 4)  // the sums of two products take 12 bits, and those of a block 15
-                        whole[r] = _mm256_add_epi16(whole[r], _mm256_maddubs_epi16(code, input));
-                    else {  // with a sign, code - 128 and an input fit: pairs take 16 bits. 128 inputs are added again
-                        __m256i centred = _mm256_xor_si256(code, _mm256_set1_epi8((char)0x80));
-                        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(input, centred));
-                        __m256i inputs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), input);
-                        __m256i back = _mm256_slli_epi32(_mm256_madd_epi16(inputs, ones), 7);
-                        whole[r] = _mm256_add_epi32(whole[r], _mm256_add_epi32(_mm256_madd_epi16(pair, ones), back));
-                    }
-                }
-            }
-            for (int r = 0; r < COUNT; r++) {
-                __m256i sum = BITS == 4 ? _mm256_madd_epi16(whole[r], ones) : whole[r];
-                __m256 step = _mm256_set1_ps(steps[r]);
-                partial[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step, partial[r]);
-            }
-        }
-        __m256 scale, offset;
-        if (w.half_scales) {
-            const uint16_t *scales = (const uint16_t *)w.scales + at;
-            scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
-            offset = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + TILE)));
-        } else {
-            scale = _mm256_loadu_ps((const float *)w.scales + at);
-            offset = _mm256_loadu_ps((const float *)w.scales + at + TILE);
-        }
-        for (int r = 0; r < COUNT; r++) {
-            total[r] = _mm256_fmadd_ps(partial[r], scale, total[r]);
-            total[r] = _mm256_fmadd_ps(_mm256_set1_ps(in.sums_of(g, row)[r]), offset, total[r]);
-        }
-    }
-    for (int r = 0; r < COUNT; r++)
-        _mm256_storeu_ps(totals + r * TILE + half * 8, total[r]);
-}
-
-template <int BITS, int PARTS>
-void avx2(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
-    for (int half = 0; half < 2; half++) {
-        int r = 0;
-        for (; r + 4 <= count; r += 4)
-            avx2_half<4, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
-        for (; r < count; r++)
-            avx2_half<1, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
-    }
-}
-#endif
-
-#if defined(__AVX512F__)
-#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
-
-inline void load_scales(const Weight &w, int64_t at, __m512 &scale, __m512 &offset) {
-    if (w.half_scales) {
-        const uint16_t *scales = (const uint16_t *)w.scales + at;
-        scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
-        offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + TILE)));
-    } else {
-        scale = _mm512_loadu_ps((const float *)w.scales + at);
-        offset = _mm512_loadu_ps((const float *)w.scales + at + TILE);
-    }
-}
-
-// A tile's outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
-template <int COUNT, int BITS, int PARTS>
-FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t row, float *totals) {
-    constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
-    constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
-    const __m512i low = _mm512_set1_epi8(15);
-    const uint8_t *codes = w.codes + tile * in.blocks * BYTES;
-    int64_t per_group = PARTS ? 1 : w.group / BLOCK, at = tile * in.groups * 2 * TILE;
-    __m512 total[COUNT], partial[COUNT];
-    for (int r = 0; r < COUNT; r++)
-        total[r] = _mm512_setzero_ps();
-    for (int64_t b = 0, g = 0; b < in.blocks; b += per_group) {
-        for (int part = 0; part < NUM_PARTS; part++, g++, at += 2 * TILE) {
-            for (int r = 0; r < COUNT; r++)
-                partial[r] = _mm512_setzero_ps();
-            for (int64_t c = b; c < b + per_group; c++) {
-                const int8_t *numbers = in.block(c, row);
-                const float *steps = in.steps_of(c, row);
-                __m512i code[STEPS];
-#pragma GCC unroll 8
-                for (int j = 0; j < STEPS; j++) {
-                    int step = part * STEPS + j;
-                    code[j] = _mm512_loadu_si512(codes + c * BYTES + (BITS == 8 ? step : step % 4) * 64);
-                    if (BITS == 8 || step < 4)
-                        _mm_prefetch(codes + c * BYTES + AHEAD + step * 64, _MM_HINT_T0);
-                    if (BITS == 4)
-                        code[j] = _mm512_and_si512(step < 4 ? code[j] : _mm512_srli_epi16(code[j], 4), low);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < COUNT; r++) {
-                    const int8_t *input = numbers + r * BLOCK + part * 4 * STEPS;
-                    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
-#pragma GCC unroll 4
-                    for (int j = 0; j < STEPS; j += 2) {
-                        even = _mm512_dpbusd_epi32(even, code[j], _mm512_set1_epi32(word(input + 4 * j)));
-                        odd = _mm512_dpbusd_epi32(odd, code[j + 1], _mm512_set1_epi32(word(input + 4 * j + 4)));
-                    }
-                    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-                    __m512 step = _mm512_set1_ps(steps[r]);
-                    partial[r] = PARTS ? _mm512_mul_ps(sum, step) : _mm512_fmadd_ps(sum, step, partial[r]);
-                }
-            }
-            __m512 scale, offset;
-            load_scales(w, at, scale, offset);
-#pragma GCC unroll 8
-            for (int r = 0; r < COUNT; r++) {
-                total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
-                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(in.sums_of(g, row)[r]), offset, total[r]);
-            }
-        }
-    }
-    for (int r = 0; r < COUNT; r++)
-        _mm512_storeu_ps(totals + r * TILE, total[r]);
-}
-
-// Up to 8 rows read the codes once, however many they are.
-template <int BITS, int PARTS>
-void vnni(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
-    for (int r = 0; r < count; r += 8) {
-        float *to = totals + r * TILE;
-        switch (std::min(count - r, 8)) {
-#define ROWS(N)                                                                                                        \
-    case N:                                                                                                            \
-        vnni_rows<N, BITS, PARTS>(w, in, tile, row + r, to);                                                           \
-        break;
-            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
-#undef ROWS
-        }
-    }
-}
-#endif
-
-using TileFunction = void (*)(const Weight &, const Inputs &, int64_t tile, int64_t row, int count, float *totals);
-
 template <template <int, int> class Choice> TileFunction chosen(const Weight &w) {
     if (w.group > BLOCK)
         return w.bits == 4 ? Choice<4, 0>::run : Choice<8, 0>::run;
@@ -348,7 +111,22 @@ template <int BITS, int PARTS> struct Vnni {
 };
 #endif
 
+#if defined(__aarch64__)
+template <int BITS, int PARTS> struct Neon {
+    static constexpr TileFunction run = neon<BITS, PARTS>;
+};
+template <int BITS, int PARTS> struct NeonI8mm {
+    static constexpr TileFunction run = neon_i8mm<BITS, PARTS>;
+};
+#endif
+
 TileFunction function_of(const Weight &w) {
+#if defined(__aarch64__)
+    if (w.path == NEON_I8MM)
+        return chosen<NeonI8mm>(w);
+    if (w.path == NEON)
+        return chosen<Neon>(w);
+#endif
 #if defined(__AVX512F__)
     if (w.path >= AVX512_VNNI)
         return chosen<Vnni>(w);
@@ -360,52 +138,121 @@ TileFunction function_of(const Weight &w) {
     return portable;
 }
 
-// Stores two tiles' outputs from `begin` on. Together they fill a cache line or two of each row, which lie pages apart.
-template <typename T>
-void store(T *out, const T *bias, const Weight &w, int64_t begin, int64_t count, const float (*totals)[PANEL * TILE]) {
-    int64_t lanes = std::min(2 * TILE, w.outputs - begin);
-    float add[2 * TILE] = {};
-    for (int64_t lane = 0; bias && lane < lanes; lane++)
-        add[lane] = number(bias[begin + lane]);
-    for (int64_t r = 0; r < count; r++) {
-        T row[2 * TILE];
-        for (int64_t lane = 0; lane < TILE; lane++)
-            set(row[lane], totals[0][r * TILE + lane] + add[lane]);
-        for (int64_t lane = 0; lane < TILE && lanes > TILE; lane++)
-            set(row[TILE + lane], totals[1][r * TILE + lane] + add[TILE + lane]);
-        memcpy(out + r * w.outputs + begin, row, lanes * sizeof(T));
+// Stores up to TILE outputs of a row. adds: to what is there.
+template <typename T> void store_row(T *out, bool adds, const float *totals, const float *bias, int64_t lanes) {
+    for (int64_t i = 0; i < lanes; i += LANES) {
+        Floats value = rounded(load(totals + i) + load(bias + i), out);
+        if (adds)
+            value = load_upto(out + i, lanes - i) + value;
+        store_upto(out + i, value, lanes - i);
+    }
+}
+
+// Products that are written to rows of outputs.
+template <typename T> struct Output {
+    T *out;
+    bool adds;
+    int64_t outputs;
+
+    void operator()(int64_t row, int64_t begin, int64_t lanes, const float (*totals)[PANEL * TILE], int64_t r,
+                    const float *bias) const {
+        T *to = out + row * outputs + begin;
+        store_row(to, adds, totals[0] + r * TILE, bias, std::min(lanes, TILE));
+        if (lanes > TILE)
+            store_row(to + TILE, adds, totals[1] + r * TILE, bias + TILE, lanes - TILE);
+    }
+};
+
+// The highest of the outputs of a row so far, the first of several; a NaN is the highest, as for torch.
+struct Best {
+    float value = -INFINITY;
+    int64_t index = 0;
+    bool is_nan = false;
+
+    // Outputs come in rising order of their indices.
+    void see(float x, int64_t at) {
+        bool is_first_nan = x != x && !is_nan;
+        if (is_first_nan || (!is_nan && x > value))
+            *this = {x, at, is_first_nan};
+    }
+};
+
+// Products of which only each row's highest is kept. Every member has rows of its own.
+struct Highest {
+    Best *best;
+
+    void operator()(int64_t row, int64_t begin, int64_t lanes, const float (*totals)[PANEL * TILE], int64_t r,
+                    const float *bias) const {
+        for (int64_t first = 0; first < lanes; first += TILE) {
+            float values[TILE];
+            bool is_higher = false;
+            for (int64_t i = 0; i < TILE; i++) {
+                values[i] = totals[first / TILE][r * TILE + i] + bias[first + i];
+                is_higher |= !(values[i] <= best[row].value);
+            }
+            for (int64_t i = 0; is_higher && i < std::min(lanes - first, TILE); i++)
+                best[row].see(values[i], begin + first + i);
+        }
+    }
+};
+
+// Computes the member's share of the outputs of all rows, in rising order of each row's, and passes one or two tiles of a
+// row at a time to `take`: together they fill a cache line or two of each row of outputs, which lie pages apart.
+template <typename T, typename Take>
+void multiply(const team::Member &member, const Take &take, const T *all_bias, const Weight &w, const RoundedRows &in,
+              int64_t rows) {
+    TileFunction run = function_of(w);
+    int64_t tiles = (w.outputs + TILE - 1) / TILE;
+    int64_t wide = tiles >= 4 * member.count ? 2 : 1;  // tiles that are passed together
+    team::Span mine = member.share((tiles + wide - 1) / wide);
+    for (int64_t first = 0; first < rows; first += PANEL) {
+        int64_t count = std::min(PANEL, rows - first);
+        for (int64_t i : mine) {
+            float totals[2][PANEL * TILE], bias[2 * TILE] = {};
+            int64_t begin = i * wide, end = std::min(begin + wide, tiles);
+            for (int64_t tile = begin; tile < end; tile++)
+                run(w, in, tile, first, count, totals[tile - begin]);
+            int64_t lanes = std::min(end * TILE, w.outputs) - begin * TILE;
+            for (int64_t j = 0; all_bias && j < lanes; j += LANES)
+                store(bias + j, load_upto(all_bias + begin * TILE + j, lanes - j));
+            for (int64_t r = 0; r < count; r++)
+                take(first + r, begin * TILE, lanes, totals, r, bias);
+        }
     }
 }
 
 template <typename T>
-void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads, int64_t small) {
-    thread_local Inputs in;
-    TileFunction run = function_of(w);
-    int64_t tiles = (w.outputs + TILE - 1) / TILE;
-    for (int64_t first = 0; first < rows; first += PANEL) {
-        int64_t count = std::min(PANEL, rows - first);
-        in.resize(count, w);
-        Inputs &rounded = in;  // the caller's, not one of each thread
-#pragma omp parallel num_threads(threads) if (threads > 1 && count * w.inputs * w.outputs > small)
-        {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < count; r++)
-                rounded.round(inputs + (first + r) * w.inputs, r);
-#pragma omp for schedule(static) nowait
-            for (int64_t tile = 0; tile < tiles; tile += 2) {
-                float totals[2][PANEL * TILE];
-                for (int64_t i = 0; i < std::min<int64_t>(2, tiles - tile); i++)
-                    run(w, rounded, tile + i, 0, count, totals[i]);
-                store(out + first * w.outputs, bias, w, tile * TILE, count, totals);
-            }
-        }
+void round_and_multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads) {
+    thread_local RowBuffer buffer;
+    buffer.reserve(rows, w.inputs);
+    const RoundedRows rounded = buffer.rows_of(w);
+    parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
+        for (int64_t r : member.share(rows))
+            round_row(rounded, r, inputs + r * w.inputs);
+        member.barrier();
+        multiply(member, Output<T>{out, false, w.outputs}, bias, w, rounded, rows);
+    });
+}
+
+// Finds the highest output of each row among those that the members found.
+void pick_highest(int64_t *picks, const std::vector<Best> &found, int64_t members, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) {
+        Best best;
+        for (int64_t i = 0; i < members; i++)
+            best.see(found[i * rows + r].value, found[i * rows + r].index);
+        picks[r] = best.index;
     }
 }
 
 }  // namespace
 
-// The best of Path that this processor and this library have. AMX was tried: beside the scales of blocks, its products
-// gain nothing over VNNI.
+void multiply_share(const team::Member &member, float *out, bool adds, const Projection &projection,
+                    const RoundedRows &inputs, int64_t rows) {
+    const Weight &w = *projection.weight;
+    multiply(member, Output<float>{out, adds, w.outputs}, projection.bias, w, inputs, rows);
+}
+
+// The best of Path that this processor and this library have.
 extern "C" int quantized_matmul_path() {
 #if defined(__AVX512F__)
     if (__builtin_cpu_supports("avx512vnni"))
@@ -414,20 +261,41 @@ extern "C" int quantized_matmul_path() {
 #if X86
     return AVX2;
 #endif
+#if defined(__aarch64__)
+    if (has_dot_products())
+        return has_i8mm() ? NEON_I8MM : NEON;
+#endif
     return PORTABLE;
 }
 
 extern "C" void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight,
                                          int64_t rows, int32_t threads) {
-    multiply(out, inputs, bias, *weight, rows, threads, SMALL);
-}
-
-extern "C" void quantized_matmul_awake(float *out, const float *inputs, const float *bias, const Weight *weight,
-                                       int64_t rows, int32_t threads) {
-    multiply(out, inputs, bias, *weight, rows, threads, SMALL_AWAKE);
+    round_and_multiply(out, inputs, bias, *weight, rows, threads);
 }
 
 extern "C" void quantized_matmul_bfloat16(bf16 *out, const bf16 *inputs, const bf16 *bias, const Weight *weight,
                                           int64_t rows, int32_t threads) {
-    multiply(out, inputs, bias, *weight, rows, threads, SMALL);
+    round_and_multiply(out, inputs, bias, *weight, rows, threads);
+}
+
+// The index of the highest output of each row: what argmax finds in the rows that quantized_matmul writes.
+extern "C" void quantized_argmax_float32(int64_t *picks, const float *inputs, const float *bias, const Weight *weight,
+                                         int64_t rows, int32_t threads) {
+    thread_local RowBuffer buffer;
+    thread_local std::vector<Best> of_thread;
+    const Weight &w = *weight;
+    buffer.reserve(rows, w.inputs);
+    const RoundedRows rounded = buffer.rows_of(w);
+    std::vector<Best> &found = of_thread;  // the caller's, not one of each member
+    int64_t members = 1;
+    found.assign(threads * rows, Best{});
+    parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
+        for (int64_t r : member.share(rows))
+            round_row(rounded, r, inputs + r * w.inputs);
+        member.barrier();
+        multiply(member, Highest{found.data() + member.index * rows}, bias, w, rounded, rows);
+        if (member.index == 0)
+            members = member.count;
+    });
+    pick_highest(picks, found, members, rows);
 }

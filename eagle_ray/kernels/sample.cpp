@@ -4,14 +4,15 @@
 // order of (score, token id), so a `Floor` says it. Noise is computed where it could still win.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <omp.h>
 #include <utility>
 #include <vector>
 
 #include "cpu_ops.h"
+#include "parallel.h"
 #include "vectors.h"
 
 namespace {
@@ -44,7 +45,7 @@ inline uint64_t mixed(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// The uniform number of 32 bits, as in `gumbel_noise` of sampler.py.
+// The uniform number of 32 bits, as in `gumbel_noise` of sampling/noise.py.
 inline float uniform(uint32_t bits) { return std::min((bits + 0.5f) * 0x1p-32f, 1 - 0x1p-24f); }
 
 inline float gumbel(float v) { return -std::log(-std::log1p(-v)); }
@@ -185,8 +186,10 @@ extern "C" void sample_rows_float32(int64_t *tokens, const float *logits, const 
                                     const int64_t *seq, const int64_t *positions, float *scratch, int64_t rows,
                                     int64_t size, int threads) {
     const Sampling sampling{temperature, top_k, top_p, min_p, seed};
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1 && rows * size > SMALL)
-    for (int64_t r = 0; r < rows; r++)
-        tokens[r] =
-            pick(logits + r * size, size, sampling, seq[r], positions[r], scratch + omp_get_thread_num() * size);
+    std::atomic<int64_t> next{0};  // rows take longer or shorter
+    parallel(rows > 1 && rows * size > SMALL ? threads : 1, [&](const team::Member &member) {
+        float *own = scratch + member.index * size;
+        for (int64_t r = next++; r < rows; r = next++)
+            tokens[r] = pick(logits + r * size, size, sampling, seq[r], positions[r], own);
+    });
 }

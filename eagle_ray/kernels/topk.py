@@ -4,8 +4,9 @@
     scores, places, own = top_k(logits, 10, push)             # coupled: see methods/coupling.py
     log_probs = log_probs_of(logits, tokens)                  # one logsumexp and one logit per row
 
-Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
-the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.
+Each part of a row names its own k best, one after the other; a second launch picks the k best of
+those. Of equal scores the lower place comes first; in a row with a NaN or an infinite logit every
+score is NaN, as log_softmax has it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from eagle_ray.kernels.availability import launch
 from eagle_ray.kernels.jit_functions import gumbel, noise_key, ranked, score_of, token_of
 from eagle_ray.kernels.topk_topp import load_row
 
-BLOCK = 2048  # tokens of a part
+TOPK_PART_TOKENS = 2048  # tokens of a part
 MAX_K = 32  # children of a node: they are found one after the other
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
@@ -31,10 +32,12 @@ _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 class Push:
     """What coupling adds to the logits of sampled sequences; those of temperature 0 are left alone.
 
-    weights: weights of the logit, the noise, the noise above `large`, and being under the floor.
-    positions: positions of the tokens that are chosen after these nodes.
-    floors: least logit that the sampler's cuts would keep; None where nothing is cut.
-    token_ids: token at each place; None where the place is the token.
+    Attributes:
+        weights: weights of the logit, the noise, the noise above `large`, and being under the
+            floor.
+        positions: positions of the tokens that are chosen after these nodes.
+        floors: least logit that the sampler's cuts would keep; None where nothing is cut.
+        token_ids: token at each place; None where the place is the token.
     """
 
     weights: Float[Tensor, " 4"]
@@ -49,29 +52,68 @@ class Push:
 def top_k(
     logits: Float[Tensor, "B F V"], k: int, push: Push | None = None
 ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-    """Log-probabilities by which the best k are ranked, their places, and their own unpushed. k: at most MAX_K."""
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    """Return the log-probabilities by which the best k are ranked, their places, and their own unpushed.
+
+    Args:
+        k: at most MAX_K.
+    """
+    batch, num_nodes, vocab = logits.shape
     logits = logits.reshape(-1, vocab)
-    num_rows, num_parts = len(logits), triton.cdiv(vocab, BLOCK)
-    device, parts = logits.device, triton.next_power_of_2(num_parts)
+    num_rows = len(logits)
+    num_parts = triton.cdiv(vocab, TOPK_PART_TOKENS)
+    device = logits.device
+
+    # The best k of each part of a row.
     sums = torch.empty(4, num_rows, num_parts, device=device)
     best = torch.empty(num_rows, num_parts, k, dtype=torch.int64, device=device)
+    launch(best_of_parts, (num_rows, num_parts))(
+        logits,
+        vocab,
+        *_pushed(push),
+        num_nodes,
+        sums,
+        best,
+        num_rows,
+        num_parts,
+        K=k,
+        BLOCK=TOPK_PART_TOKENS,
+    )
+
+    # The best k of the parts' best.
     scores, own = torch.empty(2, num_rows, k, device=device).unbind()
     indices = torch.empty(num_rows, k, dtype=torch.int64, device=device)
-    launch(best_of_parts, (num_rows, num_parts))(
-        logits, vocab, *_pushed(push), shape[-1], sums, best, num_rows, num_parts, K=k, BLOCK=BLOCK
-    )
+    candidates = triton.next_power_of_2(num_parts * k)
     launch(merge, (num_rows,))(
-        logits, vocab, sums, best, scores, indices, own, num_rows, num_parts,
-        K=k, PARTS=parts, CANDIDATES=triton.next_power_of_2(num_parts * k), PUSHED=push is not None,
-    )  # fmt: skip
-    return scores.view(*shape, k), indices.view(*shape, k), own.view(*shape, k)
+        logits,
+        vocab,
+        sums,
+        best,
+        scores,
+        indices,
+        own,
+        num_rows,
+        num_parts,
+        K=k,
+        PARTS=triton.next_power_of_2(num_parts),
+        CANDIDATES=candidates,
+        PUSHED=push is not None,
+    )
+    shape = batch, num_nodes, k
+    return scores.view(shape), indices.view(shape), own.view(shape)
 
 
 def _pushed(push: Push | None) -> tuple:
     if push is None:
         return (None,) * 7
-    return push.weights, push.large, push.temperature, push.seed, push.positions, push.floors, push.token_ids
+    return (
+        push.weights,
+        push.large,
+        push.temperature,
+        push.seed,
+        push.positions,
+        push.floors,
+        push.token_ids,
+    )
 
 
 @triton.jit(do_not_specialize=["seeds"])
@@ -94,29 +136,41 @@ def best_of_parts(
     BLOCK: tl.constexpr,
 ):
     """Compute the K best of this part, best first, as packed keys."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     indices, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
-    at, size = row * num_parts + part, num_rows * num_parts
+    at = row * num_parts + part
+    size = num_rows * num_parts
+
     scores = x
     if weights is not None:
         own_top, own_sum = part_of_sum(x)
         tl.store(sums + 2 * size + at, own_top)
         tl.store(sums + 3 * size + at, own_sum)
+
+        # Sampled sequences are ranked by the logit, the noise and the floor.
         i = row // num_nodes
         temperature = tl.load(temperatures + i)
         if temperature > 0:
             tokens = indices.to(tl.int64)
             if token_ids is not None:
                 tokens = tl.load(token_ids + indices, mask=real, other=0)
-            noise = gumbel(noise_key(tl.load(seeds + i), tl.load(positions + i)), tokens)
-            on_noise, on_large = tl.load(weights + 1), tl.load(weights + 2)
-            scores = tl.load(weights) * x + temperature * (on_noise * noise + on_large * tl.maximum(noise - large, 0.0))
+            key = noise_key(tl.load(seeds + i), tl.load(positions + i))
+            noise = gumbel(key, tokens)
+            on_logit = tl.load(weights)
+            on_noise = tl.load(weights + 1)
+            on_large = tl.load(weights + 2)
+            pushed = on_noise * noise + on_large * tl.maximum(noise - large, 0.0)
+            scores = on_logit * x + temperature * pushed
             if floors is not None:
                 scores += tl.where(x < tl.load(floors + row), tl.load(weights + 3), 0.0)
             scores = tl.where(real, scores, -float("inf"))
+
     top, total = part_of_sum(scores)
     tl.store(sums + at, top)
     tl.store(sums + size + at, total)
+
+    # Name the K best, one after another.
     keys = ranked(scores, indices.to(tl.int64), real)
     for i in range(K):
         highest = tl.max(keys)
@@ -141,14 +195,23 @@ def merge(
     PUSHED: tl.constexpr,
 ):
     """Compute the K best of all parts, their scores, and their logits minus the row's logsumexp."""
-    row, parts = tl.program_id(0), tl.arange(0, PARTS)
-    at, size, real = row * num_parts + parts, num_rows * num_parts, parts < num_parts
+    row = tl.program_id(0)
+    parts = tl.arange(0, PARTS)
+    at = row * num_parts + parts
+    size = num_rows * num_parts
+    real = parts < num_parts
+
+    # The logarithms of the sums, of the ranking scores and of the logits.
     tops = tl.load(sums + at, mask=real, other=-float("inf"))
-    total = log_of_sums(tops, tl.load(sums + size + at, mask=real, other=0.0))
+    totals = tl.load(sums + size + at, mask=real, other=0.0)
+    total = log_of_sums(tops, totals)
     own_total = total
     if PUSHED:
-        tops = tl.load(sums + 2 * size + at, mask=real, other=-float("inf"))
-        own_total = log_of_sums(tops, tl.load(sums + 3 * size + at, mask=real, other=0.0))
+        own_tops = tl.load(sums + 2 * size + at, mask=real, other=-float("inf"))
+        own_totals = tl.load(sums + 3 * size + at, mask=real, other=0.0)
+        own_total = log_of_sums(own_tops, own_totals)
+
+    # Name the K best of the parts' candidates, one after another.
     candidates = tl.arange(0, CANDIDATES)
     first = row.to(tl.int64) * num_parts * K
     keys = tl.load(best + first + candidates, mask=candidates < num_parts * K, other=_TAKEN)
@@ -166,14 +229,16 @@ def merge(
 def part_of_sum(x):
     """Return a part's maximum and its sum relative to that; -inf and 0 if it has nothing above -inf."""
     highest = tl.max(x)
-    return highest, tl.sum(tl.where(highest == -float("inf"), tl.exp(x), tl.exp(x - highest)))
+    powers = tl.where(highest == -float("inf"), tl.exp(x), tl.exp(x - highest))
+    return highest, tl.sum(powers)
 
 
 @triton.jit
 def log_of_sums(highest, sums):
     """Combine the parts; absent parts have -inf and 0."""
     top = tl.max(highest)
-    return top + tl.log(tl.sum(tl.where(highest == -float("inf"), sums, sums * tl.exp(highest - top))))
+    relative = tl.where(highest == -float("inf"), sums, sums * tl.exp(highest - top))
+    return top + tl.log(tl.sum(relative))
 
 
 PART_OF_SUM = 4096  # tokens
@@ -182,27 +247,33 @@ PART_OF_SUM = 4096  # tokens
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
     """Return the log-probability of each token, as sampling.log_probs_of within fp32's rounding.
 
-    Several programs read parts of one row; each returns (maximum, sum of exp(x - maximum)), which are then combined.
-    NaN or +inf anywhere makes the row's result NaN, as in log_softmax; so does a row of nothing but -inf.
+    Several programs read parts of one row; each returns (maximum, sum of exp(x - maximum)), which
+    are then combined. NaN or +inf anywhere makes the row's result NaN, as in log_softmax; so does a
+    row of nothing but -inf.
     """
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     num_rows, vocab = logits.shape
-    num_parts = triton.cdiv(vocab, PART_OF_SUM)
-    highest, sums = torch.empty(2, num_rows, num_parts, device=logits.device).unbind()
     out = torch.empty(num_rows, device=logits.device)
-    if num_rows:
-        launch(sum_parts, (num_rows, num_parts))(
-            logits, logits.stride(0), vocab, highest, sums, num_parts, BLOCK=PART_OF_SUM
-        )
-        parts = triton.next_power_of_2(num_parts)
-        launch(gather, (num_rows,))(logits, logits.stride(0), tokens, highest, sums, out, num_parts, PARTS=parts)
+    if num_rows == 0:
+        return out
+
+    num_parts = triton.cdiv(vocab, PART_OF_SUM)
+    stride = logits.stride(0)
+    highest, sums = torch.empty(2, num_rows, num_parts, device=logits.device).unbind()
+    launch(sum_parts, (num_rows, num_parts))(
+        logits, stride, vocab, highest, sums, num_parts, BLOCK=PART_OF_SUM
+    )
+    parts = triton.next_power_of_2(num_parts)
+    launch(gather, (num_rows,))(logits, stride, tokens, highest, sums, out, num_parts, PARTS=parts)
     return out
 
 
 @triton.jit
 def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constexpr):
     """Compute each part's maximum logit and sum of exponentials."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
     top, total = part_of_sum(x)
     tl.store(highest + row * num_parts + part, top)
@@ -212,9 +283,14 @@ def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constex
 @triton.jit
 def gather(logits, stride, tokens, highest, sums, out, num_parts, PARTS: tl.constexpr):
     """Compute the token's logit minus the row's logsumexp."""
-    row, parts = tl.program_id(0), tl.arange(0, PARTS)
-    at, real = row * num_parts + parts, parts < num_parts
+    row = tl.program_id(0)
+    parts = tl.arange(0, PARTS)
+    at = row * num_parts + parts
+    real = parts < num_parts
     tops = tl.load(highest + at, mask=real, other=-float("inf"))
-    total = log_of_sums(tops, tl.load(sums + at, mask=real, other=0.0))
-    x = tl.load(logits + row.to(tl.int64) * stride + tl.load(tokens + row)).to(tl.float32)
+    totals = tl.load(sums + at, mask=real, other=0.0)
+    total = log_of_sums(tops, totals)
+
+    token = tl.load(tokens + row)
+    x = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
     tl.store(out + row, x - total)

@@ -1,17 +1,19 @@
 """Top-k and top-p without a sort: the least score that each keeps, found sixteen values at a time.
 
-A score's order is an integer. Some 4 bits of the least one that is kept are fixed by each launch of `narrow`: every
-program counts what its part of a row has at or above each of 16 candidates, and the next launch adds the parts up.
-What is counted is tokens for top-k and probability for top-p, in whole units of 2**-44, so that no sum depends on the
-order it is made in: a row's cuts are the same in every company.
+A score's order is an integer. Some 4 bits of the least one that is kept are fixed by each launch of
+`narrow`: every program counts what its part of a row has at or above each of 16 candidates, and the
+next launch adds the parts up. What is counted is tokens for top-k and probability for top-p, in
+whole units of 2**-44, so that no sum depends on the order it is made in: a row's cuts are the same
+in every company.
 
     peak     the highest score of each row                                   for top_p and min_p
     narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
 
-`cut_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as `lowest_retained`
-of methods/coupling.py does: one program per row, which ends at once if the row is greedy or cuts nothing. It
-is for ranking drafts, so the cuts are worked out on the best few tokens alone.
+`cut_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as
+`lowest_retained` of methods/coupling.py does: one program per row, which ends at once if the row is
+greedy or cuts nothing. It is for ranking drafts, so the cuts are worked out on the best few tokens
+alone.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from eagle_ray.kernels.jit_functions import ORDER_BITS, order
 
 DIGIT: tl.constexpr = tl.constexpr(4)  # bits that one launch fixes
 DIGITS: tl.constexpr = tl.constexpr(16)
-MASS: tl.constexpr = tl.constexpr(2.0**44)  # of the likeliest token: 2**17 of them still fit
-TOP_K, TOP_P = 0, 1
+MASS: tl.constexpr = tl.constexpr(2.0**44)  # mass of the likeliest token: 2**17 of them still fit
+TOP_K = 0
+TOP_P = 1
 _TOP_K: tl.constexpr = tl.constexpr(TOP_K)
 _ALL: tl.constexpr = tl.constexpr(-1)  # below every order
 
@@ -59,32 +62,38 @@ def order_of(x, scores, ORDER_BITS: tl.constexpr):
 
 @triton.jit
 def _mass(scores, peak, retained):
-    """exp(score - peak) in whole units; the peak itself is 1 where it is infinite too."""
+    """Return exp(score - peak) in whole units; the peak itself is 1 where it is infinite too."""
     share = tl.where(scores == peak, 1.0, tl.exp(scores - peak))
-    return tl.where(retained & (share == share), (share * MASS).to(tl.int64), 0)
+    units = (share * MASS).to(tl.int64)
+    return tl.where(retained & (share == share), units, 0)
 
 
 @triton.jit
 def peak_of(peaks, row, num_parts, PARTS: tl.constexpr):
-    """Return the highest score of a row from those of its parts."""
+    """Return the highest score of a row from the highest ones of its parts."""
     parts = tl.arange(0, PARTS)
-    return tl.max(tl.load(peaks + row * num_parts + parts, mask=parts < num_parts, other=-float("inf")))
+    peaks_at = peaks + row * num_parts + parts
+    return tl.max(tl.load(peaks_at, mask=parts < num_parts, other=-float("inf")))
 
 
 @triton.jit
 def sum_of(sums, row, num_parts, PARTS: tl.constexpr):
-    """Whole numbers of a row's parts added up."""
+    """Return the sum of a row's parts, which are whole numbers."""
     parts = tl.arange(0, PARTS)
-    return tl.sum(tl.load(sums + row * num_parts + parts, mask=parts < num_parts, other=0))
+    sums_at = sums + row * num_parts + parts
+    return tl.sum(tl.load(sums_at, mask=parts < num_parts, other=0))
 
 
 @triton.jit
 def peak(logits, stride, vocab, temperatures, seq, peaks, num_parts, BLOCK: tl.constexpr):
-    row, part = tl.program_id(0), tl.program_id(1)
+    """Compute the highest score of this part."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     temperature = tl.load(temperatures + tl.load(seq + row))
     if temperature > 0:
         _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
-        tl.store(peaks + row * num_parts + part, tl.max(scores_of(x, temperature)))
+        highest = tl.max(scores_of(x, temperature))
+        tl.store(peaks + row * num_parts + part, highest)
 
 
 @triton.jit
@@ -108,10 +117,14 @@ def _is_cut(limits, i, temperature, KIND: tl.constexpr):
 @triton.jit
 def _fixed(base, sums, wanted, row, num_parts, shift, PARTS: tl.constexpr):
     """Return the base with the digit that the sums of all parts decide: the highest that reaches the wanted amount."""
-    parts, digits = tl.arange(0, PARTS)[:, None], tl.arange(0, DIGITS)[None, :]
+    parts = tl.arange(0, PARTS)[:, None]
+    digits = tl.arange(0, DIGITS)[None, :]
     at = (row * num_parts + parts).to(tl.int64) * DIGITS + digits
     reached = tl.sum(tl.load(sums + at, mask=parts < num_parts, other=0), 0)
-    digit = tl.sum(((reached >= wanted) & (tl.arange(0, DIGITS) > 0)).to(tl.int64))
+
+    # Sums fall from digit to digit, so the digit is the number of those that reach it. Digit 0 always does.
+    is_reached = (reached >= wanted) & (tl.arange(0, DIGITS) > 0)
+    digit = tl.sum(is_reached.to(tl.int64))
     return base + (digit << shift)
 
 
@@ -138,17 +151,22 @@ def narrow(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Sums of this part at and above each digit at `shift`, the higher digits being fixed by the launches before."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    """Compute this part's sums at and above each digit at `shift`; earlier launches fixed the higher digits."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     i = tl.load(seq + row)
     temperature = tl.load(temperatures + i)
     if _is_cut(limits, i, temperature, KIND):
+        # Launches take turns with two sets of bases and sums, since each reads those of the one before.
         base = tl.full((), 0, tl.int64)
-        before, now = (1 - turn) * num_rows, turn * num_rows
+        before = (1 - turn) * num_rows
+        now = turn * num_rows
         if not FIRST:
             wanted = _wanted(limits, i, totals, row, num_parts, vocab, KIND, PARTS)
             base = tl.load(bases + before + row)
             base = _fixed(base, sums, wanted, before + row, num_parts, shift + DIGIT, PARTS)
+
+        # Count tokens for top-k, and probability for top-p.
         _, real, x = load_row(logits, stride, row, part, vocab, BLOCK)
         scores = scores_of(x, temperature)
         orders = order_of(x, scores, ORDER_BITS)
@@ -160,12 +178,14 @@ def narrow(
             weights = _mass(scores, peak_of(peaks, row, num_parts, PARTS), real)
             if FIRST:
                 tl.store(totals + row * num_parts + part, tl.sum(weights))
+
         if part == 0:
             tl.store(bases + now + row, base)
         at = sums + ((now + row) * num_parts + part).to(tl.int64) * DIGITS
         reached = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1).to(tl.int32)
         for digit in tl.static_range(1, DIGITS):
-            tl.store(at + digit, tl.sum(tl.where(reached >= digit, weights, 0)))
+            total = tl.sum(tl.where(reached >= digit, weights, 0))
+            tl.store(at + digit, total)
 
 
 @triton.jit(do_not_specialize=["limits", "num_rows", "turn"])
@@ -191,7 +211,8 @@ def settle(
     if _is_cut(limits, i, tl.load(temperatures + i), KIND):
         wanted = _wanted(limits, i, totals, row, num_parts, vocab, KIND, PARTS)
         last = turn * num_rows + row
-        floor = _fixed(tl.load(bases + last), sums, wanted, last, num_parts, 0, PARTS)
+        base = tl.load(bases + last)
+        floor = _fixed(base, sums, wanted, last, num_parts, 0, PARTS)
     tl.store(floors + row, floor)
 
 
@@ -213,29 +234,53 @@ def ties(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    row, part = tl.program_id(0), tl.program_id(1)
+    """Sum the probability of this part's tokens above the floor, and of those at it."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     i = tl.load(seq + row)
     temperature = tl.load(temperatures + i)
     if (temperature > 0) & (tl.load(top_p + i) < 1):
         _, real, x = load_row(logits, stride, row, part, vocab, BLOCK)
         scores = scores_of(x, temperature)
-        orders, floor = order_of(x, scores, ORDER_BITS), tl.load(floors + row)
-        highest, at = peak_of(peaks, row, num_parts, PARTS), row * num_parts + part
+        orders = order_of(x, scores, ORDER_BITS)
+        floor = tl.load(floors + row)
+        highest = peak_of(peaks, row, num_parts, PARTS)
+        at = row * num_parts + part
+
+        is_above = real & (orders > floor)
+        tl.store(above + at, tl.sum(_mass(scores, highest, is_above)))
         tied = real & (orders == floor)
-        tl.store(above + at, tl.sum(_mass(scores, highest, real & (orders > floor))))
         tl.store(counts + at, tl.sum(tied.to(tl.int32)))
         tl.store(masses + at, tl.sum(_mass(scores, highest, tied)))
 
 
 @triton.jit
 def retained_ties(
-    tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr
+    tied,
+    top_p,
+    i,
+    totals,
+    above,
+    counts,
+    masses,
+    row,
+    part,
+    num_parts,
+    vocab,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Return which tokens at the floor top-p keeps: the highest ids, as in a stable ascending sort."""
-    missing = _wanted(top_p, i, totals, row, num_parts, vocab, KIND, PARTS) - sum_of(above, row, num_parts, PARTS)
+    wanted = _wanted(top_p, i, totals, row, num_parts, vocab, KIND, PARTS)
+    missing = wanted - sum_of(above, row, num_parts, PARTS)
+
+    # Tied tokens have equal mass.
     parts = tl.arange(0, PARTS)
     count = tl.load(counts + row * num_parts + parts, mask=parts < num_parts, other=0)
-    mass = tl.maximum(sum_of(masses, row, num_parts, PARTS) // tl.maximum(tl.sum(count), 1), 1)
+    tied_mass = sum_of(masses, row, num_parts, PARTS)
+    mass = tl.maximum(tied_mass // tl.maximum(tl.sum(count), 1), 1)
+
+    # Keep as many of them as fill what is missing.
     later = tl.sum(tl.where(parts > part, count, 0))
     rank = tl.cumsum(tied.to(tl.int32), reverse=True) + later  # 1 for the highest id
     return tied & ((rank - 1).to(tl.int64) * mass < missing)
@@ -260,50 +305,81 @@ def cut_floor(
     logits = logits.contiguous()
     floors = torch.empty(batch, num_nodes, device=logits.device)
     launch(_cut_floor, (batch * num_nodes,))(
-        logits, vocab, num_nodes, temperature, top_k, top_p, min_p, floors,
-        NUM_BEST=min(num_best, vocab), ORDER_BITS=ORDER_BITS[logits.dtype],
-        BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
-    )  # fmt: skip
+        logits,
+        vocab,
+        num_nodes,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        floors,
+        NUM_BEST=min(num_best, vocab),
+        ORDER_BITS=ORDER_BITS[logits.dtype],
+        BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab)),
+        num_warps=8,
+    )
     return floors
 
 
 @triton.jit(do_not_specialize=["top_ks", "top_ps", "min_ps"])
 def _cut_floor(
-    logits, vocab, num_nodes, temperatures, top_ks, top_ps, min_ps, floors,
-    NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    vocab,
+    num_nodes,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    floors,
+    NUM_BEST: tl.constexpr,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the least logit of one row that all cuts keep."""
     row = tl.program_id(0)
     i = row // num_nodes
-    temperature, k, p, min_p = (
-        tl.load(temperatures + i), tl.load(top_ks + i), tl.load(top_ps + i), tl.load(min_ps + i)
-    )  # fmt: skip
+    temperature = tl.load(temperatures + i)
+    k = tl.load(top_ks + i)
+    p = tl.load(top_ps + i)
+    min_p = tl.load(min_ps + i)
     floor = tl.full((), -float("inf"), tl.float32)
     if (temperature > 0) & ((k > 0) | (p < 1) | (min_p > 0)):
+        # The order from which on top-k, or the best few without it, keep tokens.
         source = logits + row.to(tl.int64) * vocab
         wanted = tl.where(k > 0, tl.minimum(k, NUM_BEST), NUM_BEST).to(tl.int64)
         highest = _highest(source, vocab, temperature, BLOCK)
         base = _min_order(source, vocab, temperature, highest, 0, wanted, False, ORDER_BITS, BLOCK)
+
+        # The order from which on top-p keeps tokens of those.
         if p < 1:
             total = _amount(source, vocab, temperature, highest, base, ORDER_BITS, BLOCK)
             dropped = ((1 - p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             enough = tl.maximum(total - dropped, 1)
-            base = _min_order(source, vocab, temperature, highest, base, enough, True, ORDER_BITS, BLOCK)
-        floor = _min_logit(source, vocab, temperature, highest, base, min_p, NUM_BEST, ORDER_BITS, BLOCK)
+            base = _min_order(
+                source, vocab, temperature, highest, base, enough, True, ORDER_BITS, BLOCK
+            )
+
+        floor = _min_logit(
+            source, vocab, temperature, highest, base, min_p, NUM_BEST, ORDER_BITS, BLOCK
+        )
     tl.store(floors + row, floor)
 
 
 @triton.jit
 def _block(source, vocab, start, BLOCK: tl.constexpr):
+    """Return the mask of a block of a row, and its logits in fp32."""
     tokens = start + tl.arange(0, BLOCK)
     real = tokens < vocab
-    return real, tl.load(source + tokens, mask=real, other=-float("inf")).to(tl.float32)
+    x = tl.load(source + tokens, mask=real, other=-float("inf"))
+    return real, x.to(tl.float32)
 
 
 @triton.jit
 def _units(x, temperature, highest, retained):
-    """exp(score - highest) in whole units, so that no sum depends on the order it is made in."""
+    """Return exp(score - highest) in whole units, so that no sum depends on the order it is made in."""
     share = tl.exp(scores_of(x, temperature) - highest)
-    return tl.where(retained & (share == share), (share * MASS).to(tl.int64), 0)
+    units = (share * MASS).to(tl.int64)
+    return tl.where(retained & (share == share), units, 0)
 
 
 @triton.jit
@@ -316,21 +392,34 @@ def _highest(source, vocab, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _amount(source, vocab, temperature, highest, base, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the probability of the tokens from the base on."""
+def _amount(
+    source, vocab, temperature, highest, base, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the total probability of the tokens whose order is `base` or higher."""
     total = tl.full((), 0, tl.int64)
     for start in range(0, vocab, BLOCK):
         real, x = _block(source, vocab, start, BLOCK)
-        total += tl.sum(_units(x, temperature, highest, real & (order_of(x, x, ORDER_BITS) >= base)))
+        retained = real & (order_of(x, x, ORDER_BITS) >= base)
+        total += tl.sum(_units(x, temperature, highest, retained))
     return total
 
 
 @triton.jit
 def _min_order(
-    source, vocab, temperature, highest, lowest, wanted,
-    IS_MASS: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the highest order from which on there are `wanted` tokens, or units of probability, of `least` or more."""
+    source,
+    vocab,
+    temperature,
+    highest,
+    lowest,
+    wanted,
+    IS_MASS: tl.constexpr,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the highest order from which on there are `wanted` tokens, or units of probability.
+
+    Only tokens whose order is `lowest` or higher count.
+    """
     digits = tl.arange(0, DIGITS)
     base = tl.full((), 0, tl.int64)
     for turn in tl.static_range(ORDER_BITS // DIGIT):
@@ -341,24 +430,39 @@ def _min_order(
             orders = order_of(x, x, ORDER_BITS)
             real &= orders >= lowest
             weights = _units(x, temperature, highest, real) if IS_MASS else real.to(tl.int64)
+
+            # Add up what has each digit at this place or a higher one.
             place = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1)
             for digit in tl.static_range(1, DIGITS):
-                reached += tl.where(digits == digit, tl.sum(tl.where(place >= digit, weights, 0)), 0)
-        base += tl.sum(((reached >= wanted) & (digits > 0)).to(tl.int64)) << shift
+                more = tl.sum(tl.where(place >= digit, weights, 0))
+                reached += tl.where(digits == digit, more, 0)
+
+        is_reached = (reached >= wanted) & (digits > 0)
+        base += tl.sum(is_reached.to(tl.int64)) << shift
     return base
 
 
 @triton.jit
 def _min_logit(
-    source, vocab, temperature, highest, base, min_p,
-    NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    source,
+    vocab,
+    temperature,
+    highest,
+    base,
+    min_p,
+    NUM_BEST: tl.constexpr,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Return the least logit from the base on that min_p keeps too, or -inf if that keeps NUM_BEST tokens or more."""
-    floor, count = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32)
+    floor = tl.full((), float("inf"), tl.float32)
+    count = tl.full((), 0, tl.int32)
     for start in range(0, vocab, BLOCK):
         real, x = _block(source, vocab, start, BLOCK)
         retained = real & (order_of(x, x, ORDER_BITS) >= base)
-        retained &= tl.exp(scores_of(x, temperature) - highest) >= min_p
+        share = tl.exp(scores_of(x, temperature) - highest)
+        retained &= share >= min_p
         count += tl.sum(retained.to(tl.int32))
-        floor = tl.minimum(floor, tl.min(tl.where(retained, x, float("inf"))))
+        lowest = tl.min(tl.where(retained, x, float("inf")))
+        floor = tl.minimum(floor, lowest)
     return tl.where(count >= NUM_BEST, -float("inf"), floor)

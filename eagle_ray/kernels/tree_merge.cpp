@@ -8,6 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "parallel.h"
+
 // The structures below are those of cpu_ops.py.
 
 // The trees of one drafter, [rows, nodes]; no nodes: it did not draft.
@@ -154,17 +156,18 @@ void write(const Nodes &nodes, int64_t row, const Blend &blend, const MergedTree
 }  // namespace
 
 extern "C" void merge_blended(const CandidateTree *trees, const Blend *blend, const MergedTrees *out, int threads) {
-    int64_t largest = 0;
-#pragma omp parallel for num_threads(threads) reduction(max : largest) if (out->rows * out->nodes > SMALL)
-    for (int64_t row = 0; row < out->rows; row++) {
+    std::vector<int64_t> sizes(out->rows);
+    parallel(out->rows * out->nodes > SMALL ? threads : 1, [&](const team::Member &member) {
         thread_local Nodes nodes;
-        nodes.reset(out->nodes, out->max_depth);
-        for (int64_t a = 0; a < blend->drafters; a++)
-            if (trees[a].nodes)
-                nodes.add(trees[a], row, a, blend->drafters);
-        nodes.order(out->max_depth);
-        write(nodes, row, *blend, *out);
-        largest = std::max(largest, (int64_t)nodes.tokens.size());
-    }
-    *out->largest = largest;
+        for (int64_t row : member.share(out->rows)) {
+            nodes.reset(out->nodes, out->max_depth);
+            for (int64_t a = 0; a < blend->drafters; a++)
+                if (trees[a].nodes)
+                    nodes.add(trees[a], row, a, blend->drafters);
+            nodes.order(out->max_depth);
+            write(nodes, row, *blend, *out);
+            sizes[row] = nodes.tokens.size();
+        }
+    });
+    *out->largest = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
 }

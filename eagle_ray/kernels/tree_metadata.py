@@ -1,13 +1,14 @@
 """KernelTrees: what attention's kernels know of B trees and of where their rows lie. All of it stands on the device.
 
-Nothing here depends on how long the sequences are or on how many rows each of them has: a CUDA graph can hold it.
+Nothing here depends on how long the sequences are or on how many rows each of them has: a CUDA
+graph can hold it.
 
     rows     r0 r1 r2 | r3 | r4 r5 | .. ..     packed: the nodes of each tree follow those of the tree before it
     seq       0  0  0    1    2  2   -1 -1     padding rows belong to none
     programs  each takes BLOCK_M of one tree's nodes x query heads of one key/value head
 
-TileShape is what a program does, Reading how a layer's programs share a pass. They count the memory of sums: what a
-launch allocates, and what a plan keeps free for it.
+TileShape is what a program does, Reading how a layer's programs share a pass. They count the memory
+of sums: what a launch allocates, and what a plan keeps free for it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from eagle_ray.kernels.fp8 import FP8
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where the rows of each tree lie among R.
+    """Where the rows of each tree lie among R. A tree's rows are neighbours, in their order.
 
-    seq: the tree of each row, -1 for padding. starts, counts: of each tree; its rows are neighbours, in their order.
+    Attributes:
+        seq: the tree of each row, -1 for padding.
+        starts: the first row of each tree.
+        counts: the rows of each tree.
     """
 
     seq: Int[Tensor, " R"]
@@ -40,21 +44,32 @@ class PackedRows:
 
     @classmethod
     def of(cls, seq: Int[Tensor, " R"], batch: int, pitch: int | None = None) -> PackedRows:
-        """pitch: row b * pitch is the first of tree b; None where trees follow one another without gaps."""
-        counts = seq.new_zeros(batch + 1).scatter_add_(0, seq + 1, torch.ones_like(seq))[1:]
-        starts = counts.cumsum(0) - counts if pitch is None else torch.arange(batch, device=seq.device) * pitch
-        return cls(seq, starts, counts)
+        """Return where the rows of `batch` trees lie.
+
+        Args:
+            pitch: row b * pitch is the first of tree b; None where trees follow one another without
+                gaps.
+        """
+        counts = seq.new_zeros(batch + 1)  # padding rows are counted first, and dropped
+        counts = counts.scatter_add_(0, seq + 1, torch.ones_like(seq))[1:]
+        if pitch is None:
+            return cls(seq, counts.cumsum(0) - counts, counts)
+        return cls(seq, torch.arange(batch, device=seq.device) * pitch, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees:
     """Trees of up to N rows each, over M tree positions after what each of B slots holds.
 
-    lengths: tokens that slots hold. table: the block of each of a slot's positions, by BLOCK_SIZE of them.
-    words: bit j % 64 of word j // 64 is set where a row sees tree position j. first: the first position that is seen.
-    depths, position_depths: depths of rows and tree positions, read by windows alone.
-    rows: None is the rectangle B x N without padding. max_positions: of a slot. work_lists: of the layers that have
-    attended; see kernels/work_list.py.
+    Attributes:
+        lengths: tokens that each slot holds.
+        table: the block of every BLOCK_SIZE positions of a slot.
+        words: bit j % 64 of word j // 64 is set where a row sees tree position j.
+        depths, position_depths: depths of rows and tree positions, read by windows alone.
+        rows: None is the rectangle B x N without padding.
+        first: the first position that is seen.
+        max_positions: the most positions that a slot may hold.
+        work_lists: lists of the layers that have attended; see kernels/work_list.py.
     """
 
     slots: Int[Tensor, " B"]
@@ -74,36 +89,39 @@ class KernelTrees:
 
     @property
     def num_nodes(self) -> int:
-        """N, padding included."""
+        """Return N, the nodes of a tree, padding included."""
         return self.words.shape[1]
 
     @property
     def num_positions(self) -> int:
-        """M"""
+        """Return M, the tree positions of a slot."""
         return self.position_depths.shape[1]
 
 
-PART_POSITIONS = 256  # of the shortest part: 128 KB of an 8B's keys and values, whose fp32 sums have 2 KB a row
-MAX_SUMS_BYTES = 1 << 27  # of the sums of cut contexts in a launch; what has no room is read whole
+# Positions of the shortest part: 128 KB of an 8B's keys and values, whose fp32 sums have 2 KB a row.
+PART_POSITIONS = 256
+# Bytes of the sums of cut contexts in a launch; contexts past that are read whole.
+MAX_SUMS_BYTES = 1 << 27
 H100 = (9, 0), 132  # compute capability and multiprocessors
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
-LARGEST_DIM = 256
+TREE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
+LARGEST_TREE_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """The work of one program of tree attention, chosen from what the host knows.
 
-    That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks shared memory and
-    registers of each shape, compiled ahead of time for sm_80 and sm_90.
+    That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks
+    shared memory and registers of each shape, compiled ahead of time for sm_80 and sm_90.
 
     Attributes:
         rows: nodes x heads of a program.
         keys: with their values, of one tile, which may lie in two ancestor words.
         per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
-        parts: the most parts of a context, over all programs that take a tree's rows. One program adds up those of its
-            rows: 64 parts of 16 rows x 128 fp32 numbers are 0.5 MB, as 16 parts of 64 rows are.
+        parts: the most parts of a context, over all programs that take a tree's rows. One program
+            adds up those of its rows: 64 parts of 16 rows x 128 fp32 numbers are 0.5 MB, as 16
+            parts of 64 rows are.
         fold: parts that are added at a time.
     """
 
@@ -118,35 +136,49 @@ class TileShape:
 
 def unsupported_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
     """Return why tree attention does not support such keys and values, or None."""
-    if dtype not in DTYPES:
+    if dtype not in TREE_DTYPES:
         return f"keys and values are {dtype}"
-    if max(key_dim, value_dim) > LARGEST_DIM:
-        return f"heads of {max(key_dim, value_dim)} numbers are larger than {LARGEST_DIM}"
+    if max(key_dim, value_dim) > LARGEST_TREE_DIM:
+        return f"heads of {max(key_dim, value_dim)} numbers are larger than {LARGEST_TREE_DIM}"
     return None
 
 
 def tile_shape(
-    rows_per_tree: int, key_dim: int, value_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+    rows_per_tree: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
 ) -> TileShape:
-    """rows_per_tree: nodes x heads that a typical tree has of one key/value head.
+    """Return the shape of a pass's programs.
 
-    A block's number must arrive before the tile that it names: each tile under way takes two stages after the first.
+    A block's number must arrive before the tile that it names: each tile under way takes two stages
+    after the first.
+
+    Args:
+        rows_per_tree: nodes x heads that a typical tree has of one key/value head.
     """
-    large, hopper = max(key_dim, value_dim) > 128, capability[0] == 9
+    is_large = max(key_dim, value_dim) > 128
+    is_hopper = capability[0] == 9
     if dtype is torch.float32:  # multiplied without tensor cores, so that nothing is rounded
-        return TileShape(16, 16, warps=8, stages=1 if large else 2, per_core=2, parts=64, fold=8)
+        stages = 1 if is_large else 2
+        return TileShape(16, 16, warps=8, stages=stages, per_core=2, parts=64, fold=8)
+
+    keys = 32 if is_large else 64
     if rows_per_tree <= 16:
-        return TileShape(16, 32 if large else 64, warps=4, stages=3, per_core=3, parts=64, fold=8)
-    if rows_per_tree <= 32 or large:
-        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2, parts=32, fold=4)
-    if not hopper:
+        return TileShape(16, keys, warps=4, stages=3, per_core=3, parts=64, fold=8)
+    if rows_per_tree <= 32 or is_large:
+        warps = 8 if is_large else 4
+        return TileShape(32, keys, warps=warps, stages=5, per_core=2, parts=32, fold=4)
+    if not is_hopper:
         return TileShape(64, 64, warps=8, stages=3, per_core=2, parts=16, fold=4)
     if rows_per_tree <= 64:
-        return TileShape(64, 64, warps=4, stages=3, per_core=2, parts=16, fold=4)  # four warps multiply 64 rows at once
+        # Four warps multiply 64 rows at once.
+        return TileShape(64, 64, warps=4, stages=3, per_core=2, parts=16, fold=4)
     return TileShape(128, 64, warps=8, stages=3, per_core=1, parts=16, fold=4)
 
 
-ROWS_PER_TREE = (16, 32, 64, 128)  # one for each tile
+TILE_ROWS = (16, 32, 64, 128)  # one for each tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +186,7 @@ class Reading:
     """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
 
     Attributes:
+        num_rows: rows of the pass, padding included.
         window: window of the layer.
         at_once: programs that the GPU runs at a time.
     """
@@ -181,32 +214,49 @@ class Reading:
         return self.heads * (self.value_dim + 2) * torch.float32.itemsize
 
     def tail_parts(self, num_positions: int) -> int:
-        """Return a bound on the parts that tree positions may add to those of the committed ones."""
+        """Return an upper bound on the parts that tree positions add to a context."""
         return num_positions // (self.tile.keys * self.part_tiles) + 2
 
     def max_parts(self, num_positions: int, max_positions: int) -> int:
-        """Return a bound on the parts of any context. num_positions: of a tree. max_positions: of a slot."""
+        """Return a bound on the parts of any context.
+
+        Args:
+            num_positions: positions of a tree.
+            max_positions: positions of a slot.
+        """
         size = self.tile.keys * self.part_tiles
-        return min(self.tile.parts + 1 + self.tail_parts(num_positions), max_positions // size + 1)
+        by_tile = self.tile.parts + 1 + self.tail_parts(num_positions)
+        return min(by_tile, max_positions // size + 1)
 
     def sum_rows(self, num_parts: int, programs: int) -> tuple[int, int]:
-        """Return the rows of sums of contexts that programs read whole, and of those and cut ones together."""
+        """Return the rows of partial sums for uncut contexts, and for uncut and cut ones together."""
         own = -(-programs * self.tile.fold * self.tile.rows // self.heads)
-        return own, own + min(self.num_rows * num_parts, MAX_SUMS_BYTES // self.row_bytes)
+        cut = min(self.num_rows * num_parts, MAX_SUMS_BYTES // self.row_bytes)
+        return own, own + cut
 
     def max_sum_bytes(self, num_positions: int, max_positions: int) -> int:
         """Return the most bytes of sums that a launch allocates, for arguments as of `max_parts`."""
-        _, rows = self.sum_rows(self.max_parts(num_positions, max_positions), self.at_once)
+        num_parts = self.max_parts(num_positions, max_positions)
+        _, rows = self.sum_rows(num_parts, self.at_once)
         return rows * self.row_bytes
 
 
 def possible_readings(
-    num_rows: int, heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    num_rows: int,
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Reading]:
     """Return how layers without a window may read in a pass of num_rows, however these are spread over trees."""
     capability, cores = multiprocessors(device)
-    tiles = {tile_shape(rows, key_dim, value_dim, dtype, capability) for rows in ROWS_PER_TREE}
-    return [Reading(num_rows, heads, kv_heads, value_dim, None, tile, cores * tile.per_core) for tile in tiles]
+    tiles = {tile_shape(rows, key_dim, value_dim, dtype, capability) for rows in TILE_ROWS}
+    return [
+        Reading(num_rows, heads, kv_heads, value_dim, None, tile, cores * tile.per_core)
+        for tile in tiles
+    ]
 
 
 @cache

@@ -48,6 +48,71 @@ extern "C" void select_nodes(const Trees *selected, const Trees *trees, const ui
     }
 }
 
+// The rows of one pass over trees, as in tree/draft_tree.py; row_of: [batch, num_nodes].
+struct PackedRows {
+    int64_t rows;
+    int64_t *tokens, *positions, *seq, *node, *row_of;
+};
+
+// Lays the valid nodes out as rows: a row for every node if there are as many, else the valid ones of one tree after
+// another, and then padding.
+extern "C" void pack_rows(const PackedRows *packed, const Trees *trees, const int64_t *lengths) {
+    const PackedRows &to = *packed;
+    const Trees &from = *trees;
+    bool is_rectangle = to.rows == from.batch * from.num_nodes;
+    int64_t next = 0;
+    for (int64_t b = 0; b < from.batch; b++)
+        for (int64_t i = 0; i < from.num_nodes; i++) {
+            int64_t at = b * from.num_nodes + i;
+            if (!is_rectangle && !from.valid[at]) {
+                to.row_of[at] = to.rows - 1;
+                continue;
+            }
+            int64_t row = is_rectangle ? at : next++;
+            to.tokens[row] = from.tokens[at];
+            to.positions[row] = lengths[b] + from.depths[at];
+            to.seq[row] = from.valid[at] ? b : -1;
+            to.node[row] = i;
+            to.row_of[at] = row;
+        }
+    for (; !is_rectangle && next < to.rows; next++) {
+        to.tokens[next] = to.positions[next] = to.node[next] = 0;
+        to.seq[next] = -1;
+    }
+}
+
+// What the rows of trees attend to, as in attention/cpu_attention.py. mask, depths: [rows, num_nodes].
+struct TreeLayout {
+    int64_t *cells, *slots, *ends, *positions, *position_depths;
+    uint8_t *mask;
+};
+
+// table: [slots, table_width] blocks. Padding rows are stored at null_position of the first sequence's slot.
+extern "C" void lay_out_rows(const TreeLayout *layout, const PackedRows *packed, const Trees *trees,
+                             const int64_t *all_slots, const int64_t *lengths, const int64_t *table,
+                             int64_t table_width, int64_t block_size, int64_t null_position) {
+    const TreeLayout &to = *layout;
+    const PackedRows &rows = *packed;
+    const Trees &from = *trees;
+    int64_t width = from.num_nodes;
+    bool is_rectangle = rows.rows == from.batch * width;
+    for (int64_t r = 0; r < rows.rows; r++) {
+        int64_t b = is_rectangle ? r / width : std::max<int64_t>(rows.seq[r], 0), first = b * width;
+        int64_t node = is_rectangle ? r % width : rows.node[r];
+        bool is_real = rows.seq[r] >= 0;
+        int64_t stored_in = all_slots[is_real ? b : 0], position = is_real ? lengths[b] + rows.node[r] : null_position;
+        to.cells[r] = cell(table, table_width, block_size, stored_in, position);
+        to.slots[r] = all_slots[b];
+        to.ends[r] = lengths[b];
+        to.positions[r] = lengths[b] + from.depths[first + node];
+        memcpy(to.position_depths + r * width, from.depths + first, width * sizeof(int64_t));
+        uint8_t *seen = to.mask + r * width;
+        memset(seen, 0, width);
+        for (int64_t i = node; i >= 0; i = from.parents[first + i])
+            seen[i] = 1;
+    }
+}
+
 extern "C" void ancestors(uint8_t *seen, const int64_t *parents, int64_t batch, int64_t num_nodes) {
     for (int64_t i = 0; i < batch * num_nodes; i++) {
         uint8_t *row = seen + i * num_nodes, *first = seen + i / num_nodes * num_nodes * num_nodes;
@@ -110,16 +175,26 @@ extern "C" void queue_path(int64_t *tokens, uint8_t *features, int64_t window, i
         }
 }
 
-// Columns of a record from num_accepted on: [drafted by depth], then two times [judged, accepted, units] by bin.
-extern "C" void count_nodes(int64_t *record, int64_t width, const int64_t *parents, const int64_t *depths,
-                            const float *log_values, const float *draft_log_probs, const uint8_t *valid,
-                            const int64_t *path, int64_t batch, int64_t num_nodes, int64_t length, int64_t num_bins,
-                            float unit) {
+// A record of a step, as `step_record` of engine/step.py says: [num_accepted, tokens, drafted by depth, then two times
+// [judged, accepted, units] by bin, sum of the tree]. A tree's sum is DraftTree.sums of tree/draft_tree.py.
+extern "C" void record_trees(int64_t *record, int64_t width, const Trees *trees, const int64_t *num_accepted,
+                             const int64_t *tokens, const int64_t *path, int64_t length, int64_t num_bins, float unit,
+                             int64_t token_step) {
+    int64_t num_nodes = trees->num_nodes;
+    const int64_t *parents = trees->parents, *depths = trees->depths;
+    const float *log_values = trees->log_values, *draft_log_probs = trees->draft_log_probs;
+    const uint8_t *valid = trees->valid;
     std::vector<uint8_t> on_path(num_nodes);
-    for (int64_t b = 0; b < batch; b++) {
-        int64_t first = b * num_nodes, *by_depth = record + b * width, *counts = by_depth + length - 1;
-        std::fill(by_depth, by_depth + width, 0);
+    for (int64_t b = 0; b < trees->batch; b++) {
+        int64_t first = b * num_nodes, *row = record + b * width, *by_depth = row + 1 + length;
+        int64_t *counts = by_depth + length - 1;
+        row[0] = num_accepted[b];
+        std::copy(tokens + b * length, tokens + (b + 1) * length, row + 1);
+        std::fill(by_depth, row + width, 0);
         std::fill(on_path.begin(), on_path.end(), 0);
+        for (int64_t i = 0; i < num_nodes; i++)
+            if (valid[first + i])
+                row[width - 1] += (parents[first + i] + token_step * trees->tokens[first + i]) * (2 * i + 1);
         for (int64_t j = 0; j < length; j++)
             if (path[b * length + j] >= 0)
                 on_path[path[b * length + j]] = 1;
@@ -142,5 +217,47 @@ extern "C" void count_nodes(int64_t *record, int64_t width, const int64_t *paren
                 of_kind[2 * num_bins] += (int64_t)std::nearbyint(confidence / unit);
             }
         }
+    }
+}
+
+// Candidates of a batch, the most valuable first, ties to the earlier tree and node: at most `most` of each tree. values:
+// [batch, width] of nodes 1, 2, ...; totals[m] is what the m best are expected to yield.
+extern "C" void best_candidates(float *best, int64_t *owners, int64_t *nodes, float *totals, const float *values,
+                                int64_t batch, int64_t width, int64_t most) {
+    struct Candidate {
+        float value;
+        int64_t owner, node;
+    };
+    auto is_better = [](const Candidate &a, const Candidate &b) { return a.value > b.value; };
+    std::vector<Candidate> all, of_tree;
+    for (int64_t b = 0; b < batch; b++) {
+        of_tree.clear();
+        for (int64_t i = 0; i < width; i++)
+            of_tree.push_back({values[b * width + i], b, i + 1});
+        if (most < width)
+            std::stable_sort(of_tree.begin(), of_tree.end(), is_better);
+        all.insert(all.end(), of_tree.begin(), of_tree.begin() + std::min(most, width));
+    }
+    std::stable_sort(all.begin(), all.end(), is_better);
+    double total = 0.0;
+    totals[0] = 0.0f;
+    for (size_t i = 0; i < all.size(); i++) {
+        best[i] = all[i].value;
+        owners[i] = all[i].owner;
+        nodes[i] = all[i].node;
+        total += std::exp(all[i].value);
+        totals[i + 1] = (float)total;
+    }
+}
+
+// keep: [batch, num_nodes], the roots and the first `count` candidates that are there. sizes: kept nodes of each tree.
+extern "C" void keep_candidates(uint8_t *keep, int64_t *sizes, const float *best, const int64_t *owners,
+                                const int64_t *nodes, int64_t count, int64_t batch, int64_t num_nodes) {
+    memset(keep, 0, batch * num_nodes);
+    for (int64_t b = 0; b < batch; b++)
+        keep[b * num_nodes] = sizes[b] = 1;
+    for (int64_t i = 0; i < count && best[i] > -INFINITY; i++) {
+        keep[owners[i] * num_nodes + nodes[i]] = 1;
+        sizes[owners[i]]++;
     }
 }

@@ -1,10 +1,11 @@
-"""Triton's compiled kernels, packed for another machine or a later start.
+"""Pack Triton's compiled kernels for another machine or a later start.
 
     data = pack(cache_directory(), entries(cache_directory()))
     unpack(data, cache_directory())
 
-An entry is a directory named for the source, the options and the compiler of what it holds, so entries of another
-program or version are never loaded. Modules of the host are left out: an archive brings code for the device only.
+An entry is a directory named for the source, the options and the compiler of what it holds, so
+entries of another program or version are never loaded. Modules of the host are left out: an archive
+brings code for the device only.
 """
 
 from __future__ import annotations
@@ -23,19 +24,35 @@ from pathlib import Path
 
 from eagle_ray.core.json_text import dump_json
 
-VARIABLE = "TRITON_CACHE_DIR"
-OMITTED = (".ttir", ".ttgir", ".llir", ".source")  # intermediate code, which a cached kernel does not need
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
+# Intermediate code, which a cached kernel does not need.
+OMITTED = (
+    ".ttir",
+    ".ttgir",
+    ".llir",
+    ".source",
+)
 HOST_MODULE = ".so"
 UNFINISHED = "tmp."  # how the directory begins in which Triton writes a file
 GROUPS = "__grp__*.json"  # the last file of a kernel to be written
-MAX_BYTES = 1 << 30  # of an unpacked archive; the kernels of one model take a few percent of it
-DAMAGES = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, RecursionError)
+# Bytes of an unpacked archive; one model's kernels take a few percent of it.
+MAX_ARCHIVE_BYTES = 1 << 30
+ARCHIVE_DAMAGES = (
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+)
 
 
 def cache_directory() -> Path:
     """Return where Triton keeps compiled kernels."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get(VARIABLE) or home / ".triton" / "cache")
+    return Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
 
 
 def entries(directory: Path) -> set[str]:
@@ -44,8 +61,11 @@ def entries(directory: Path) -> set[str]:
 
 
 def pack(directory: Path, names: Iterable[str]) -> bytes:
-    """Return an archive of these entries; no bytes if there is no kernel in them."""
-    files = [path for name in sorted(names) for path in sorted((directory / name).rglob("*")) if _is_needed(path)]
+    """Return an archive of these entries, or no bytes if they contain no kernel."""
+    files: list[Path] = []
+    for name in sorted(names):
+        paths = sorted((directory / name).rglob("*"))
+        files += [path for path in paths if _is_needed(path)]
     if not files:
         return b""
     packed = io.BytesIO()
@@ -61,7 +81,7 @@ def _is_needed(path: Path) -> bool:
 
 
 def unpack(data: bytes, directory: Path) -> set[str]:
-    """Add an archive's entries that are not there yet, each of them whole, and return the names of all of its entries.
+    """Add an archive's missing entries to a directory, and return the names of all its entries.
 
     Raises ValueError if the archive is damaged, or none; then nothing is added.
     """
@@ -70,7 +90,11 @@ def unpack(data: bytes, directory: Path) -> set[str]:
     try:
         plain = _decompress(data)
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
-            members = [member for member in archive if member.isfile() and Path(member.name).suffix != HOST_MODULE]
+            members = [
+                member
+                for member in archive
+                if member.isfile() and Path(member.name).suffix != HOST_MODULE
+            ]
             archive.extractall(temporary, members, filter="data")
         for group in temporary.rglob(GROUPS):
             _set_paths(group, directory / group.parent.relative_to(temporary))
@@ -79,7 +103,7 @@ def unpack(data: bytes, directory: Path) -> set[str]:
             with suppress(OSError):  # another process has made it since
                 (temporary / name).rename(directory / name)
         return names
-    except DAMAGES as error:
+    except ARCHIVE_DAMAGES as error:
         raise ValueError(f"it holds no kernels ({type(error).__name__}: {error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -88,13 +112,15 @@ def unpack(data: bytes, directory: Path) -> set[str]:
 def _decompress(data: bytes) -> bytes:
     """Return the data of a gzip file. Raises ValueError if there is more of it than any kernels have."""
     with gzip.open(io.BytesIO(data)) as stream:
-        plain = stream.read(MAX_BYTES + 1)  # to its end, where the checksum is
-    if len(plain) > MAX_BYTES:
-        raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
+        plain = stream.read(MAX_ARCHIVE_BYTES + 1)  # to its end, where the checksum is
+    if len(plain) > MAX_ARCHIVE_BYTES:
+        raise ValueError(f"more than {MAX_ARCHIVE_BYTES >> 20} MiB")
     return plain
 
 
 def _set_paths(group: Path, directory: Path) -> None:
     """Write the absolute paths of a group's files again, for the directory in which they will be."""
     children = json.loads(group.read_text("utf-8"))["child_paths"]
-    group.write_text(dump_json({"child_paths": {name: str(directory / name) for name in children}}), "utf-8")
+    group.write_text(
+        dump_json({"child_paths": {name: str(directory / name) for name in children}}), "utf-8"
+    )

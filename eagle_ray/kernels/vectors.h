@@ -28,6 +28,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats4 __attribute__((vector_size(16)));
+typedef int32_t Ints4 __attribute__((vector_size(16)));
 
 inline Floats load(const float *from) { return *reinterpret_cast<const Floats *>(from); }
 
@@ -106,6 +107,43 @@ inline Floats4 sums(const Floats *v) {
     Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
     return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) +
            __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
+}
+
+// The sum and the largest of a vector's integers.
+inline int32_t sum(Ints v) {
+    Ints4 parts[LANES / 4], total = {};
+    memcpy(parts, &v, sizeof(v));
+    for (Ints4 part : parts)
+        total += part;
+    return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+inline int32_t largest(Ints v) {
+    Ints4 parts[LANES / 4], most;
+    memcpy(parts, &v, sizeof(v));
+    most = parts[0];
+    for (Ints4 part : parts)
+        most = part > most ? part : most;
+    return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+}
+
+// A product whose rounding stays: the compiler must not fuse it with a sum that follows.
+inline Floats unfused(Floats product) {
+#if defined(__x86_64__)
+    asm("" : "+v"(product));
+#elif defined(__aarch64__)
+    asm("" : "+w"(product));
+#endif
+    return product;
+}
+
+inline double unfused(double product) {
+#if defined(__x86_64__)
+    asm("" : "+x"(product));
+#elif defined(__aarch64__)
+    asm("" : "+w"(product));
+#endif
+    return product;
 }
 
 inline Floats broadcast(float x) { return x - (Floats){}; }

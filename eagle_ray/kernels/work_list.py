@@ -1,20 +1,22 @@
 """WorkList: which program of tree attention reads which part of which context, decided on the device.
 
-The parts of a context depend on its own length and its tree's rows alone, and they are added in the order of their
-numbers. So a row's sum is the same in any batch; which program computes a part is free:
+The parts of a context depend on its own length and its tree's rows alone, and they are added in the
+order of their numbers. So a row's sum is the same in any batch; which program computes a part is
+free:
 
     positions   0            256            512            768      length
                 |--- part 0 ---|--- part 1 ---|--- part 2 ---|- part 3 with the tree -|
     cut         a program for each part; the last one to finish adds the parts up
     whole       one program for all of them, one after another: where there is work enough without cutting
 
-A part has PART_POSITIONS, or as many tiles more as keep a context within `TileShape.parts`. Parts begin at multiples of
-their size, whatever the first visible position is. A context is cut if one program that reads all of it would have more
-than 1/SHARES of an even share of the batch, and if there is memory for its sums.
+A part has PART_POSITIONS, or as many tiles more as keep a context within `TileShape.parts`. Parts
+begin at multiples of their size, whatever the first visible position is. A context is cut if one
+program that reads all of it would have more than 1/SHARES of an even share of the batch, and if
+there is memory for its sums.
 
-A work is an item of the list and a key/value head. Programs draw works in order: contexts that are read whole, then
-full parts, at last the parts at the ends, which are shorter. Nothing here is known on the host but bounds, so a
-captured pass serves contexts of any length.
+A work is an item of the list and a key/value head. Programs draw works in order: contexts that are
+read whole, then full parts, at last the parts at the ends, which are shorter. Nothing here is known
+on the host but bounds, so a captured pass serves contexts of any length.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from torch import Tensor, int32
 from eagle_ray.kernels.availability import launch
 from eagle_ray.kernels.tree_metadata import KernelTrees, Reading
 
-SHARES = 4  # of an even share: as many whole contexts, one after another, balance without being cut
-TREES = 128  # trees that the list's programs look at together
-FIELDS = tl.constexpr(4)  # of an item: tree, its first place, part or WHOLE, first row of its sums
+# This many whole contexts to an even share, one after another, balance without being cut.
+SHARES = 4
+TREES_PER_PROGRAM = 128  # trees that the list's programs look at together
+# Fields of an item: tree, its first place, part or WHOLE, first row of its sums.
+FIELDS_PER_ITEM = tl.constexpr(4)
 WHOLE = tl.constexpr(-1)
-VARYING = [
+# Compiled once, whatever their values and alignment.
+WORK_LIST_VARYING = [
     "lengths",
     "first",
     "starts",
@@ -47,7 +52,7 @@ VARYING = [
     "own",
     "room",
     "at_once",
-]  # compiled once, whatever their values and alignment
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,11 @@ class WorkList:
     """Items, and what programs count while they work on them.
 
     Attributes:
-        items: tree, first of its nodes x heads, part (WHOLE for all of them), and where the sums of its parts
-            begin, in rows of `heads` sums.
+        items: tree, first of its nodes x heads, part (WHOLE for all of them), and where the sums of
+            its parts begin, in rows of `heads` sums.
         counts: number of items; works drawn, 0 between launches.
-        arrivals: parts that are there, by key/value head and first place of a tile; 0 between launches.
+        arrivals: parts that are there, by key/value head and first place of a tile; 0 between
+            launches.
         room: rows of sums; the first ones are the programs' own, for contexts that they read whole.
         programs: to be launched.
     """
@@ -72,23 +78,50 @@ class WorkList:
     @classmethod
     def of(cls, trees: KernelTrees, reading: Reading) -> WorkList:
         """Make the list in one launch; lists are kept in `trees.work_lists`, since layers share them."""
-        tile, num_rows, group = reading.tile, reading.num_rows, reading.group
+        tile = reading.tile
+        num_rows = reading.num_rows
+
+        # Bound the items by what the host knows: rows and positions of the pass.
         num_parts = reading.max_parts(trees.num_positions, trees.max_positions)
-        num_tiles = _max_tiles(trees, num_rows, group, tile.rows)
+        num_tiles = _max_tiles(trees, num_rows, reading.group, tile.rows)
         past_whole = num_tiles * (2 + reading.tail_parts(trees.num_positions))
         capacity = min(trees.num_trees * tile.parts + past_whole, num_tiles * num_parts)
         programs = min(reading.at_once, capacity * reading.kv_heads)
         own, room = reading.sum_rows(num_parts, programs)
+
         like = trees.lengths
-        items = like.new_empty(capacity, FIELDS.value, dtype=int32)
-        counts, arrivals = (like.new_empty(size, dtype=int32) for size in (2, reading.heads * num_rows))
-        starts, rows = (None, None) if trees.rows is None else (trees.rows.starts, trees.rows.counts)
+        items = like.new_empty(capacity, FIELDS_PER_ITEM.value, dtype=int32)
+        counts = like.new_empty(2, dtype=int32)
+        arrivals = like.new_empty(reading.heads * num_rows, dtype=int32)
+
+        starts = None if trees.rows is None else trees.rows.starts
+        row_counts = None if trees.rows is None else trees.rows.counts
         launch(list_work, (trees.num_trees,))(
-            items, counts, arrivals, trees.lengths, trees.first, starts, rows, reading.window, trees.num_trees,
-            trees.num_nodes, num_rows, trees.num_positions, trees.max_positions, own, room, reading.at_once,
-            GROUP=group, KV_HEADS=reading.kv_heads, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            PART_TILES=reading.part_tiles, PARTS=tile.parts, SHARES=SHARES, TREES=TREES,
-        )  # fmt: skip
+            items,
+            counts,
+            arrivals,
+            trees.lengths,
+            trees.first,
+            starts,
+            row_counts,
+            reading.window,
+            trees.num_trees,
+            trees.num_nodes,
+            num_rows,
+            trees.num_positions,
+            trees.max_positions,
+            own,
+            room,
+            reading.at_once,
+            GROUP=reading.group,
+            KV_HEADS=reading.kv_heads,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            PART_TILES=reading.part_tiles,
+            PARTS=tile.parts,
+            SHARES=SHARES,
+            TREES=TREES_PER_PROGRAM,
+        )
         return cls(items, counts, arrivals, room, programs)
 
 
@@ -103,18 +136,45 @@ def _max_tiles(trees: KernelTrees, num_rows: int, group: int, size: int) -> int:
     """Return a bound on the programs that take `size` rows x heads of one tree each, for one key/value head."""
     if trees.rows is None:
         return trees.num_trees * -(-trees.num_nodes * group // size)
-    return min(trees.num_trees + num_rows * group // size, -(-group // size) * num_rows)
+
+    # Each tree has at most one tile that is not full, and each row at most the tiles of a tree of one row.
+    full_and_last = trees.num_trees + num_rows * group // size
+    tiles_of_one_row = -(-group // size)
+    return min(full_and_last, tiles_of_one_row * num_rows)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=WORK_LIST_VARYING)
 def list_work(
-    items, totals, arrivals, lengths, first, starts, counts, window, num_trees, num_nodes, num_rows, num_positions,
-    max_positions, own, room, at_once, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, TREES: tl.constexpr,
-):  # fmt: skip
+    items,  # this and the following two: as in WorkList
+    totals,
+    arrivals,
+    lengths,  # [num_trees]: tokens that each slot holds
+    first,  # this and the following two: [num_trees]; None as in KernelTrees
+    starts,
+    counts,
+    window,
+    num_trees,
+    num_nodes,
+    num_rows,
+    num_positions,
+    max_positions,
+    own,  # rows of sums of contexts that are read whole
+    room,
+    at_once,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
+    TREES: tl.constexpr,
+):
     """Write the items of one tree where those of the trees before it end, and set its arrivals to zero."""
     tree = tl.program_id(0)
     index = tl.arange(0, TREES)
+
+    # The work of the whole batch, of which a program of the pass has an even share.
     all_tiles = tl.full((), 0, tl.int64)
     for begin in range(0, num_trees, TREES):
         trees = begin + index
@@ -126,23 +186,42 @@ def list_work(
     share = all_tiles * KV_HEADS
 
     sums_end = own
-    all_whole, all_full, all_ends = 0, 0, 0
-    whole_at, full_at, ends_at = 0, 0, 0
-    tiles, parts, is_cut, sums_at = 0, 0, 0, 0  # of this tree
+
+    # Items of the whole batch: whole contexts, full parts, and parts at the ends.
+    all_whole = 0
+    all_full = 0
+    all_ends = 0
+
+    # Items of the trees before this one, by the same three kinds.
+    whole_at = 0
+    full_at = 0
+    ends_at = 0
+
+    # What this tree has.
+    tiles = 0
+    parts = 0
+    is_cut = 0
+    sums_at = 0
     for begin in range(0, num_trees, TREES):
         trees = begin + index
         num_nodes_of, num_tiles, num_parts, read = _sizes(
             trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
             GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
         )  # fmt: skip
+
+        # Cut long contexts as long as there is memory for the sums of their parts.
         is_long = (num_parts > 1) & (read.to(tl.int64) * (SHARES * at_once) > share)
         rows = tl.where(is_long, num_nodes_of * num_parts, 0)
         ends = sums_end + tl.cumsum(rows)
         cut = is_long & (ends <= room)
+
+        # A context has items of its whole, or of full parts, or of neither; and those at the end.
         whole = tl.where((num_parts > 1) & ~cut, num_tiles, 0)
         full = tl.where(cut, num_tiles * (num_parts - 1), 0)
         last = num_tiles - whole
-        before, is_own = trees < tree, trees == tree
+
+        before = trees < tree
+        is_own = trees == tree
         whole_at += tl.sum(tl.where(before, whole, 0))
         full_at += tl.sum(tl.where(before, full, 0))
         ends_at += tl.sum(tl.where(before, last, 0))
@@ -154,26 +233,33 @@ def list_work(
         is_cut += tl.sum((is_own & cut).to(tl.int32))
         sums_at += tl.sum(tl.where(is_own, ends - rows, 0))
         sums_end += tl.sum(rows)
+
     if tree == 0:
         tl.store(totals, all_whole + all_full + all_ends)
         tl.store(totals + 1, 0)
 
-    start = tree * num_nodes if starts is None else tl.load(starts + tree).to(tl.int32)
+    # Whole contexts come first, then full parts, then the parts at the ends.
     full_at += all_whole
     ends_at += all_whole + all_full
-    num_first = tl.where(is_cut > 0, tiles * (parts - 1), tl.where(parts > 1, tiles, 0))  # not the parts at the end
+
+    # This tree's items: num_first of them that are not at the end, and the others.
+    num_whole = tl.where(parts > 1, tiles, 0)
+    num_first = tl.where(is_cut > 0, tiles * (parts - 1), num_whole)
     first_at = tl.where(is_cut > 0, full_at, whole_at)
     num_items = tl.where(is_cut > 0, tiles * parts, tiles)
     for begin in range(0, num_items, TREES):
         item = begin + index
         at = tl.where(item < num_first, first_at + item, ends_at + item - num_first)
-        fields = items + at * FIELDS
+        fields = items + at * FIELDS_PER_ITEM
         there = item < num_items
         per_part = tl.maximum(tiles, 1)
         tl.store(fields, tree + index * 0, mask=there)
         tl.store(fields + 1, item % per_part * BLOCK_M, mask=there)
         tl.store(fields + 2, tl.where(is_cut > 0, item // per_part, WHOLE), mask=there)
         tl.store(fields + 3, sums_at + index * 0, mask=there)
+
+    # No part of this tree's tiles has arrived yet.
+    start = tree * num_nodes if starts is None else tl.load(starts + tree).to(tl.int32)
     for begin in range(0, tiles, TREES):
         tile = begin + index
         for kv_head in range(KV_HEADS):
@@ -183,9 +269,21 @@ def list_work(
 
 @triton.jit
 def _sizes(
-    trees, lengths, first, counts, window, num_trees, num_nodes, num_positions, max_positions,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    trees,
+    lengths,
+    first,
+    counts,
+    window,
+    num_trees,
+    num_nodes,
+    num_positions,
+    max_positions,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Return nodes of trees, tiles of their rows, parts of their contexts, and tiles of keys that a program reads."""
     there = trees < num_trees
     count = tl.where(there, num_nodes, 0)
@@ -195,28 +293,50 @@ def _sizes(
         trees, there, count, lengths, first, window, num_positions, max_positions,
         GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
     )  # fmt: skip
+    num_tiles = tl.cdiv(count * GROUP, BLOCK_M)
     num_parts = tl.cdiv(end, part_tiles) - begin // part_tiles
-    return count, tl.cdiv(count * GROUP, BLOCK_M), num_parts, end - begin
+    return count, num_tiles, num_parts, end - begin
+
+
+@triton.jit
+def window_begin(position, window):
+    """Return the first position that a query sees through a window: of its chunk if that is negative."""
+    chunk = tl.maximum(-window, 1)
+    return tl.where(window < 0, position // chunk * chunk, position - window + 1)
 
 
 @triton.jit
 def span(
-    trees, there, count, lengths, first, window, num_positions, max_positions,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_TILES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    trees,
+    there,
+    count,
+    lengths,
+    first,
+    window,
+    num_positions,
+    max_positions,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Return committed positions, the first visible one, the tiles of a part, and the tiles [begin, end) to read.
 
-    The size of parts depends on committed positions and rows of the tree itself: not on the batch, and not on the tree
-    positions that a captured pass has.
+    The size of parts depends on committed positions and rows of the tree itself: not on the batch,
+    and not on the tree positions that a captured pass has.
     """
     length = tl.load(lengths + trees, mask=there, other=0).to(tl.int32)
     low = length * 0
     if first is not None:
         low = tl.load(first + trees, mask=there, other=0).to(tl.int32)
     if window is not None:
-        low = tl.maximum(low, length - window + 1)
+        low = tl.maximum(low, window_begin(length, window))
     begin = tl.minimum(low, length) // BLOCK_N
-    max_parts = tl.maximum(PARTS // tl.maximum(tl.cdiv(count * GROUP, BLOCK_M), 1), 1)
+
+    # All tiles of a tree's rows together have at most PARTS parts of a context.
+    num_tiles = tl.cdiv(count * GROUP, BLOCK_M)
+    max_parts = tl.maximum(PARTS // tl.maximum(num_tiles, 1), 1)
     part_tiles = tl.maximum(tl.cdiv(length // BLOCK_N - begin, max_parts), PART_TILES)
     end = tl.cdiv(tl.minimum(length + num_positions, max_positions), BLOCK_N)
     return length, low, part_tiles, begin, tl.maximum(end, begin + 1)

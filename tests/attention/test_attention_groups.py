@@ -13,7 +13,9 @@ def attention_work(members: list[int], lengths: list[int], sizes: list[int]) -> 
 def test_groups_hold_every_sequence_once_and_pay_for_themselves():
     rng, apart = random.Random(0), 0
     for _ in range(200):
-        lengths = [rng.choice([10, 100, 1000]) + rng.randrange(50) for _ in range(rng.randint(1, 40))]
+        lengths = [
+            rng.choice([10, 100, 1000]) + rng.randrange(50) for _ in range(rng.randint(1, 40))
+        ]
         sizes = [rng.choice([1, 1, 2, 3, 12]) for _ in lengths]
         groups = group_sequences(lengths, sizes, num_layers=16)
         assert sorted(i for group in groups for i in group.members) == list(range(len(lengths)))
@@ -35,4 +37,7 @@ def test_who_is_longer_or_has_a_larger_tree_attends_apart():
 
 def test_model_of_few_layers_has_one_attention_group():
     lengths, sizes = [100] * 16, [2] * 12 + [6] * 4
-    assert len(group_sequences(lengths, sizes, 16)) == 2 and len(group_sequences(lengths, sizes, 1)) == 1
+    assert (
+        len(group_sequences(lengths, sizes, 16)) == 2
+        and len(group_sequences(lengths, sizes, 1)) == 1
+    )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.attention.attention_groups import AttentionGroup, GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.attention.attention_groups import AttentionGroup
+from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
 
 HEADS, KV_HEADS, DIM = 6, 2, 4
 ROW_OF = torch.tensor([[0, 1, 2], [3, 0, 0], [4, 5, 0]])  # trees of 3, 1 and 2 rows
@@ -12,7 +13,9 @@ UNPACK = torch.tensor([0, 1, 2, 3, 6, 7])
 
 def queries(num_rows: int) -> torch.Tensor:
     """[1, heads, R, d], in memory as a projection leaves them: row by row."""
-    return torch.randn(1, num_rows, HEADS, DIM, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    return torch.randn(
+        1, num_rows, HEADS, DIM, generator=torch.Generator().manual_seed(1)
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,9 @@ def test_ragged_trees_are_padded_and_folded_and_come_back(groups):
     query, folding = queries(6), GQAPacking.of(ROW_OF, UNPACK, HEADS, KV_HEADS, groups)
     folded = folding.fold(query)
     for group, rows in zip(groups, folded, strict=True):
-        by_tree = query[0][:, ROW_OF[group.members, : group.size]].transpose(0, 1)  # [b, heads, n, d]
+        by_tree = query[0][:, ROW_OF[group.members, : group.size]].transpose(
+            0, 1
+        )  # [b, heads, n, d]
         assert torch.equal(rows, by_tree.reshape(len(group.members), KV_HEADS, 3 * group.size, DIM))
     assert torch.equal(folding.unfold(folded, HEADS), query)
     as_torch_leaves_it = [rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in folded]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_ray.attention import prefill_metadata
+from eagle_ray.attention import prefill_metadata, varlen
 from eagle_ray.attention.metadata import AttentionParams, causal_attention
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.kv.block_manager import BlockManager
@@ -16,7 +16,20 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 CHUNKS = {"whole": ([0, 0, 0], [5, 1, 40]), "later": ([0, 33, 64], [5, 1, 40])}
 
 
-def flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, num_splits):
+def flash(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale,
+    window_size,
+    enable_gqa,
+    num_splits,
+):
     """Return what torch.nn.attention.varlen documents, one sequence after the other."""
     assert enable_gqa and num_splits == 1 and window_size[1] == 0
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -26,7 +39,11 @@ def flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_
     for i in range(len(cu_seq_q) - 1):
         rows, seen = slice(*cu_seq_q[i : i + 2]), slice(*cu_seq_k[i : i + 2])
         parts = (query[rows], key[seen], value[seen])
-        outs.append(causal_attention(*(x.transpose(0, 1)[None] for x in parts), attention)[0].transpose(0, 1))
+        outs.append(
+            causal_attention(*(x.transpose(0, 1)[None] for x in parts), attention)[0].transpose(
+                0, 1
+            )
+        )
     return torch.cat(outs)
 
 
@@ -38,13 +55,17 @@ def launches(monkeypatch):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
                     enable_gqa=False, num_splits=None):  # fmt: skip
         calls.append(1)
-        options = dict(scale=scale, window_size=window_size, enable_gqa=enable_gqa, num_splits=num_splits)
+        options = dict(
+            scale=scale, window_size=window_size, enable_gqa=enable_gqa, num_splits=num_splits
+        )
         return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attn))
-    prefill_metadata.launch_options.cache_clear()
+    monkeypatch.setitem(
+        sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attn)
+    )
+    varlen.launch_options.cache_clear()
     yield calls
-    prefill_metadata.launch_options.cache_clear()
+    varlen.launch_options.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -71,11 +92,13 @@ def test_one_launch_computes_what_one_by_one_does(name, firsts, window, launches
 
 def test_what_torch_refuses_is_asked_once(launches, monkeypatch, messages):
     """Of a release that wants as many key heads as query heads, say."""
-    monkeypatch.setattr(prefill_metadata, "failures", [])
-    refused = SimpleNamespace(varlen_attn=lambda *args, scale: raise_(RuntimeError("only as many\nmore")))
+    monkeypatch.setattr(varlen, "failures", [])
+    refused = SimpleNamespace(
+        varlen_attn=lambda *args, scale: raise_(RuntimeError("only as many\nmore"))
+    )
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", refused)
-    prefill_metadata.launch_options.cache_clear()
-    monkeypatch.setattr(prefill_metadata, "launch_options", lambda window: {})
+    varlen.launch_options.cache_clear()
+    monkeypatch.setattr(varlen, "launch_options", lambda window: {})
     cache = KVCache(BlockManager(1, 64), 1, KV_HEADS, DIM, torch.float32, "cpu")
     assert cache.blocks.reserve(0, 64)
     rows = [torch.randn(1, n, 9, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -94,17 +117,23 @@ def raise_(error: Exception) -> None:
 def test_where_it_cannot_be_used(monkeypatch):
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(3, 4, 128))
     plain = AttentionParams(0, 1.0)
-    assert prefill_metadata.supports_varlen(on_gpu, 128, plain)
-    assert not prefill_metadata.supports_varlen(on_gpu, 64, plain)
-    assert not prefill_metadata.supports_varlen(on_gpu, 128, AttentionParams(0, 1.0, softcap=3.0))
-    assert not prefill_metadata.supports_varlen(SimpleNamespace(**vars(on_gpu) | {"dtype": torch.float32}), 128, plain)
-    assert not prefill_metadata.supports_varlen(torch.zeros(3, 4, 128, dtype=torch.bfloat16), 128, plain)
-    monkeypatch.setattr(prefill_metadata, "failures", ["refused before"])
-    assert not prefill_metadata.supports_varlen(on_gpu, 128, plain)
+    assert varlen.supports_varlen(on_gpu, 128, plain)
+    assert not varlen.supports_varlen(on_gpu, 64, plain)
+    assert not varlen.supports_varlen(on_gpu, 128, AttentionParams(0, 1.0, softcap=3.0))
+    assert not varlen.supports_varlen(
+        SimpleNamespace(**vars(on_gpu) | {"dtype": torch.float32}), 128, plain
+    )
+    assert not varlen.supports_varlen(torch.zeros(3, 4, 128, dtype=torch.bfloat16), 128, plain)
+    monkeypatch.setattr(varlen, "failures", ["refused before"])
+    assert not varlen.supports_varlen(on_gpu, 128, plain)
 
 
 def test_this_torch_knows_all_that_is_asked_of_it():
     """The names are those of the real function: nothing here calls it without a GPU."""
-    prefill_metadata.launch_options.cache_clear()
-    assert prefill_metadata.launch_options(9) == {"enable_gqa": True, "num_splits": 1, "window_size": (8, 0)}
-    assert prefill_metadata.launch_options(None)["window_size"] == (-1, 0)
+    varlen.launch_options.cache_clear()
+    assert varlen.launch_options(9) == {
+        "enable_gqa": True,
+        "num_splits": 1,
+        "window_size": (8, 0),
+    }
+    assert varlen.launch_options(None)["window_size"] == (-1, 0)

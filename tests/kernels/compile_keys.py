@@ -2,8 +2,9 @@
 
     python -m tests.kernels.compile_keys       # {"start": ["draw ...", ...], "serving": []}
 
-A process of its own: Triton must not interpret, and kernels seem to run on a CPU. They leave zeros, which is enough to
-see what is asked for: one kernel for each set of constants, dtypes, and numbers and addresses that Triton looks at.
+A process of its own: Triton must not interpret, and kernels seem to run on a CPU. They leave zeros,
+which is enough to see what is asked for: one kernel for each set of constants, dtypes, and numbers
+and addresses that Triton looks at.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ class ZeroedMemory(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if getattr(func, "__name__", "") in ("empty", "new_empty", "empty_like") else out
+        return (
+            out.zero_()
+            if getattr(func, "__name__", "") in ("empty", "new_empty", "empty_like")
+            else out
+        )
 
 
 def compile_key(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -79,12 +84,17 @@ def main() -> None:
     with ZeroedMemory():
         engine = llama_engine(SLOTS, *TREE, graphs=True, fused=True)
         sizes = engine.graphs.pass_sizes(TreeBounds(*TREE))
-        engine.planner = BudgetPlanner(TreeBounds(*TREE), flat(head_share=0.01), can_sync=False, sizes=sizes)
+        engine.planner = BudgetPlanner(
+            TreeBounds(*TREE), flat(head_share=0.01), can_sync=False, sizes=sizes
+        )
         capture(engine)
         warm_up(engine)
         phase = "serving"
         kinds = [KINDS[i % len(KINDS)] for i in range(SEQUENCES)]
-        params = [SamplingParams(**kind, max_tokens=1 + 12 * i, ignore_eos=True) for i, kind in enumerate(kinds)]
+        params = [
+            SamplingParams(**kind, max_tokens=1 + 12 * i, ignore_eos=True)
+            for i, kind in enumerate(kinds)
+        ]
         run(engine, [[5, 6, 7 + i][: 1 + i % 3] for i in range(SEQUENCES)], params)
     print(json.dumps(keys))
 

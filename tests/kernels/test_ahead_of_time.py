@@ -86,7 +86,9 @@ def compiled(dtype: str, capability: int, which: str) -> dict[str, dict[str, int
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", SCRIPT, dtype, str(capability), which]
     root = Path(__file__).parent.parent.parent
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -117,8 +119,17 @@ def test_serving_compiles_no_kernel_that_a_start_did_not():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_keys"]
     root = Path(__file__).parent.parent.parent
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     keys = json.loads(done.stdout.splitlines()[-1])
-    assert {key.split()[0] for key in keys["start"]} >= {"attend", "draw", "narrow", "ties", "_append_level", "move"}
+    assert {key.split()[0] for key in keys["start"]} >= {
+        "attend",
+        "draw",
+        "narrow",
+        "ties",
+        "_append_level",
+        "move",
+    }
     assert keys["serving"] == []

@@ -51,13 +51,17 @@ def test_a_cpu_runs_kernels_only_by_wish_and_by_the_interpreter(monkeypatch):
 def test_an_old_gpu_and_a_missing_triton_are_said_once(gpu, monkeypatch, messages, caplog):
     caplog.set_level("INFO", "eagle_ray")
     assert not use_triton(GPU) and not use_triton(GPU)
-    assert [m for m in messages if "compute capability 7.5 is under 8.0" in m and "portable" in m] == messages
+    assert [
+        m for m in messages if "compute capability 7.5 is under 8.0" in m and "portable" in m
+    ] == messages
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
     assert why_not(GPU) == "triton is not installed"
 
 
-@pytest.mark.parametrize("graphs, no_graphs", [(None, "EAGLE_RAY_GRAPHS=off"), (CudaGraphRunner("cpu", 4, 64), None)])
+@pytest.mark.parametrize(
+    "graphs, no_graphs", [(None, "EAGLE_RAY_GRAPHS=off"), (CudaGraphRunner("cpu", 4, 64), None)]
+)
 def test_an_engine_names_what_does_not_run_on_a_gpu(gpu, monkeypatch, graphs, no_graphs):
     """Nothing on a CPU, where neither kernels nor graphs are expected."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", "off")
@@ -79,7 +83,9 @@ def test_model_unsupported_by_kernels_takes_the_portable_path(monkeypatch, messa
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # on a machine with a GPU it is not set
     assert unsupported_heads(torch.float64, 64, 64) and unsupported_heads(torch.bfloat16, 320, 64)
-    wide, narrow = (KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
+    wide, narrow = (
+        KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64)
+    )
     assert uses_triton(narrow) and not uses_triton(wide) and not uses_triton(wide)
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1
 
@@ -96,7 +102,9 @@ def test_a_kernel_that_fails_turns_them_off_once(monkeypatch, messages):
     assert [m for m in messages if "boom" in m and "portable path from now on" in m] == messages
 
 
-@pytest.mark.parametrize("layout, method", [(TreeMetadata, "attend"), (CpuMetadata, "attend_projected")])
+@pytest.mark.parametrize(
+    "layout, method", [(TreeMetadata, "attend"), (CpuMetadata, "attend_projected")]
+)
 def test_a_cpu_needs_nothing_of_triton(layout, method, monkeypatch, messages):
     for name in ("triton", "eagle_ray.kernels.flash_decoding"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails

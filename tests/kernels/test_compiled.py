@@ -9,7 +9,10 @@ import pytest
 
 from tests.support.kernel_compiler import PTXAS
 
-SHARED = {80: 99 << 10, 90: 227 << 10}  # the first is an RTX 30's or 40's, which the same shapes serve; an A100 has 163
+SHARED = {
+    80: 99 << 10,
+    90: 227 << 10,
+}  # the first is an RTX 30's or 40's, which the same shapes serve; an A100 has 163
 
 SPILLED = 24  # bytes, outside of loops: ptxas gives registers for one program more on a core
 
@@ -19,7 +22,9 @@ SPILLED = 24  # bytes, outside of loops: ptxas gives registers for one program m
 def test_attention_compiles_within_a_gpus_registers_and_memory(which):
     """In a process of its own: in this one Triton interprets."""
     command = [sys.executable, "-m", "tests.kernels.compile_attention", which]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {k["capability"] for k in kernels} == {80, 90}

@@ -37,7 +37,9 @@ FIELDS = (
 
 
 def empty_buffers() -> DraftBuffers:
-    return DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE)
+    return DraftBuffers(
+        DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE
+    )
 
 
 def grown_draft(
@@ -45,7 +47,8 @@ def grown_draft(
 ) -> tuple[DraftBuffers, PaddedDraft]:
     """A draft of random children, with padding, NaN and ends of sequences among them.
 
-    And with ties, but for calibrated ones: sums of rounded numbers tie in one order of additions and not in another.
+    And with ties, but for calibrated ones: sums of rounded numbers tie in one order of additions
+    and not in another.
     """
     sampling = SamplingBatch.of(PARAMS[:batch], DEVICE, frozenset({7, 9}))
     buffers = buffers or empty_buffers()
@@ -95,7 +98,9 @@ def test_the_kernel_appends_what_torch_appends(width, batch, is_calibrated, monk
 def test_appending_a_level_is_one_launch_and_two_copies(fused):
     """Features are copied and the level is counted by torch; 68 operations without the kernel."""
     sampling = SamplingBatch.of(PARAMS, DEVICE, frozenset({7}))
-    buffers = DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 1, torch.float32, DEVICE)
+    buffers = DraftBuffers(
+        DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 1, torch.float32, DEVICE
+    )
     draft = PaddedDraft(buffers, BATCH, CHILDREN, sampling.kind)
     scores = torch.zeros(BATCH, CHILDREN, CHILDREN, device=DEVICE)
     features = torch.zeros(BATCH, CHILDREN, HIDDEN, device=DEVICE)
@@ -115,7 +120,11 @@ def path_of(buffers: DraftBuffers, batch: int, seed: int) -> VerifyResult:
         node = 0
         for level, width in enumerate(buffers.num_offered.tolist()[1:]):
             rows = frontier[level + 1][row][:width], parents[level + 1][row][:width]
-            children = [(i, token) for i, (token, parent) in enumerate(zip(*rows, strict=True)) if parent == node]
+            children = [
+                (i, token)
+                for i, (token, parent) in enumerate(zip(*rows, strict=True))
+                if parent == node
+            ]
             if not children or numbers.random() < 0.1:
                 tokens[row, level] = buffers.offered[level, row, node, -1]
                 break
@@ -124,7 +133,7 @@ def path_of(buffers: DraftBuffers, batch: int, seed: int) -> VerifyResult:
     return VerifyResult(none.to(DEVICE), num_accepted.to(DEVICE), tokens.to(DEVICE))
 
 
-@pytest.mark.parametrize("width", [1, CHILDREN])
+@pytest.mark.parametrize("width", [1, pytest.param(CHILDREN, marks=pytest.mark.slow)])
 def test_the_kernel_learns_what_torch_learns(width, monkeypatch):
     """Over many steps, of narrow frontiers by turns, beyond which the buffers have nodes of earlier drafts."""
     fits = []
@@ -149,7 +158,9 @@ def test_padding_changes_neither_calibration_nor_offered_counts(fused):
     calibration = Calibration(DEPTH, DEVICE)
     buffers, _ = grown_draft(CHILDREN, calibration, BATCH)
     path = path_of(buffers, BATCH, 0)
-    buffers.update_calibration(calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1)))
+    buffers.update_calibration(
+        calibration, replace(path, num_accepted=torch.full_like(path.num_accepted, -1))
+    )
     assert torch.equal(calibration.fit.parameters, Calibration(DEPTH, DEVICE).fit.parameters)
     assert buffers.num_offered.tolist() == [1, *[CHILDREN] * (DEPTH - 1)]
 

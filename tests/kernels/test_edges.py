@@ -49,14 +49,24 @@ def test_a_wrong_pick_is_no_edge():
     assert not wrong.is_explained and wrong.num_equal == 0
 
 
-@pytest.mark.parametrize("top_p, edge", [(0.5, True), (0.500005, True), (0.4999, False), (0.8, False), (1.0, False)])
+@pytest.mark.parametrize(
+    "top_p, edge", [(0.5, True), (0.500005, True), (0.4999, False), (0.8, False), (1.0, False)]
+)
 def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
     """Ascending sums are 0.2, 0.5 and 1: 0.5 of probability are dropped, or 0.3 to 0.7."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    position = next(i for i in range(100) if reachable_tokens(logits, SamplingParams(temperature=1.0), i, 1e-6)[1])
-    params = SamplingParams(temperature=1.0, top_p=top_p)  # noise at this position prefers token 1 where top-p keeps it
+    position = next(
+        i
+        for i in range(100)
+        if reachable_tokens(logits, SamplingParams(temperature=1.0), i, 1e-6)[1]
+    )
+    params = SamplingParams(
+        temperature=1.0, top_p=top_p
+    )  # noise at this position prefers token 1 where top-p keeps it
     assert bool(reachable_tokens(logits, params, position, 1e-6)[:2].all()) == edge
-    assert not reachable_tokens(logits, SamplingParams(temperature=0.0, top_p=top_p), position, 1e-6)[1]
+    assert not reachable_tokens(
+        logits, SamplingParams(temperature=0.0, top_p=top_p), position, 1e-6
+    )[1]
 
 
 def test_what_is_explained_needs_something_to_explain():

@@ -31,10 +31,14 @@ from tests.support.toy_models import llama_engine, run
 
 PREFILL_TOKENS = 4096  # as in a job on a GPU
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
-PARAMS = [SamplingParams(max_tokens=5, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)]
+PARAMS = [
+    SamplingParams(max_tokens=5, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)
+]
 
 
-@pytest.mark.parametrize("planner", ["uniform", "plain", pytest.param("global", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "planner", ["uniform", "plain", pytest.param("global", marks=pytest.mark.slow)]
+)
 def test_the_same_tokens_by_either_path(planner, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
     portable = run(engine(planner), PROMPTS, PARAMS)
@@ -42,7 +46,9 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     heads = Counter()
     attend = TritonTreeMetadata.attend_rows
     monkeypatch.setattr(
-        TritonTreeMetadata, "attend_rows", lambda self, q, *x: heads.update([q.shape[0]]) or attend(self, q, *x)
+        TritonTreeMetadata,
+        "attend_rows",
+        lambda self, q, *x: heads.update([q.shape[0]]) or attend(self, q, *x),
     )
     kernels = run(engine(planner), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
@@ -72,11 +78,18 @@ def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch)
     """One of the questions is longer than a chain: its context is gathered, beside others that attend as chains."""
     prefix, chained, gathered = [3 + i * 7 % 90 for i in range(35)], [], []
     questions = [[5, 9, 33], [6, 40], [7, 21, 5, 12] * 18, [8]]
-    params = [SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i in range(4)
+    ]
     chain_trees, attend = prefill_metadata.chain_trees, prefill_metadata.GatheredChunks.attend
-    monkeypatch.setattr(prefill_metadata, "chain_trees", lambda *x: chained.extend(x[-1]) or chain_trees(*x))
     monkeypatch.setattr(
-        prefill_metadata.GatheredChunks, "attend", lambda self, *x: gathered.extend(self.lengths) or attend(self, *x)
+        prefill_metadata, "chain_trees", lambda *x: chained.extend(x[-1]) or chain_trees(*x)
+    )
+    monkeypatch.setattr(
+        prefill_metadata.GatheredChunks,
+        "attend",
+        lambda self, *x: gathered.extend(self.lengths) or attend(self, *x),
     )
 
     def outputs(kernels: str) -> list[list[int]]:
@@ -91,7 +104,9 @@ def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch)
     assert not chained
     gathered.clear()
     assert outputs("triton") == portable
-    assert set(gathered) == {35, 3 + 72} | ({34} if planner == "uniform" else set())  # a head reads one pair less
+    assert set(gathered) == {35, 3 + 72} | (
+        {34} if planner == "uniform" else set()
+    )  # a head reads one pair less
     assert {6, 5, 4} <= set(chained)
 
 
@@ -103,13 +118,17 @@ def test_what_a_shared_prefix_makes_a_layer_gather(shared, monkeypatch):
     assert gathered == ([shared + 30] if shared < 4096 else list(range(8192, shared + 1, 4096)))
 
 
-def gathered_positions(shared: int, length: int, num_questions: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gathered_positions(
+    shared: int, length: int, num_questions: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
     """Return the positions that a layer gathers in each of the passes that gather, by the bytes of the copies."""
     monkeypatch.setattr(prefill_metadata, "supports_varlen", lambda *_: True)
     monkeypatch.setattr(prefill_metadata, "varlen_attention", lambda query, *_: query)
     monkeypatch.setattr(prefill_metadata, "attend_trees", lambda cache, trees, query, *_: query)
     capacity = shared + length + 64
-    blocks = BlockManager(num_questions, capacity, num_blocks=capacity // BLOCK_SIZE + 3 * num_questions)
+    blocks = BlockManager(
+        num_questions, capacity, num_blocks=capacity // BLOCK_SIZE + 3 * num_questions
+    )
     cache = KVCache(blocks, 1, 1, 8, torch.float32, "cpu")
     scheduler = Scheduler(blocks, PREFILL_TOKENS, 1, num_gathered=partial(num_gathered, cache))
     prefix = [i % 90 for i in range(shared)]
@@ -118,7 +137,9 @@ def gathered_positions(shared: int, length: int, num_questions: int, monkeypatch
     gathered = []
     while chunks := scheduler.chunks():
         spans = [(c.sequence.slot, 0, c.start, c.num_tokens) for c in chunks]
-        layout = prefill_metadata.PrefillMetadata(cache, *(list(column) for column in zip(*spans, strict=True)))
+        layout = prefill_metadata.PrefillMetadata(
+            cache, *(list(column) for column in zip(*spans, strict=True))
+        )
         rows = torch.zeros(1, 1, sum(c.num_tokens for c in chunks), 8)
         with CountCopies(cache) as copies:
             layout.attend(rows, rows, rows, AttentionParams(0, 1.0))
@@ -156,7 +177,10 @@ def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, 
     monkeypatch.setattr(TritonTreeMetadata, "attend_rows", attended)
     kernels = run(engine("uniform"), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
-    assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
+    assert (
+        len(calls) == after + 1
+        and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
+    )
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -175,7 +199,10 @@ def test_failed_kernel_over_a_shared_prefix_changes_no_token(after, monkeypatch,
     monkeypatch.setattr(prefill_metadata, "attend_trees", attended)
     kernels = run(engine("uniform"), prompts, PARAMS[:2])
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
-    assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
+    assert (
+        len(calls) == after + 1
+        and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
+    )
 
 
 def engine(planner: str):
@@ -190,7 +217,9 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
     seq = torch.tensor([0, 0, 1, 3, 3, -1])
     with WatchOperations() as operations, WatchCopies() as copies:
         trees = kernel_trees(seq, 4)
-        WorkList.of(trees, Reading(6, 4, 1, 16, None, tile_shape(4, 16, 16, torch.float32, (9, 0)), 16))
+        WorkList.of(
+            trees, Reading(6, 4, 1, 16, None, tile_shape(4, 16, 16, torch.float32, (9, 0)), 16)
+        )
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]
@@ -209,4 +238,7 @@ def test_failed_capture_leaves_stream_and_pool_to_the_next_one():
         assert results("copies", lambda x: x + x.sum().item()) == [6, 7, 8, 9]
         assert torch.cuda.current_stream() == stream
         assert results("doubles", lambda x: x * 2) == [0, 2, 4, 6]
-    assert list(graphs.failures) == [("verify", "copies")] and graphs.num_captured == graphs.num_replayed == 1
+    assert (
+        list(graphs.failures) == [("verify", "copies")]
+        and graphs.num_captured == graphs.num_replayed == 1
+    )

@@ -38,7 +38,9 @@ from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama
 
 
-def linear(num_in: int, num_out: int, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+def linear(
+    num_in: int, num_out: int, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
     torch.manual_seed(num_in + num_out)
     return nn.Linear(num_in, num_out, bias=bias, dtype=dtype).requires_grad_(False)
 
@@ -67,7 +69,9 @@ def test_fp8_layer_multiplies_rounded_rows_by_dequantized_weight(bias, dtype):
     expected = rows.dequantize() @ weight.T + (layer.bias.float() if bias else 0)
     found = quantised(inputs)
     assert found.dtype == dtype and found.shape == (2, 5, 48)
-    torch.testing.assert_close(found.flatten(0, 1).float(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps * 4)
+    torch.testing.assert_close(
+        found.flatten(0, 1).float(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps * 4
+    )
     assert torch.equal(quantised(rows), found.flatten(0, 1))
     torch.testing.assert_close(found, layer(inputs), atol=0.1, rtol=0.1)
 
@@ -78,12 +82,20 @@ def test_merged_layers_share_the_memory_of_their_parts():
     expected = torch.cat([part(inputs) for part in parts], 1)
     whole = merge_linears(parts)
     torch.testing.assert_close(whole(inputs), expected, atol=0, rtol=0)
-    assert merge_linears(parts).values.data_ptr() == whole.values.data_ptr() == parts[0].values.data_ptr()
-    torch.testing.assert_close(torch.cat([part(inputs) for part in parts], 1), expected, atol=0, rtol=0)
+    assert (
+        merge_linears(parts).values.data_ptr()
+        == whole.values.data_ptr()
+        == parts[0].values.data_ptr()
+    )
+    torch.testing.assert_close(
+        torch.cat([part(inputs) for part in parts], 1), expected, atol=0, rtol=0
+    )
 
 
 def test_a_size_that_no_product_takes_is_named():
-    with pytest.raises(EngineError, match=r"model\.quantization: 1 is 40 x 16, and FP8 needs multiples of 16"):
+    with pytest.raises(
+        EngineError, match=r"model\.quantization: 1 is 40 x 16, and FP8 needs multiples of 16"
+    ):
         quantize_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 40)))
 
 
@@ -108,14 +120,21 @@ def test_a_layer_in_fp8_is_one_launch_more_than_in_bf16(plain, fused):
             if quantise:
                 quantize_fp8(model.base_model.layers)
             target = TargetModel(model, 4, 64)
-            counts[quantise, num_layers] = device_operations(lambda target=target: tree_pass(target, plain))
+            counts[quantise, num_layers] = device_operations(
+                lambda target=target: tree_pass(target, plain)
+            )
     dense, quantised = (counts[quantise, 3] - counts[quantise, 1] for quantise in (False, True))
     assert quantised["_scaled_mm_v2"] == 8 and not quantised["mm"]
-    assert quantised["_scaled_rows"] == quantised["_silu_mul_fp8"] == 2 and quantised["_add_rms_norm"] == 4
+    assert (
+        quantised["_scaled_rows"] == quantised["_silu_mul_fp8"] == 2
+        and quantised["_add_rms_norm"] == 4
+    )
     assert quantised.total() == dense.total() + 2, (dense, quantised)
 
 
-def weight_of(num_out: int, num_in: int, group: int, order: torch.Tensor | None = None) -> QuantizedWeight:
+def weight_of(
+    num_out: int, num_in: int, group: int, order: torch.Tensor | None = None
+) -> QuantizedWeight:
     """Random codes with scales and offsets as AWQ has them."""
     generator = torch.Generator().manual_seed(num_out + group)
     codes = torch.randint(0, 16, (num_out, num_in), generator=generator).to(torch.uint8)
@@ -127,7 +146,10 @@ def weight_of(num_out: int, num_in: int, group: int, order: torch.Tensor | None 
 def multiply_on_cpu(rows, packed, group_size, scales):
     """torch's product of 4 bits for a CPU, whose formula is CUDA's."""
     return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        rows, torch.ops.aten._convert_weight_to_int4pack_for_cpu(tile_unpacked(packed), 1), group_size, scales
+        rows,
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(tile_unpacked(packed), 1),
+        group_size,
+        scales,
     )
 
 
@@ -147,7 +169,9 @@ def test_codes_are_packed_as_tensor_cores_read_them(num_out, num_in):
     assert torch.equal(tile_unpacked(packed), codes.int())
 
 
-@pytest.mark.parametrize("num_out, num_in, group", [(16, 64, 32), (48, 128, 64), (16, 512, 512), (16, 96, 96)])
+@pytest.mark.parametrize(
+    "num_out, num_in, group", [(16, 64, 32), (48, 128, 64), (16, 512, 512), (16, 96, 96)]
+)
 def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, monkeypatch):
     """Few rows by torch's product, many by the restored weight, which is that of the checkpoint in bf16."""
     monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
@@ -163,7 +187,9 @@ def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, m
     inputs = torch.randn(INT4_ROWS + 1, num_in, dtype=torch.bfloat16)
     expected = inputs.float() @ restored.T + bias
     for rows in (slice(0, 3), slice(0, INT4_ROWS + 1)):
-        torch.testing.assert_close(layer(inputs[rows]).float(), expected[rows], atol=0.03, rtol=2**-6)
+        torch.testing.assert_close(
+            layer(inputs[rows]).float(), expected[rows], atol=0.03, rtol=2**-6
+        )
     some = slice_rows(layer, torch.tensor([7, 0, 12]))
     assert torch.equal(some.weight.float(), restored[[7, 0, 12]]) and torch.equal(
         some.bias, bias[[7, 0, 12]].bfloat16()
@@ -174,10 +200,14 @@ def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, m
 def test_a_layer_of_four_bits_is_as_many_launches_as_a_dense_one(fused, monkeypatch):
     """Few rows: one product each; prompts: one launch more, which restores the weight."""
     monkeypatch.setattr(
-        gpu_linears, "int4_product", lambda rows, packed, *_: rows.new_empty(len(rows), 8 * len(packed))
+        gpu_linears,
+        "int4_product",
+        lambda rows, packed, *_: rows.new_empty(len(rows), 8 * len(packed)),
     )
     layer = Int4Linear(weight_of(16, 64, 32))
-    few, many = (torch.randn(count, 64, dtype=torch.bfloat16) for count in (INT4_ROWS, INT4_ROWS + 1))
+    few, many = (
+        torch.randn(count, 64, dtype=torch.bfloat16) for count in (INT4_ROWS, INT4_ROWS + 1)
+    )
     assert not device_operations(lambda: layer(few))  # but for the product, which is CUDA's
     assert device_operations(lambda: layer(many)) == {"_dequantize_int4": 1, "linear": 1}
 
@@ -200,7 +230,9 @@ def test_what_no_kernel_takes_is_restored_and_said_once(messages):
     cpu = torch.device("cpu")
     for weight in (*weights, *weights, fp8_weight(linear(64, 32).weight)):
         layer = gpu_linear(weight, None, torch.bfloat16, cpu)
-        assert type(layer) is nn.Linear and torch.equal(layer.weight, weight.dequantize().bfloat16())
+        assert type(layer) is nn.Linear and torch.equal(
+            layer.weight, weight.dequantize().bfloat16()
+        )
     reasons = [line for line in messages if "restored to 16 bits" in line]
     assert len(reasons) == len(set(reasons)) == 4
     assert "it is 12 x 64, and the kernel takes multiples of 8 x 32" in reasons[0]
@@ -214,7 +246,9 @@ class StoredCheckpoint:
         model = llama(hidden_size=64, intermediate_size=96, head_dim=16).bfloat16()
         self.config, self.state = model.config, model.state_dict()
         self.weights = {
-            name.removesuffix(".weight"): quantise(weight) for name, weight in self.state.items() if "_proj." in name
+            name.removesuffix(".weight"): quantise(weight)
+            for name, weight in self.state.items()
+            if "_proj." in name
         }
 
     def tensor_names(self) -> set[str]:
@@ -256,9 +290,16 @@ def test_a_checkpoint_for_a_gpu_runs_in_our_forward(quantise, kind, atol, monkey
     stored = StoredCheckpoint(quantise)
     model = build_model(stored.config, stored, torch.bfloat16, "cpu", runs_on="cuda")
     dense = build_model(stored.config, stored, torch.bfloat16, "cpu", dequantize=True)
-    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}
+    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {
+        kind
+    }
     assert is_llama_shaped(model) and model.lm_head.weight.dtype == torch.bfloat16
     target, reference = target_of(model), target_of(dense)
     expected = prefill(reference, None)
-    torch.testing.assert_close(prefill(target, None), expected, atol=atol * float(expected.std()), rtol=0.05)
-    assert type(target.logits_over(torch.arange(5))(torch.zeros(1, 64, dtype=torch.bfloat16))) is torch.Tensor
+    torch.testing.assert_close(
+        prefill(target, None), expected, atol=atol * float(expected.std()), rtol=0.05
+    )
+    assert (
+        type(target.logits_over(torch.arange(5))(torch.zeros(1, 64, dtype=torch.bfloat16)))
+        is torch.Tensor
+    )

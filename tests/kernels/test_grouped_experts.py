@@ -28,7 +28,11 @@ from tests.support.operations import device_operations, tree_pass
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MAX_LAUNCHES = 16
-NARROW = [(5, 3, 6, 128, 1536 // 8), (4, 2, 4, 96, 768 // 8), (3, 2, 3, 64, 1408 // 16)]  # a rank's part of the widths
+NARROW = [
+    (5, 3, 6, 128, 1536 // 8),
+    (4, 2, 4, 96, 768 // 8),
+    (3, 2, 3, 64, 1408 // 16),
+]  # a rank's part of the widths
 RANKS = 4
 
 
@@ -48,7 +52,9 @@ class LoneRank(RankGroup):
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        DEVICE, dtype
+    )
 
 
 @pytest.mark.parametrize("num_experts, top_k", [(8, 2), (7, 1), (60, 4), (3, 3)])
@@ -75,7 +81,9 @@ def test_equal_logits_choose_lower_experts_and_nan_a_valid_one():
 @pytest.mark.parametrize("num_rows, top_k", [(1, 1), (5, 3), (700, 2)])
 def test_pairs_are_sorted_by_expert_and_row(num_rows, top_k):
     """More pairs than a program reads at once; expert 2 has none."""
-    experts = torch.randint(0, 5, (num_rows, top_k), generator=torch.Generator().manual_seed(num_rows))
+    experts = torch.randint(
+        0, 5, (num_rows, top_k), generator=torch.Generator().manual_seed(num_rows)
+    )
     experts[experts == 2] = 4
     groups = grouped_experts.group_pairs(experts.int().to(DEVICE), 6)
     assert groups.order.tolist() == experts.flatten().sort(stable=True).indices.tolist()
@@ -112,7 +120,9 @@ class Mixture:
         groups = grouped_experts.group_pairs(choices.experts, len(self.down))
         inner = grouped_experts.gated_products(self.rows, self.gate_up, groups, self.top_k)
         outputs = grouped_experts.products(inner, self.down, groups)
-        return grouped_experts.weighted_sum(outputs, choices.weights, self.shared, self.logits[:, -1])
+        return grouped_experts.weighted_sum(
+            outputs, choices.weights, self.shared, self.logits[:, -1]
+        )
 
     def some(self, rows: slice) -> "Mixture":
         shared = None if self.shared is None else self.shared[rows]
@@ -125,7 +135,12 @@ SIZES = [(1, 1, 4, 32, 24), (9, 2, 5, 72, 40), (90, 3, 7, 64, 100), *NARROW]
 @pytest.mark.parametrize(
     ("sizes", "dtype", "has_shared"),
     [
-        pytest.param(sizes, dtype, has_shared, marks=[] if has_shared == ((i + j) % 2 == 0) else [pytest.mark.slow])
+        pytest.param(
+            sizes,
+            dtype,
+            has_shared,
+            marks=[] if has_shared == ((i + j) % 2 == 0) else [pytest.mark.slow],
+        )
         for i, sizes in enumerate(SIZES)
         for j, dtype in enumerate(ROUNDING)
         for has_shared in (True, False)
@@ -137,11 +152,15 @@ def test_products_and_their_sum(sizes, has_shared, dtype):
     chosen, weights = mixture.chosen().experts.long(), mixture.chosen().weights
     both = torch.einsum("rkoh,rh->rko", mixture.gate_up.float()[chosen], mixture.rows.float())
     gate, up = both.chunk(2, -1)
-    each = torch.einsum("rkhi,rki->rkh", mixture.down.float()[chosen], torch.nn.functional.silu(gate) * up)
+    each = torch.einsum(
+        "rkhi,rki->rkh", mixture.down.float()[chosen], torch.nn.functional.silu(gate) * up
+    )
     expected = (each * weights[:, :, None]).sum(1)
     if mixture.shared is not None:
         expected = expected + mixture.logits[:, -1:].sigmoid() * mixture.shared.float()
-    torch.testing.assert_close(mixture.output().float(), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    torch.testing.assert_close(
+        mixture.output().float(), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,7 +204,11 @@ def test_the_parts_of_ranks_add_up(name, fused, tmp_path):
     rows = random(11, 32)
 
     def delta(ranks: RankGroup | None) -> torch.Tensor:
-        return Decoder.of(load_causal_lm(tmp_path, torch.float32, DEVICE, ranks=ranks)).layers[0].mlp(rows)
+        return (
+            Decoder.of(load_causal_lm(tmp_path, torch.float32, DEVICE, ranks=ranks))
+            .layers[0]
+            .mlp(rows)
+        )
 
     parts = [delta(LoneRank(rank)) for rank in range(RANKS)]
     torch.testing.assert_close(torch.stack(parts).sum(0), delta(None), atol=1e-5, rtol=1e-5)
@@ -204,21 +227,27 @@ def test_a_layer_of_a_rank_is_as_many_launches_and_two_sums(name, fused, tmp_pat
         counts[num_layers] = device_operations(lambda target=target: tree_pass(target, plain=True))
         num_reduces[num_layers] = ranks.num_reduces - before
     two_layers = counts[3] - counts[1]
-    assert two_layers["_grouped_product"] == 4 and two_layers.total() / 2 <= MAX_LAUNCHES, two_layers
+    assert two_layers["_grouped_product"] == 4 and two_layers.total() / 2 <= MAX_LAUNCHES, (
+        two_layers
+    )
     assert num_reduces == {1: 2, 3: 6} and ranks.num_gathers
 
 
 FAST = [(True, "mixtral"), (False, "qwen2_moe"), (False, "qwen3_moe")]
 
 
-@pytest.mark.parametrize(("plain", "name"), mostly_slow(FAST, (True, False), ("mixtral", "qwen2_moe", "qwen3_moe")))
+@pytest.mark.parametrize(
+    ("plain", "name"), mostly_slow(FAST, (True, False), ("mixtral", "qwen2_moe", "qwen3_moe"))
+)
 @torch.inference_mode()
 def test_a_layer_is_at_most_16_launches(name, plain, fused):
     """Whatever a pass computes once is left out; transformers' layers are 73 operations."""
     counts = {}
     own = dict(MOE, shared_expert_intermediate_size=24) if name == "qwen2_moe" else MOE
     for num_layers in (1, 3):
-        target = TargetModel(random_model(config_of(name, **own, num_hidden_layers=num_layers)).to(DEVICE), 4, 64)
+        target = TargetModel(
+            random_model(config_of(name, **own, num_hidden_layers=num_layers)).to(DEVICE), 4, 64
+        )
         counts[num_layers] = device_operations(lambda target=target: tree_pass(target, plain))
     two_layers = counts[3] - counts[1]
     assert two_layers["_route"] == two_layers["_group_pairs"] == two_layers["_weighted_sum"] == 2

@@ -35,12 +35,17 @@ def test_the_path_moves_and_nothing_else(seed, depth, value_dim, dtype):
     """Paths whose targets are the sources of their later nodes among them: [0, 2, 3, 4] moves 2 to 1 and 3 to 2."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 24, (2,), generator=generator).tolist()
-    most = max(depth, torch.randint(depth, 16, (), generator=generator).item())  # close together or far apart
+    most = max(
+        depth, torch.randint(depth, 16, (), generator=generator).item()
+    )  # close together or far apart
     nodes = torch.full((2, depth + 1), -1)
     for row in range(2):
         count = torch.randint(0, depth + 1, (), generator=generator).item()
         nodes[row, : count + 1] = torch.cat(
-            [torch.zeros(1).long(), (1 + torch.randperm(most, generator=generator)[:count]).sort().values]
+            [
+                torch.zeros(1).long(),
+                (1 + torch.randperm(most, generator=generator)[:count]).sort().values,
+            ]
         )
     nodes = nodes.to(DEVICE)
     result = VerifyResult(nodes, (nodes > 0).sum(1), nodes)
@@ -49,7 +54,7 @@ def test_the_path_moves_and_nothing_else(seed, depth, value_dim, dtype):
     portable.commit(batch, result)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_RAY_KERNELS", "triton")
-        patch.setattr(kernel, "SLICE", 8)
+        patch.setattr(kernel, "MLP_SLICE", 8)
         fused.commit(batch, result)
     assert torch.equal(movable(fused.keys), movable(portable.keys))
     assert torch.equal(movable(fused.values), movable(portable.values))

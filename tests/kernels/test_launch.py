@@ -52,7 +52,9 @@ def test_a_launch_is_on_its_tensors_device_and_changes_none(current, monkeypatch
 def test_nothing_is_launched_but_here():
     """`kernel[grid](...)` stands in `launch` alone."""
     for path in KERNELS.glob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
         direct = [call for call in calls if isinstance(call.func, ast.Subscript)]
         assert bool(direct) == (path.name == "availability.py"), path
 
@@ -64,7 +66,9 @@ def test_the_second_gpu_picks_as_the_first_does(fused):
     found = []
     for device in ("cuda:0", "cuda:1"):
         rows = torch.arange(4, device=device)
-        found.append(sample(logits.to(device), SamplingBatch.of(params, device), rows, rows).tolist())
+        found.append(
+            sample(logits.to(device), SamplingBatch.of(params, device), rows, rows).tolist()
+        )
     assert found[0] == found[1]
 
 

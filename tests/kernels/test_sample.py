@@ -1,5 +1,5 @@
-"""The fused picks, of Triton and of a CPU's library, are the portable pick: token for token, whatever the cuts, the
-ties, the dtype or the row's parts.
+"""The fused picks, of Triton and of a CPU's library, are the portable pick: token for token,
+whatever the cuts, the ties, the dtype or the row's parts.
 """
 
 import pytest
@@ -13,7 +13,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops, jit_functions
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import gumbel_noise, process, sample
+from eagle_ray.sampling.noise import gumbel_noise
+from eagle_ray.sampling.sampler import process, sample
 from tests.support.kernels import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,12 +30,12 @@ PARAMS = [
 ]
 
 
-def sampled_by_kernels(logits, params, seq, positions, block: int = kernel.BLOCK):
+def sampled_by_kernels(logits, params, seq, positions, block: int = kernel.TOKENS_PER_PART):
     """By the kernels, on their device; the tokens are on the CPU."""
     sampling = SamplingBatch.of(params, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_RAY_KERNELS", "triton")
-        patch.setattr(kernel, "BLOCK", block)
+        patch.setattr(kernel, "TOKENS_PER_PART", block)
         return sample(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
 
 
@@ -45,7 +46,9 @@ def sampled_by_torch(logits, params, seq, positions):
         return sample(logits, SamplingBatch.of(params), seq, positions)
 
 
-def tokens_of_both_paths(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
+def tokens_of_both_paths(
+    logits, params, seed: int = 0, block: int = kernel.TOKENS_PER_PART
+) -> tuple[list[int], list[int]]:
     """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn.
 
     The library for CPUs, where there is one, has to pick the same.
@@ -77,7 +80,9 @@ def test_the_noise_is_the_portable_noise():
     seeds, positions = torch.tensor([0, -5, 2**63 - 1]), torch.tensor([0, 999, 2**31])
     out = torch.empty(3, 1 << 14, device=DEVICE)
     _noise[(3,)](seeds.to(DEVICE), positions.to(DEVICE), out, SIZE=1 << 14)
-    torch.testing.assert_close(out.cpu(), gumbel_noise(seeds, positions, torch.arange(1 << 14)), atol=2e-6, rtol=3e-7)
+    torch.testing.assert_close(
+        out.cpu(), gumbel_noise(seeds, positions, torch.arange(1 << 14)), atol=2e-6, rtol=3e-7
+    )
 
 
 def test_the_logarithms_hold_at_the_ends_of_the_uniform():
@@ -86,7 +91,9 @@ def test_the_logarithms_hold_at_the_ends_of_the_uniform():
     out = torch.empty(2, 4096, device=DEVICE)
     _logs[(1,)](v.to(DEVICE), out, SIZE=4096)
     wanted = torch.stack([v.double().log(), (-v.double()).log1p()])
-    assert ((out.cpu() / wanted - 1).abs() < 5e-7).all()  # a GPU's division alone may be off by 2.4e-7
+    assert (
+        (out.cpu() / wanted - 1).abs() < 5e-7
+    ).all()  # a GPU's division alone may be off by 2.4e-7
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,9 @@ def test_every_cut_picks_the_portable_token(dtype, block):
     vocab=st.integers(1, 50),
     values=st.integers(1, 4),
     temperature=st.sampled_from([0.3, 1.0, 3.0]),
-    cut=st.sampled_from([dict(top_k=3), dict(top_p=0.5), dict(top_p=0.8, top_k=30), dict(min_p=0.4), {}]),
+    cut=st.sampled_from(
+        [dict(top_k=3), dict(top_p=0.5), dict(top_p=0.8, top_k=30), dict(min_p=0.4), {}]
+    ),
 )
 def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, temperature, cut):
     """Logits of one to four values: top-k keeps all that tie with the last, top-p those of the highest ids."""
@@ -117,7 +126,9 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
     assert found == wanted
 
 
-needs_library = pytest.mark.skipif(cpu_ops.best_library() is None, reason="no compiled library for this processor")
+needs_library = pytest.mark.skipif(
+    cpu_ops.best_library() is None, reason="no compiled library for this processor"
+)
 
 
 @needs_library
@@ -160,23 +171,34 @@ def test_a_row_of_the_library_does_not_depend_on_its_company():
     finally:
         torch.set_num_threads(threads)
     for i in range(64):
-        alone = sample(logits[i : i + 1], SamplingBatch.of([PARAMS[i % len(PARAMS)]]), rows[:1] * 0, rows[i : i + 1])
+        alone = sample(
+            logits[i : i + 1],
+            SamplingBatch.of([PARAMS[i % len(PARAMS)]]),
+            rows[:1] * 0,
+            rows[i : i + 1],
+        )
         assert alone.item() == together[i]
 
 
 def test_top_p_keeps_what_exact_sums_keep():
     """The kept set's size, by the kernels and by the portable path, against probabilities summed in float64."""
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3))
-    params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
+    params = [
+        SamplingParams(temperature=1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)
+    ]
     sampling = SamplingBatch.of(params, DEVICE)
-    rows = kernel.SampleRows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
+    rows = kernel.SampleRows(
+        logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE)
+    )
     floors = rows.with_ties(sampling.top_p, rows.peaks(), None)[0].cpu()
     portable = process(logits, SamplingBatch.of(params), torch.arange(6)).isfinite().sum(1).tolist()
     probs = logits.double().softmax(-1).sort(-1, descending=True).values
     for row, params_of in enumerate(params):
         mass = probs[row].cumsum(0)
         for kept in ((orders(logits[row]) >= floors[row]).sum().item(), portable[row]):
-            assert mass[kept - 1] >= params_of.top_p - 1e-6 and (kept == 1 or mass[kept - 2] < params_of.top_p + 1e-6)
+            assert mass[kept - 1] >= params_of.top_p - 1e-6 and (
+                kept == 1 or mass[kept - 2] < params_of.top_p + 1e-6
+            )
 
 
 def orders(x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +230,9 @@ def test_extremes_are_picked_as_in_the_portable_path(row):
         logits = torch.where(torch.arange(50) % 3 == 0, 0.0, -0.0).expand(2, 50)
     else:
         logits = logits * 1e38
-    wanted, found = tokens_of_both_paths(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=4)], block=32)
+    wanted, found = tokens_of_both_paths(
+        logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=4)], block=32
+    )
     assert found == wanted
 
 
@@ -235,7 +259,9 @@ def test_log_probs_of_given_tokens(dtype, vocab, fused):
     logits[3, : vocab // 2] = -torch.inf
     tokens = torch.tensor([0, vocab - 1, vocab // 2, vocab - 1])
     wanted = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(log_probs_of(logits.to(DEVICE), tokens.to(DEVICE)).cpu(), wanted, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(
+        log_probs_of(logits.to(DEVICE), tokens.to(DEVICE)).cpu(), wanted, atol=2e-5, rtol=1e-6
+    )
 
 
 def test_log_probs_of_a_row_with_a_nan_are_nan(fused):
@@ -243,7 +269,9 @@ def test_log_probs_of_a_row_with_a_nan_are_nan(fused):
 
     logits = torch.zeros(3, 9)
     logits[0, 3], logits[1, 4] = torch.nan, torch.inf
-    assert log_probs_of(logits.to(DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)).isnan().tolist() == [
+    assert log_probs_of(
+        logits.to(DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    ).isnan().tolist() == [
         True,
         True,
         False,
@@ -252,7 +280,9 @@ def test_log_probs_of_a_row_with_a_nan_are_nan(fused):
 
 def test_processed_scores_say_what_could_have_been_picked():
     """The kernels never pick what `process` drops: 12 picks under a sharp cut, by different noise."""
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
+    logits = (
+        torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
+    )
     params, rows = [SamplingParams(temperature=1.5, top_k=3, seed=1)], torch.arange(40)
     kept = process(logits[:1], SamplingBatch.of(params), rows[:1]).isfinite()[0]
     tokens = sampled_by_kernels(logits, params, rows * 0, rows)
@@ -266,6 +296,8 @@ def test_forbidden_tokens_are_never_picked(num_left):
     logits = torch.randn(8, 130, generator=generator) * 3
     left = torch.rand(8, 130, generator=generator).topk(num_left, 1).indices
     forbidden = torch.ones_like(logits, dtype=torch.bool).scatter(1, left, False)
-    portable, fused = tokens_of_both_paths(logits.masked_fill(forbidden, -torch.inf), PARAMS, block=64)
+    portable, fused = tokens_of_both_paths(
+        logits.masked_fill(forbidden, -torch.inf), PARAMS, block=64
+    )
     assert portable == fused
     assert all(token in allowed for token, allowed in zip(fused, left.tolist(), strict=True))

@@ -8,12 +8,24 @@ WHOLE = [
     SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True),
     SamplingParams(temperature=1.0, seed=4, max_tokens=4, ignore_eos=True, logprobs=True),
 ]
-CUT = [SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, seed=2, max_tokens=3, ignore_eos=True)]
+CUT = [
+    SamplingParams(
+        temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, seed=2, max_tokens=3, ignore_eos=True
+    )
+]
 
 
 def outputs(params, *tree, **shape):
-    done = run(llama_engine(len(params), *tree, device=DEVICE, **shape), [[5, 6, 7], [8]][: len(params)], params)
-    return [s.output_ids for s in done], [s.stats for s in done], [p for s in done for p in s.output_logprobs]
+    done = run(
+        llama_engine(len(params), *tree, device=DEVICE, **shape),
+        [[5, 6, 7], [8]][: len(params)],
+        params,
+    )
+    return (
+        [s.output_ids for s in done],
+        [s.stats for s in done],
+        [p for s in done for p in s.output_logprobs],
+    )
 
 
 def test_kernels_change_no_token(monkeypatch):

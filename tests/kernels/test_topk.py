@@ -38,14 +38,20 @@ def children(logits, width, params=PLAIN, coupling=None, token_ids=None):
 def assert_same_children(fused, portable) -> None:
     assert (fused.tokens == portable.tokens).all()
     torch.testing.assert_close(fused.log_probs, portable.log_probs, atol=3e-5, rtol=1e-5)
-    torch.testing.assert_close(fused.draft_log_probs, portable.draft_log_probs, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        fused.draft_log_probs, portable.draft_log_probs, atol=3e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("vocab, width", [(1, 1), (5, 10), (97, 10), (4100, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_own_ranking(vocab, width, dtype, monkeypatch):
-    places = torch.stack([torch.randperm(vocab, generator=torch.Generator().manual_seed(i)) for i in range(8)])
-    logits = (places.view(4, 2, vocab) % 251 / 16).to(dtype)  # the best of them are apart in every dtype
+    places = torch.stack(
+        [torch.randperm(vocab, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    )
+    logits = (places.view(4, 2, vocab) % 251 / 16).to(
+        dtype
+    )  # the best of them are apart in every dtype
     logits = logits.masked_fill(places.view(4, 2, vocab) > 250, -3.0)
     portable = children(logits, width)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
@@ -55,18 +61,26 @@ def test_the_heads_own_ranking(vocab, width, dtype, monkeypatch):
 @pytest.mark.parametrize("params", [PLAIN, CUT], ids=["plain", "cut"])
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_coupled_ranking(params, trimmed, monkeypatch):
-    monkeypatch.setattr(kernel, "BLOCK", 64)
+    monkeypatch.setattr(kernel, "TOPK_PART_TOKENS", 64)
     logits, coupling = logits_of(150), Coupling(1, DEVICE)
     coupling.fit.parameters[0, 0] = torch.tensor([1.1, 0.8, 0.4, -6.0], device=DEVICE)
-    ids = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:150].to(DEVICE) if trimmed else None
+    ids = (
+        torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:150].to(DEVICE)
+        if trimmed
+        else None
+    )
     portable = children(logits, 6, params, coupling, ids)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     assert_same_children(children(logits, 6, params, coupling, ids), portable)
 
 
 def test_of_equal_scores_the_lower_place_comes_first(monkeypatch):
-    monkeypatch.setattr(kernel, "BLOCK", 16)
-    logits = torch.randint(0, 3, (2, 3, 100), generator=torch.Generator().manual_seed(1)).float().to(DEVICE)
+    monkeypatch.setattr(kernel, "TOPK_PART_TOKENS", 16)
+    logits = (
+        torch.randint(0, 3, (2, 3, 100), generator=torch.Generator().manual_seed(1))
+        .float()
+        .to(DEVICE)
+    )
     scores, places, _ = kernel.top_k(logits, 20)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :20]
     assert (places == order).all()
@@ -75,7 +89,7 @@ def test_of_equal_scores_the_lower_place_comes_first(monkeypatch):
 
 @pytest.mark.parametrize("coupling", [None, Coupling(1, DEVICE)], ids=["own", "coupled"])
 def test_a_head_that_overflows_offers_nothing(coupling, monkeypatch):
-    monkeypatch.setattr(kernel, "BLOCK", 16)
+    monkeypatch.setattr(kernel, "TOPK_PART_TOKENS", 16)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     logits = logits_of(40)
     logits[0, 0, 7], logits[1, 1, 20] = torch.nan, torch.inf

@@ -50,9 +50,11 @@ def archive(name: str, data: bytes) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "flipped", "outside", "group", "deep group", "huge"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "text", "cut", "flipped", "outside", "group", "deep group", "huge"]
+)
 def test_a_damaged_or_foreign_archive_adds_nothing(damage, kernel_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(triton_cache, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(triton_cache, "MAX_ARCHIVE_BYTES", 1 << 20)
     data = pack(kernel_cache, entries(kernel_cache))
     damaged = {
         "empty": b"",

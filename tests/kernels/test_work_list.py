@@ -30,24 +30,46 @@ def listed(trees, reading: Reading) -> tuple[WorkList, list[list[int]]]:
     return made, made.items[: made.counts[0]].tolist()
 
 
-def expected(reading: Reading, num_nodes: int, length: int, first: int, num_positions: int, max_positions: int):
+def expected(
+    reading: Reading,
+    num_nodes: int,
+    length: int,
+    first: int,
+    num_positions: int,
+    max_positions: int,
+):
     """Return tiles of rows, tiles of keys and parts of one tree, in plain words."""
     rows, keys = reading.tile.rows, reading.tile.keys
     tiles = -(-num_nodes * reading.group // rows)
-    low = max(first, length - reading.window + 1) if reading.window is not None else first
+    window = reading.window
+    low = first
+    if window is not None:
+        begin = length // -window * -window if window < 0 else length - window + 1
+        low = max(first, begin)
     begin = max(low, 0) // keys
     end = max(-(-min(length + num_positions, max_positions) // keys), begin + 1)
-    size = max(-(-(length // keys - begin) // max(reading.tile.parts // max(tiles, 1), 1)), reading.part_tiles)
+    size = max(
+        -(-(length // keys - begin) // max(reading.tile.parts // max(tiles, 1), 1)),
+        reading.part_tiles,
+    )
     parts = [
-        number for number in range(end) if any(begin <= t < end for t in range(number * size, (number + 1) * size))
+        number
+        for number in range(end)
+        if any(begin <= t < end for t in range(number * size, (number + 1) * size))
     ]
     return tiles, end - begin, len(parts)
 
 
 @settings(max_examples=20, deadline=None)
-@given(data=st.data(), window=st.none() | st.integers(1, 900), places=st.sampled_from([1, 4, 16, 400]))
+@given(
+    data=st.data(),
+    window=st.none() | st.integers(1, 900) | st.integers(-900, -1),
+    places=st.sampled_from([1, 4, 16, 400]),
+)
 def test_a_list_has_every_part_once(data, window, places):
-    sizes = data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=9))
+    sizes = data.draw(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=9)
+    )
     counts, lengths = (list(each) for each in zip(*sizes, strict=True))
     counts = counts if any(counts) else [1] * len(counts)
     group, num_positions = data.draw(st.sampled_from([1, 3, 20])), data.draw(st.integers(1, 90))
@@ -69,18 +91,30 @@ def test_a_list_has_every_part_once(data, window, places):
     share = sum(tiles * read for tiles, read, _ in wanted) * reading.kv_heads / places
     assert len(items) <= len(made.items) and made.counts[1] == 0
     found: dict[tuple[int, int], list[int]] = {}
-    taken: list[tuple[int, int]] = [(0, -(-made.programs * SHAPE.fold * SHAPE.rows // reading.heads))]
+    taken: list[tuple[int, int]] = [
+        (0, -(-made.programs * SHAPE.fold * SHAPE.rows // reading.heads))
+    ]
     for tree, place, part, sums in items:
         found.setdefault((tree, place), []).append(part)
         if part == 0 and place == 0:
             taken.append((sums, sums + counts[tree] * wanted[tree][2]))
-    assert sorted(found) == [(b, t * 16) for b, (tiles, _, _) in enumerate(wanted) for t in range(tiles)]
+    assert sorted(found) == [
+        (b, t * 16) for b, (tiles, _, _) in enumerate(wanted) for t in range(tiles)
+    ]
     for (tree, _), parts in found.items():
         _, read, num_parts = wanted[tree]
         if parts == [-1]:
-            assert num_parts == 1 or read * work_list.SHARES <= share or made.room < taken[-1][1] + counts[tree] * 99
+            assert (
+                num_parts == 1
+                or read * work_list.SHARES <= share
+                or made.room < taken[-1][1] + counts[tree] * 99
+            )
         else:
-            assert parts == list(range(num_parts)) and num_parts > 1 and read * work_list.SHARES > share
+            assert (
+                parts == list(range(num_parts))
+                and num_parts > 1
+                and read * work_list.SHARES > share
+            )
     for (_, end), (begin, _) in zip(sorted(taken), sorted(taken)[1:], strict=False):
         assert end <= begin
     assert max(end for _, end in taken) <= made.room
@@ -100,7 +134,16 @@ def test_a_row_has_the_same_bits_in_any_batch(short_parts, softcap, window, sink
     alone = RandomTrees([LONG], [3], 2, 4, softcap=softcap, window=window, sinks=sinks).case()
     exact = rows_of(alone, 0)
     for lengths in ([LONG, 5], [LONG, 325, 0], [LONG] * 3 + [10]):
-        others = RandomTrees(lengths, [3] * len(lengths), 2, 4, softcap=softcap, window=window, sinks=sinks, padding=2)
+        others = RandomTrees(
+            lengths,
+            [3] * len(lengths),
+            2,
+            4,
+            softcap=softcap,
+            window=window,
+            sinks=sinks,
+            padding=2,
+        )
         batch = others.case()
         _copy_first_tree(alone, batch)
         assert torch.equal(rows_of(batch, 0), exact), lengths
@@ -110,12 +153,19 @@ def _copy_first_tree(alone: AttentionCase, batch: AttentionCase) -> None:
     """Give the batch's first tree the other's rows, ancestors and cached positions."""
     for name in ("query", "key", "value"):
         getattr(batch, name)[:, :, :3] = getattr(alone, name)
-    batch.kernels.words[0], batch.kernels.depths[0] = alone.kernels.words[0], alone.kernels.depths[0]
+    batch.kernels.words[0], batch.kernels.depths[0] = (
+        alone.kernels.words[0],
+        alone.kernels.depths[0],
+    )
     if alone.attention.sinks is not None:
         batch.attention.sinks.copy_(alone.attention.sinks)
     positions = torch.arange(LONG, device=DEVICE)
-    here, there = (p.kernels.cache.slot_mapping(torch.zeros_like(positions), positions) for p in (alone, batch))
-    for ours, theirs in zip(alone.kernels.cache.layer(0), batch.kernels.cache.layer(0), strict=True):
+    here, there = (
+        p.kernels.cache.slot_mapping(torch.zeros_like(positions), positions) for p in (alone, batch)
+    )
+    for ours, theirs in zip(
+        alone.kernels.cache.layer(0), batch.kernels.cache.layer(0), strict=True
+    ):
         theirs[there] = ours[here]
 
 
@@ -123,7 +173,13 @@ def _copy_first_tree(alone: AttentionCase, batch: AttentionCase) -> None:
 def test_whole_or_cut_is_the_same(short_parts, rectangle, monkeypatch):
     """Without memory for the sums of parts each context is read by one program, a few parts at a time."""
     random_trees = RandomTrees(
-        [375, 75, 175], [5, 5, 3], 2, 4, rectangle=rectangle, sinks=True, padding=0 if rectangle else 2
+        [375, 75, 175],
+        [5, 5, 3],
+        2,
+        4,
+        rectangle=rectangle,
+        sinks=True,
+        padding=0 if rectangle else 2,
     )
     cut = random_trees.case().by_kernels()
     monkeypatch.setattr(tree_metadata, "MAX_SUMS_BYTES", 0)
@@ -152,9 +208,15 @@ def test_a_list_serves_every_layer_and_every_replay(short_parts):
     counts = device_operations(lambda: [case.by_kernels() for _ in range(3)])
     assert counts["attend"] == 3 and counts["list_work"] == 1
     (made,) = trees.work_lists.values()
-    cut = [(tree, place) for tree, place, part, _ in made.items[: made.counts[0]].tolist() if part >= 0]
+    cut = [
+        (tree, place) for tree, place, part, _ in made.items[: made.counts[0]].tolist() if part >= 0
+    ]
     starts = case.kernels.rows.starts.tolist()
-    places = [(kv_head * len(case.real) + starts[tree]) * 2 + place for tree, place in cut for kv_head in (0, 1)]
+    places = [
+        (kv_head * len(case.real) + starts[tree]) * 2 + place
+        for tree, place in cut
+        for kv_head in (0, 1)
+    ]
     assert cut and made.counts[1] == 0 and not made.arrivals[places].any()
     for lengths in ([LONG, 8], [0, 175], [128, 127]):
         trees.lengths.copy_(torch.tensor(lengths))
@@ -173,18 +235,24 @@ def test_sums_of_parts_take_little_memory(rows, heads, capability, monkeypatch):
     for batch in (1, 256):
         seq = torch.arange(batch, device=DEVICE)
         trees = replace(kernel_trees(seq, batch), max_positions=1 << 17)
-        made = WorkList.of(trees, Reading(batch, num_heads, kv_heads, dim, None, shape, 132 * shape.per_core))
+        made = WorkList.of(
+            trees, Reading(batch, num_heads, kv_heads, dim, None, shape, 132 * shape.per_core)
+        )
         assert 4 * made.room * num_heads * (dim + 2) <= 200 << 20
         assert made.items.nbytes <= 1 << 20
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    data=st.data(), capability=st.sampled_from([(8, 0), (9, 0)]), dtype=st.sampled_from([torch.bfloat16, torch.float32])
+    data=st.data(),
+    capability=st.sampled_from([(8, 0), (9, 0)]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_a_launch_allocates_no_more_than_a_plan_keeps(data, capability, dtype):
     """Of any rows, trees, heads and contexts within those of the plan."""
-    kv_heads, group, dim = (data.draw(st.sampled_from(each)) for each in ([1, 2, 8], [1, 4, 7], [64, 128, 256]))
+    kv_heads, group, dim = (
+        data.draw(st.sampled_from(each)) for each in ([1, 2, 8], [1, 4, 7], [64, 128, 256])
+    )
     max_rows, max_nodes, max_positions = (
         600,
         data.draw(st.integers(1, 300)),
@@ -199,8 +267,12 @@ def test_a_launch_allocates_no_more_than_a_plan_keeps(data, capability, dtype):
     shape = tile_shape(-(-num_rows * group // batch), dim, dim, dtype, capability)
     reading = Reading(num_rows, kv_heads * group, kv_heads, dim, None, shape, 132 * shape.per_core)
     trees = kernel_trees(seq.sort().values, batch)
-    nodes = torch.zeros(batch, data.draw(st.integers(1, max_nodes)), dtype=torch.int64, device=DEVICE)
-    trees = replace(trees, position_depths=nodes, max_positions=data.draw(st.integers(1, max_positions)))
+    nodes = torch.zeros(
+        batch, data.draw(st.integers(1, max_nodes)), dtype=torch.int64, device=DEVICE
+    )
+    trees = replace(
+        trees, position_depths=nodes, max_positions=data.draw(st.integers(1, max_positions))
+    )
     with patch.object(work_list, "launch", lambda *_: lambda *args, **constants: None):
         made = WorkList.of(trees, reading)
     assert 0 < made.room * reading.row_bytes <= planned
