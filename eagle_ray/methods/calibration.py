@@ -1,14 +1,16 @@
 """Calibration: map a drafter's probability of a child to the rate at which the target samples it.
 
-A logistic map per level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, given that its
-parent is accepted), plus c for the first child of a node: targets sample the drafter's first choice more often than
-a second choice with equal p (measured: rates of 0.35 and 0.13 for p = 0.16). The result is at most 1, rises in p,
-and c is at least 0. So siblings keep their order, and products along paths never rise. Sampled rows have maps of
-their own, since p means something else there. A head that estimates acceptance itself (DSpark) adds d times
-the log-odds of its estimate, which is one number for all children of a node; d starts at 0.
+A logistic map per level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child,
+given that its parent is accepted), plus c for the first child of a node: targets sample the
+drafter's first choice more often than a second choice with equal p (measured: rates of 0.35 and
+0.13 for p = 0.16). The result is at most 1, rises in p, and c is at least 0. So siblings keep their
+order, and products along paths never rise. Sampled rows have maps of their own, since p means
+something else there. A head that estimates acceptance itself (DSpark) adds d times the log-odds of
+its estimate, which is one number for all children of a node; d starts at 0.
 
-The budget does not bias the labels: once a node is reached, the target's sample tells for *all* its drafted children
-which one it was, whether they were verified or not. Only children of nodes that were never reached stay unobserved.
+The budget does not bias the labels: once a node is reached, the target's sample tells for *all* its
+drafted children which one it was, whether they were verified or not. Only children of nodes that
+were never reached stay unobserved.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from eagle_ray.kernels import calibration_ops
 from eagle_ray.tree.expand import Frontier
 
 LARGEST_LOGIT = 16.0
-KINDS = 2  # 0: greedy rows, 1: sampled rows
+NUM_ROW_KINDS = 2  # 0: greedy rows, 1: sampled rows
 
 
 class Calibration:
     """Slope, offset and first-child term per level and kind of row; the identity at first.
 
-    num_signals: 1 if `apply` and `update` are given the drafter's own estimate of acceptance.
+    Args:
+        num_signals: 1 if `apply` and `update` are given the drafter's own estimate of acceptance.
     """
 
     def __init__(self, levels: int, device: torch.device | str = "cpu", num_signals: int = 0):
@@ -39,7 +43,7 @@ class Calibration:
             [0.1, -12.0, 0.0, *[0.0] * num_signals],
             [6.0, 12.0, 6.0, *[6.0] * num_signals],
             levels=levels,
-            sets=KINDS,
+            sets=NUM_ROW_KINDS,
             precision=10.0,
             device=device,
         )
@@ -74,8 +78,10 @@ class Calibration:
     ) -> None:
         """Observe the target's sample after one node of each row on each of the first L levels.
 
-        log_probs, confidence: as passed to `apply`. picked: the child with the target's token. reached: whether the
-        node was reached; other rows are ignored.
+        Args:
+            log_probs, confidence: as passed to `apply`.
+            picked: the child with the target's token.
+            reached: whether the node was reached; other rows are ignored.
         """
         levels = slice(len(log_probs))
         one, first = torch.ones_like(log_probs), torch.zeros_like(log_probs)
@@ -83,22 +89,76 @@ class Calibration:
         signals = [] if confidence is None else [bounded(confidence)[:, :, None].expand_as(one)]
         x = torch.stack([logit(log_probs), one, first, *signals], 3)
         predicted = torch.sigmoid((x * self.fit.parameters[levels, kinds][:, :, None]).sum(3))
-        of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)], 1).float()
+        of_kind = torch.stack(
+            [reached & (kinds == kind) for kind in range(NUM_ROW_KINDS)], 1
+        ).float()
         real = (log_probs > -torch.inf).float()
         gradient = torch.einsum("lbk,lbkp->lbp", real * (picked.float() - predicted), x)
         fisher = torch.einsum("lbk,lbkp,lbkq->lbpq", real * predicted * (1 - predicted), x, x)
-        self.fit.update(of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
+        self.fit.update(
+            of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2)
+        )
 
-    def update_on_path(self, offered: Proposals, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
-        """Observe the target's samples on its path through what one step offered. picks: its tokens."""
+    def observe(
+        self, offered: Proposals, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]
+    ) -> None:
+        """Update from one step: compare the offered children with the target's tokens along the accepted path.
+
+        Args:
+            offered: no more levels than there are picks.
+            picks: the target's tokens, of which the first num_accepted + 1 are known.
+        """
+        self.update_on_path(offered, target_path(offered.levels, picks, num_accepted), picks)
+
+    def update_on_path(
+        self, offered: Proposals, path: TargetPath, picks: Int[Tensor, "B D"]
+    ) -> None:
+        """Update from one step along a given path.
+
+        Args:
+            picks: the target's tokens.
+        """
         row = torch.arange(len(picks), device=picks.device)
         on_path = list(zip(offered.levels, path.nodes, strict=False))
         scores = torch.stack([level.scores[row, node] for level, node in on_path])
         tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
         picked = tokens == picks.T[: len(on_path), :, None]
-        estimates = [level.confidence[row, node] for level, node in on_path if level.confidence is not None]
+        estimates = [
+            level.confidence[row, node] for level, node in on_path if level.confidence is not None
+        ]
         signals = [torch.stack(estimates)] if estimates else []
         self.update(offered.kinds, scores, picked, path.reached, *signals)
+
+
+class HostCalibration(Calibration):
+    """Calibration that updates in one compiled call on a CPU. See `calibration_for`."""
+
+    def observe(
+        self, offered: Proposals, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]
+    ) -> None:
+        fit = self.fit
+        tensors = calibration_ops.FitTensors(
+            fit.parameters,
+            fit.information,
+            fit.prior,
+            fit.low,
+            fit.high,
+            fit.memory,
+            fit.largest_step,
+        )
+        children = []
+        for level in offered.levels:
+            frontier = level.frontier
+            nodes = (None, None) if frontier is None else (frontier.tokens, frontier.parent_rows)
+            children.append(calibration_ops.OfferedChildren(level.tokens, level.scores, *nodes))
+        calibration_ops.update(tensors, children, offered.kinds, picks, num_accepted)
+
+
+def calibration_for(levels: int, device: torch.device | str, num_signals: int = 0) -> Calibration:
+    """Return a calibration that learns as fast as it can on a device. Arguments as for Calibration."""
+    if calibration_ops.available(torch.device(device)) and not num_signals:
+        return HostCalibration(levels, device)
+    return Calibration(levels, device, num_signals)
 
 
 def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -113,15 +173,18 @@ def bounded(log_odds: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 WARMUP_STEPS = 30  # steps that all update the calibration
-UPDATE_INTERVAL = 4  # steps between later updates, or as many as levels: an update takes 1 to 5 ms
+STEPS_PER_UPDATE = 4  # steps between later updates, or as many as levels: an update takes 1 to 5 ms
 GPU_UPDATE_INTERVAL = 16  # likewise on a GPU, where its 50 small launches take about a tenth of a step, unless recorded
 
 
 @dataclass(frozen=True, slots=True)
 class ProposalLevel:
-    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, uncalibrated; -inf is padding.
+    """One level of a draft.
 
-    confidence: see Calibration.
+    Attributes:
+        frontier: the expanded nodes; None for the roots.
+        scores: uncalibrated log-probabilities; -inf is padding.
+        confidence: see Calibration.
     """
 
     frontier: Frontier | None
@@ -132,7 +195,11 @@ class ProposalLevel:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """One step's proposals, level by level. kinds: of each row, see Calibration."""
+    """One step's proposals, level by level.
+
+    Attributes:
+        kinds: kind of each row, see Calibration.
+    """
 
     kinds: Int[Tensor, " B"]
     levels: list[ProposalLevel] = field(default_factory=list)
@@ -162,7 +229,8 @@ class ProposalRecorder:
     A step's proposals are kept until its verify pass.
 
     Args:
-        calibration: corrects scores and learns from the target's tokens; None leaves scores as they are.
+        calibration: corrects scores and learns from the target's tokens; None leaves scores as they
+            are.
 
     Attributes:
         offered: what `update` learns from. A caller may keep it and set it again.
@@ -177,7 +245,11 @@ class ProposalRecorder:
         self._num_taught = 0
 
     def begin(self, kinds: Int[Tensor, " B"]) -> None:
-        """Start a new step. kinds: of each row, see Calibration."""
+        """Start a new step.
+
+        Args:
+            kinds: kind of each row, see Calibration.
+        """
         self.offered = Proposals(kinds)
 
     def reset(self) -> None:
@@ -185,6 +257,10 @@ class ProposalRecorder:
         self._num_taught = 0
         if self.calibration is not None:
             self.calibration.fit.reset()
+
+    def skip_warm_up(self) -> None:
+        """Update as after the warm-up from now on, since the calibration goes on from what was learned."""
+        self._num_taught = max(self._num_taught, WARMUP_STEPS)
 
     def add(
         self,
@@ -195,7 +271,8 @@ class ProposalRecorder:
     ) -> Float[Tensor, "B F K"]:
         """Add a level. Return the children's calibrated log-probabilities given their parents.
 
-        confidence: for a calibration with a signal.
+        Args:
+            confidence: for a calibration with a signal.
         """
         level = len(self.offered.levels)
         self.offered.levels.append(ProposalLevel(frontier, tokens, scores, confidence))
@@ -205,22 +282,29 @@ class ProposalRecorder:
         return self.calibration.apply(level, self.offered.kinds, scores, *signals)
 
     def update(
-        self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"], is_learned: bool = False
+        self,
+        picks: Int[Tensor, "B D"],
+        num_accepted: Int[Tensor, " B"],
+        is_learned: bool = False,
+        needs_path: bool = True,
     ) -> TargetPath | None:
         """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
 
         Args:
             picks: the target's tokens, of which the first num_accepted + 1 are known.
             is_learned: the calibration has been updated by this step's pass.
+            needs_path: False returns no path.
         """
         self._num_taught += 1
         levels = self.offered.levels[: picks.shape[1]]
-        if not is_due(self._num_taught, len(levels), self.interval or update_interval(picks.device)):
+        if not is_due(
+            self._num_taught, len(levels), self.interval or update_interval(picks.device)
+        ):
             return None
-        path = target_path(levels, picks, num_accepted)
         if self.calibration is not None and not is_learned:
-            self.calibration.update_on_path(self.offered, path, picks)
-        return path
+            offered = Proposals(self.offered.kinds, levels)
+            self.calibration.observe(offered, picks, num_accepted)
+        return target_path(levels, picks, num_accepted) if needs_path else None
 
 
 def target_path(
@@ -232,15 +316,20 @@ def target_path(
     """Return the nodes whose children the target's tokens are chosen among.
 
     Args:
-        num_offered: on the device, nodes of each level that were expanded, the first ones; None is all.
+        num_offered: on the device, nodes of each level that were expanded, the first ones; None is
+            all.
     """
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
         assert frontier is not None, "only the first level's parents are the roots"
-        matches = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
+        matches = (frontier.parent_rows == nodes[-1][:, None]) & (
+            frontier.tokens == picks[:, depth, None]
+        )
         if num_offered is not None:
-            matches = matches & (torch.arange(matches.shape[1], device=picks.device) < num_offered[depth + 1])
+            matches = matches & (
+                torch.arange(matches.shape[1], device=picks.device) < num_offered[depth + 1]
+            )
         nodes.append(matches.long().argmax(1))
         on_path.append(on_path[-1] & matches.any(1))
     depths = torch.arange(len(levels), device=picks.device)
@@ -252,39 +341,48 @@ def target_path(
 
 def update_interval(device: torch.device) -> int:
     """Return the steps between updates after the warm-up."""
-    return GPU_UPDATE_INTERVAL if device.type == "cuda" else UPDATE_INTERVAL
+    return GPU_UPDATE_INTERVAL if device.type == "cuda" else STEPS_PER_UPDATE
 
 
-def is_due(step: int, num_levels: int, interval: int = UPDATE_INTERVAL) -> bool:
-    """Return whether the calibration is updated in this step. interval: 1 is every step, else see UPDATE_INTERVAL."""
+def is_due(step: int, num_levels: int, interval: int = STEPS_PER_UPDATE) -> bool:
+    """Return whether the calibration is updated in this step.
+
+    Args:
+        interval: steps between updates after the warm-up.
+    """
     if step <= WARMUP_STEPS or interval == 1:
         return num_levels > 0
     return num_levels > 0 and step % max(num_levels, interval) == 0
 
 
-MEMORY = 2000  # picks after which a pick counts 1/e
+CALIBRATION_MEMORY = 2000  # picks after which a pick counts 1/e
 LARGEST_STEP = 0.5
-MAX_INFORMATION = 1e7  # of MEMORY picks of some children each, with features up to LARGEST_LOGIT
+# Information of CALIBRATION_MEMORY picks of some children each, with features up to
+# LARGEST_LOGIT.
+MAX_INFORMATION = 1e7
 SMALL_INFORMATION = 1.0  # by which rounding may make a sum of information negative
 
 
 class OnlineFit:
     """Fit S sets of P parameters for each of L levels to a stream of samples, by Newton steps on the device.
 
-    Every update adds the gradient of the new samples' log-likelihood and its Fisher information to decaying sums, so
-    the fit follows the text. The host reads nothing.
+    Every update adds the gradient of the new samples' log-likelihood and its Fisher information to
+    decaying sums, so the fit follows the text. The host reads nothing.
 
-    A level is expected where the level above it is: that counts as `precision`. So a level without samples moves with
-    the one above, and the more samples it has, the less of that movement it follows.
+    A level is expected where the level above it is: that counts as `precision`. So a level without
+    samples moves with the one above, and the more samples it has, the less of that movement it
+    follows.
 
     Args:
         start: where the first level is expected.
         low, high: bounds of each parameter.
-        precision: Fisher information that the expectation counts as; it keeps the first steps small and solvable.
+        precision: Fisher information that the expectation counts as; it keeps the first steps small
+            and solvable.
 
     Attributes:
         parameters, information: by level and set.
-        memory, largest_step: MEMORY and LARGEST_STEP, for kernels.
+        prior: the equations of steps that keep every level where the one above is.
+        memory, largest_step: CALIBRATION_MEMORY and LARGEST_STEP, for kernels.
     """
 
     def __init__(
@@ -300,27 +398,42 @@ class OnlineFit:
     ):
         self._start = torch.tensor(start, device=device)
         self.low, self.high = torch.tensor(low, device=device), torch.tensor(high, device=device)
-        self.precision, self.memory, self.largest_step = precision, float(MEMORY), LARGEST_STEP
-        self._prior = _prior(levels, sets, precision * torch.eye(len(start), device=device))
+        self.precision, self.memory, self.largest_step = (
+            precision,
+            float(CALIBRATION_MEMORY),
+            LARGEST_STEP,
+        )
+        self.prior = _prior(levels, sets, precision * torch.eye(len(start), device=device))
         self.parameters = self._start.repeat(levels, sets, 1)
         self.information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
     def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
         """Return a level's parameters. The level may be a number on the device."""
-        return self.parameters[level] if isinstance(level, int) else self.parameters.index_select(0, level)[0]
+        return (
+            self.parameters[level]
+            if isinstance(level, int)
+            else self.parameters.index_select(0, level)[0]
+        )
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learned, which `load_state` of a fit of equal shape reads."""
+        """Return the learned state, which `load_state` of a fit of equal shape accepts."""
         return {name: own.cpu().clone() for name, own in self._parts()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state. Raises ValueError if it is of another shape, not finite, or no sum of information."""
         parts = dict(self._parts())
         for name, own in parts.items():
-            if name not in state or state[name].shape != own.shape or not state[name].isfinite().all():
+            if (
+                name not in state
+                or state[name].shape != own.shape
+                or not state[name].isfinite().all()
+            ):
                 raise ValueError(f"{name} is not a finite tensor of shape {list(own.shape)}")
         information = state["information"].double()
-        if information.abs().max() > MAX_INFORMATION or torch.linalg.eigvalsh(information).min() < -SMALL_INFORMATION:
+        if (
+            information.abs().max() > MAX_INFORMATION
+            or torch.linalg.eigvalsh(information).min() < -SMALL_INFORMATION
+        ):
             raise ValueError("information is no sum of Fisher information of samples")
         for name, own in parts.items():
             own.copy_(state[name])
@@ -335,28 +448,35 @@ class OnlineFit:
         self.information.zero_()
 
     def update(
-        self, gradient: Float[Tensor, "l S P"], fisher: Float[Tensor, "l S P P"], picks: Float[Tensor, "l S"]
+        self,
+        gradient: Float[Tensor, "l S P"],
+        fisher: Float[Tensor, "l S P P"],
+        picks: Float[Tensor, "l S"],
     ) -> None:
         """Take one bounded Newton step of the first l levels, and of the deeper ones as far as they follow.
 
-        gradient, fisher: sums over the new samples. picks: their number.
+        Args:
+            gradient, fisher: sums over the new samples.
+            picks: their number.
         """
         known = self.information[: len(picks)]
         known *= (1 - picks / self.memory).clamp(min=0)[..., None, None]
         known += fisher
-        system = self._prior.clone()
+        system = self.prior.clone()
         system.diagonal(dim1=1, dim2=3).add_(self.information.permute(1, 2, 3, 0))
         num_levels, num_sets, num_parameters = self.parameters.shape
         size = num_levels * num_parameters
         given = pad(gradient, (0, 0, 0, 0, 0, num_levels - len(gradient))).transpose(0, 1)
-        step = torch.linalg.solve_ex(system.view(num_sets, size, size), given.reshape(num_sets, size)).result
+        step = torch.linalg.solve_ex(
+            system.view(num_sets, size, size), given.reshape(num_sets, size)
+        ).result
         step = step.nan_to_num(0.0).clamp(-self.largest_step, self.largest_step)
         moved = self.parameters + step.view_as(given).transpose(0, 1)
         self.parameters.copy_(torch.minimum(torch.maximum(moved, self.low), self.high))
 
 
 def state_of_part(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return what a state has of a part, whose names it has after the part's own and a dot."""
+    """Return the entries of a state that belong to a part, without the part's prefix."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
 
@@ -364,4 +484,6 @@ def state_of_part(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
 def _prior(levels: int, sets: int, precision: Float[Tensor, "P P"]) -> Float[Tensor, "S L P L P"]:
     """Return the equations of steps that keep every level where the one above is: a level's less the one above's."""
     following = torch.eye(levels) - torch.ones(levels, levels).tril(-1).triu(-1)
-    return torch.einsum("lm,pq->lpmq", following.to(precision.device), precision).repeat(sets, 1, 1, 1, 1)
+    return torch.einsum("lm,pq->lpmq", following.to(precision.device), precision).repeat(
+        sets, 1, 1, 1, 1
+    )

@@ -3,10 +3,11 @@
     drafter.prefill(prompts, next_tokens, features)          # prompts, as the target reads them
     draft = drafter.draft(batch, roots, plan, sampling, sequences)
     drafter.extend(batch, verified)                          # what the target accepted
-    drafter.on_verified(result)                              # what that teaches for later drafts
+    drafter.on_verified(result)                              # learn from it for later drafts
 
-A drafter keeps its own state of each slot's sequence. It never changes the output, only the number of tokens per
-target pass. A step of plain decoding calls `extend` alone, which runs no model; the next `draft` catches up.
+A drafter keeps its own state of each slot's sequence. It never changes the output, only the number
+of tokens per target pass. A step of plain decoding calls `extend` alone, which runs no model; the
+next `draft` catches up.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ from eagle_ray.tree.expand import DraftPlan
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Candidate trees of a whole batch; a tree is its root alone if nothing was drafted for it.
+    """Candidate trees of a batch. A tree without drafts has only its root.
 
     Attributes:
-        levels: the candidates' log values by level, [M, F, K] for M members, F parents and K children; -inf is padding.
+        levels: the candidates' log values by level, [M, F, K] for M members, F parents and K
+            children; -inf is padding.
         num_passes: forward passes of the drafter's model.
         num_catch_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
         is_exhausted: the drafter has nothing more to propose, however deep the plan.
         extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
-        caught_up_before: a replayed draft reads a bounded number of pairs; a pass of its own read the others before it.
-        num_pair_rows: rows of the replayed pass that read the pairs, padding included; None if it was not replayed.
+        caught_up_before: a replayed draft reads a bounded number of pairs; a pass of its own read
+            the others before it.
+        num_pair_rows: rows of the replayed pass that read the pairs, padding included; None if it
+            was not replayed.
+        model_tree: the model's own candidates, if others were merged with them; None if `tree` is
+            one drafter's.
     """
 
     tree: DraftTree
@@ -51,6 +57,7 @@ class Draft:
     extra_log_values: list[Float[Tensor, "M _"]] = field(default_factory=list)
     caught_up_before: bool = False
     num_pair_rows: int | None = None
+    model_tree: DraftTree | None = None
 
     @classmethod
     def empty(cls, roots: Int[Tensor, " B"]) -> Draft:
@@ -69,21 +76,22 @@ class VerifyOutput:
 
     Attributes:
         rows: the packed rows of `tree`.
-        logits: the target's, after each row.
+        logits: the target's, after each row; None in a step that needs none, unless the drafter
+            reads them.
         features: the target's hidden states of each row, as the drafter reads them.
         result: the accepted paths.
     """
 
     tree: DraftTree
     rows: VerifyRows
-    logits: Float[Tensor, "R V"]
+    logits: Float[Tensor, "R V"] | None
     features: Float[Tensor, "R H"]
     result: VerifyResult
 
 
 @runtime_checkable
 class LoadedDraft(Protocol):
-    """What a method reads from model.draft, with or without its weights.
+    """The draft model that a method reads, with or without weights.
 
     Attributes:
         method: the one that drafts with it where only its kind is known.
@@ -121,15 +129,18 @@ class Drafter(Protocol):
     A method that is not overridden does nothing and proposes nothing.
 
     Attributes:
-        supports_graphs: `draft` and `extend` are a fixed sequence of device operations for given shapes, so that a
-            graph runner can record and replay them.
+        supports_graphs: `draft` and `extend` are a fixed sequence of device operations for given
+            shapes, so that a graph runner can record and replay them.
         has_model: it drafts with a model, whose passes take time.
-        has_lookups: it drafts what the host looks up in texts. With both, `plan.lookups_only` leaves out the model.
+        has_lookups: it drafts what the host looks up in texts. With both, `plan.lookups_only`
+            leaves out the model.
+        reads_logits: `extend` reads the target's logits.
     """
 
     supports_graphs: bool
     has_model: bool = False
     has_lookups: bool = False
+    reads_logits: bool = False
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         """Replay drafts of known shape through the runner from now on; None runs each as it is.
@@ -143,7 +154,9 @@ class Drafter(Protocol):
         """Yield what records each pass that reads pending pairs, whatever is drafted then; see `recordings`."""
         return iter(())
 
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+    def recordings(
+        self, top_k: int, max_length: int, params: SamplingParams
+    ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
 
         Args:
@@ -167,7 +180,9 @@ class Drafter(Protocol):
         """
         return None
 
-    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
         """Read chunks of prompts.
 
         Args:
@@ -208,8 +223,8 @@ class Drafter(Protocol):
     ) -> Draft | None:
         """Draft while the host knows only upper bounds of the lengths, or return None if that is not possible.
 
-        The texts lack the tokens of the step in flight. If a model drafted, `mark_consumed` must be called once the
-        lengths are known.
+        The texts lack the tokens of the step in flight. If a model drafted, `mark_consumed` must be
+        called once the lengths are known.
         """
         return None
 
@@ -217,15 +232,18 @@ class Drafter(Protocol):
         """Record that the pairs up to these slots' roots have been read. Return how many of them were caught up on."""
         return 0
 
-    def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+    def lookup_hits(
+        self, batch: DecodeSlots, texts: Sequence[TokenSequence]
+    ) -> tuple[int, int] | None:
         """Index new text. Return the tokens read so far, and how many of them a lookup would have predicted.
 
-        It costs about 1 us per token, so it tells cheaply when lookups may pay. None means that nothing is looked up.
+        It costs about 1 us per token, so it tells cheaply when lookups may pay. None means that
+        nothing is looked up.
         """
         return None
 
     def reset_learning(self) -> None:
-        """Discard what was learned from the target's tokens so far, such as those of calibration runs."""
+        """Discard all that was learned from the target's tokens, as after calibration runs."""
         return None
 
     def state(self) -> dict[str, Tensor]:
@@ -233,7 +251,7 @@ class Drafter(Protocol):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what another process learned. Raises ValueError if it does not fit."""
+        """Restore the state of another process. Raises ValueError if it does not fit."""
         return None
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
@@ -242,7 +260,7 @@ class Drafter(Protocol):
 
     @property
     def extend_key(self) -> tuple[Hashable, ...]:
-        """Return what `extend` does besides what its arguments say, for the key of a recorded pass."""
+        """Return everything besides its arguments that `extend` depends on, as a part of a recording's key."""
         return ()
 
     def on_verified(self, result: VerifyResult) -> None:
@@ -266,14 +284,18 @@ class NullDrafter(Drafter):
     supports_graphs = True  # a subclass that drafts on the host sets False
 
 
-def idle_batch(batch_size: int, target: TargetModel, max_length: int, params: SamplingParams) -> DecodeBatch:
+def idle_batch(
+    batch_size: int, target: TargetModel, max_length: int, params: SamplingParams
+) -> DecodeBatch:
     """Return a batch of padding alone, on which passes are recorded: empty sequences in the null slot.
 
     Its lengths are 0 and, for the host, at most max_length.
     """
-    slots, device = [target.cache.blocks.null_slot] * batch_size, target.device
+    slots = [target.cache.blocks.null_slot] * batch_size
+    device = target.device
     sequences = [engine_sequence.Sequence("", [0], params) for _ in slots]
     sampling = SamplingBatch.of([params] * batch_size, device, target.eos_ids)
-    at, zeros = DecodeSlots.of(slots, [0] * batch_size, device), to_device([0] * batch_size, device)
+    at = DecodeSlots.of(slots, [0] * batch_size, device)
+    zeros = to_device([0] * batch_size, device)
     at = replace(at, bound=max_length)
     return DecodeBatch(sequences, at, zeros, sampling, [1] * batch_size, zeros, None)

@@ -8,8 +8,8 @@
 
     METHODS["eagle2"].make_drafter(speculative, target, weights)       # imports eagle/drafter.py
 
-Records name functions as "module:function" of their folder, which are imported when they are called: configurations
-read the records without torch, and an engine imports only its own method.
+Records name functions as "module:function" of their folder, which are imported when they are
+called: configurations read the records without torch, and an engine imports only its own method.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from eagle_ray.core.tree_bounds import TreeBounds
 
-HEAD = "an EAGLE head"
+EAGLE_HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
 ANY_DRAFT = "a head or draft model of any kind"
 AUTO = "auto"
 GRAMMAR = "grammar"  # a source that is no method: tokens that a sequence's grammar predicts
 SOURCES = ("head", "suffix", "ngram")  # the methods of auto; the head only where model.draft is set
 ALL_TOKENS = "all"  # as speculative.draft_vocab
-MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
+MAX_WARMUP_SHARE = 0.05  # share of a run: the published numbers are those of 800,000 steps
 
 
 @runtime_checkable
 class DraftSettings(Protocol):
-    """What drafters and planners read of the `speculative` section, whose keys these are."""
+    """Keys of the `speculative` section that drafters and planners read."""
 
     max_nodes: int
     max_depth: int
@@ -81,7 +81,8 @@ class Method:
         draft: what model.draft must be; None if it reads none.
         check, load: read a draft's headers, and its weights.
         drafter: makes the drafter.
-        planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
+        planner: makes the planner of a method that decides its tree alone; None leaves it to
+            speculative.budget.
         is_kind: its kind of draft is told from the files, for source `head`.
         reads_datastore: it reads speculative.datastore.
         recipe: the class that trains its heads; None if `eagle-ray train` makes none.
@@ -118,7 +119,11 @@ class Method:
         return self.function(self.load)(path, target, ranks)
 
     def make_drafter(self, speculative: DraftSettings, target: Any, weights: Any) -> Any:
-        """Return the drafter over a TargetModel. weights: what `load_draft` returned, or None."""
+        """Return a drafter over the target.
+
+        Args:
+            weights: result of `load_draft`, or None.
+        """
         return self.function(self.drafter)(speculative, target, weights)
 
     def make_planner(self, speculative: DraftSettings, drafter: Any) -> Any | None:
@@ -143,14 +148,14 @@ METHODS = {
             "eagle1",
             "EAGLE-1's static tree; takes EAGLE-1, -2 and -3 heads",
             "eagle",
-            draft=HEAD,
+            draft=EAGLE_HEAD,
             planner="published_trees:eagle1_planner",
         ),
         Method(
             "eagle2",
             "EAGLE-2's dynamic tree; takes EAGLE-1, -2 and -3 heads",
             "eagle",
-            draft=HEAD,
+            draft=EAGLE_HEAD,
             is_kind=True,
             recipe="recipe:EagleRecipe",
             training=Training(rate=3e-5, warmup_steps=2000),
@@ -166,10 +171,20 @@ METHODS = {
             training=Training(rate=5e-5, warmup_steps=12000, passes=7),
         ),
         Method(
+            "peagle",
+            "P-EAGLE: all levels in one pass, over masks; takes a P-EAGLE head",
+            "eagle",
+            draft="a P-EAGLE head",
+            check="checkpoint:check_peagle",
+            load="checkpoint:load_peagle",
+            drafter="parallel_drafter:make_parallel_drafter",
+            is_kind=True,
+        ),
+        Method(
             "sequoia",
             "Sequoia: the best static tree for the acceptance rates measured so far",
             "eagle",
-            draft=HEAD,
+            draft=EAGLE_HEAD,
             drafter="published_trees:make_sequoia_drafter",
             planner="published_trees:sequoia_planner",
         ),
@@ -177,7 +192,7 @@ METHODS = {
             "ddd",
             "Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable",
             "eagle",
-            draft=HEAD,
+            draft=EAGLE_HEAD,
             drafter="published_trees:make_published_drafter",
             planner="published_trees:ddd_planner",
         ),
@@ -185,7 +200,7 @@ METHODS = {
             "opt_tree",
             "OPT-Tree: EAGLE-2's tree, as deep as another level adds expected drafts",
             "eagle",
-            draft=HEAD,
+            draft=EAGLE_HEAD,
             drafter="published_trees:make_published_drafter",
             planner="published_trees:opt_tree_planner",
         ),
@@ -291,15 +306,22 @@ def validate_method(method: str) -> str:
         return method
     names = method.split("+")
     if AUTO in names:
-        raise ValueError("auto is all sources that fit, so nothing is merged with it; name the parts")
+        raise ValueError(
+            "auto is all sources that fit, so nothing is merged with it; name the parts"
+        )
     for name in names:
         if name not in METHODS:
             near = difflib.get_close_matches(name, sorted([*METHODS, AUTO]), 1)
-            raise ValueError(f"{name!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
+            raise ValueError(
+                f"{name!r} is no method" + (f"; did you mean {near[0]}?" if near else "")
+            )
     alike = [part for part in parts_of(method) if names.count(part.name) > 1 and part.draft is None]
     if alike or (len(names) > 1 and "none" in names):
-        raise ValueError("the parts of a merge are different ways of drafting, or read different drafts")
-    if len(names) > 1 and (alone := [part.name for part in parts_of(method) if part.planner is not None]):
+        raise ValueError(
+            "the parts of a merge are different ways of drafting, or read different drafts"
+        )
+    alone = [part.name for part in parts_of(method) if part.planner is not None]
+    if len(names) > 1 and alone:
         raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
     return method
 
@@ -317,7 +339,7 @@ def merged(sources: Sequence[str]) -> str:
 
 
 def spelled_out(method: str, drafts: Sequence[str]) -> str:
-    """Return the methods that share a tree, joined by +; those that fit for auto."""
+    """Return the methods that share a tree, joined by +. `auto` becomes the methods that fit."""
     parts = [part for part in parts_of(method) if part.draft is None or reads_draft(method, drafts)]
     return "+".join(part.name for part in parts)
 
@@ -343,8 +365,12 @@ def plans_alone(method: str) -> bool:
 
 
 def methods_without_draft() -> list[str]:
-    """Return the methods that draft from what the configuration of every job has."""
-    drafting = [method for method in METHODS.values() if method.name != "none" and not method.reads_datastore]
+    """Return the methods that need no draft model and no file."""
+    drafting = [
+        method
+        for method in METHODS.values()
+        if method.name != "none" and not method.reads_datastore
+    ]
     return sorted(method.name for method in drafting if method.draft is None)
 
 

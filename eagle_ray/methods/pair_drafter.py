@@ -1,14 +1,15 @@
 """PairDrafter: the KV cache over (token, feature) pairs and the queue of unread ones, which several drafters share.
 
-Position j of the KV cache holds the pair (token j, feature j-1) of a sequence. The feature is always the *target's*,
-so what a step drafts is discarded after it. With n tokens in the target's cache the root is token n. Position 0 has no
-pair and is masked; only a draft model, which reads tokens alone, uses it.
+Position j of the KV cache holds the pair (token j, feature j-1) of a sequence. The feature is
+always the *target's*, so what a step drafts is discarded after it. With n tokens in the target's
+cache the root is token n. Position 0 has no pair and is masked; only a draft model, which reads
+tokens alone, uses it.
 
     pairs     - (t1,f0) (t2,f1) ... (root,f[n-1]) | drafted nodes
     position  0    1       2            n         | n+1 ...
 
-Pairs wait in a queue until the next draft. After a long time without drafts the oldest ones are dropped, and the
-head continues with a shorter context.
+Pairs wait in a queue until the next draft. After a long time without drafts the oldest ones are
+dropped, and the head continues with a shorter context.
 """
 
 from __future__ import annotations
@@ -54,14 +55,22 @@ class Spans:
 
     def without_empty(self) -> Spans:
         """Return the spans of at least one pair."""
-        spans = [span for span in zip(self.slots, self.starts, self.counts, strict=True) if span[2] > 0]
-        return Spans(*(list(x) for x in zip(*spans, strict=True))) if spans else Spans([], [], [])
+        spans = Spans([], [], [])
+        for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
+            if count > 0:
+                spans.slots.append(slot)
+                spans.starts.append(start)
+                spans.counts.append(count)
+        return spans
 
     def rows(self, device: torch.device | str) -> Int[Tensor, "2 R"]:
         """Return the slot and the position of each pair."""
-        positions = [np.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
+        positions = []
+        for start, count in zip(self.starts, self.counts, strict=True):
+            positions.append(np.arange(start, start + count))
         slots = np.repeat(self.slots, self.counts)
-        return copy_to_device(torch.from_numpy(np.stack([slots, np.concatenate(positions)])), device)
+        both = np.stack([slots, np.concatenate(positions)])
+        return copy_to_device(torch.from_numpy(both), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +81,8 @@ class PendingPairs:
         first: first position that each sequence attends to.
         host_starts: starts on the host; empty if a captured pass is for any starts.
         longest: an upper bound of the pairs per sequence.
-        num_rows: rows of the pass, at least the number of pairs, which follow one another in them; None is the
-            rectangle B x longest.
+        num_rows: rows of the pass, at least the number of pairs, which follow one another in them;
+            None is the rectangle B x longest.
     """
 
     first: Int[Tensor, " B"]
@@ -88,7 +97,8 @@ class PendingRows:
     """Pending pairs as R rows of one pass.
 
     Attributes:
-        positions, slot_mapping: position of each row in its slot, and where the cache stores it.
+        positions: position of each row in its slot.
+        slot_mapping: where the cache stores each row.
         last: row of each sequence's root.
         row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
         unpack: its inverse.
@@ -109,7 +119,8 @@ class PendingRows:
 class DraftedTree:
     """A draft: the tree, the log values by level, and the feedback from which ranking learns.
 
-    num_pair_rows: see Draft.
+    Attributes:
+        num_pair_rows: as in Draft.
     """
 
     tree: DraftTree
@@ -123,11 +134,13 @@ class PairDrafter(Drafter, ABC):
 
     Args:
         window: maximum number of queued pairs per slot.
-        calibration, coupling: as in CandidateRanker; None is EAGLE-2's own ranking.
-        token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None is all.
+        calibration: as in CandidateRanker; None is EAGLE-2's own ranking.
+        coupling: likewise.
+        token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None
+            is all.
     """
 
-    prefill_passes = 1  # of one `prefill`
+    prefill_passes = 1  # passes of one `prefill`
     supports_graphs = True
     has_model = True
 
@@ -141,32 +154,51 @@ class PairDrafter(Drafter, ABC):
         token_ids: Int[Tensor, " Dv"] | None = None,
     ):
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        self._target_logits = target.logits_over(token_ids)
         self._token_ids = head.token_ids if token_ids is None else token_ids
         self.ranking = CandidateRanker(
-            partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids
+            partial(head.logits, target_logits=self._target_logits),
+            calibration,
+            coupling,
+            self._token_ids,
         )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._graphs: CudaGraphRunner | None = None
-        self._max_depth = 0  # of replayed drafts
-        self._root_features = self._buffer_of_roots(0)  # what the last replayed pass over pairs gave
+        self._max_depth = 0  # levels of replayed drafts
+        # Result of the last replayed pass over pairs.
+        self._root_features = self._buffer_of_roots(0)
         self.embed_tokens = head.embed_tokens or target.embed_tokens
-        spec, num_slots = head.kv_spec, target.cache.num_slots
-        shape = spec.num_layers, spec.num_kv_heads, spec.key_dim
-        self.cache = KVCache(target.cache.blocks, *shape, target.dtype, target.device, spec.value_dim)
-        self.queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
-        num_lists = num_slots + 1  # the last is the null slot's
-        self._first = np.full(num_lists, head.first_position)  # the first position that each slot's sequence sees
-        self._end = self._first.copy()  # the first position that the head has not read yet
+
+        spec = head.kv_spec
+        num_slots = target.cache.num_slots
+        self.cache = KVCache(
+            target.cache.blocks,
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.key_dim,
+            target.dtype,
+            target.device,
+            spec.value_dim,
+        )
+        self.queue = FeatureBuffer(
+            num_slots, window, target.feature_size, target.dtype, target.device
+        )
+
+        # The first position that each slot's sequence sees, and the first one that the head has not
+        # read yet. The last is the null slot's.
+        self._first = np.full(num_slots + 1, head.first_position)
+        self._end = self._first.copy()
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
-        self._graphs, self._max_depth = runner, max_depth
-        self._root_features = self._buffer_of_roots(0 if runner is None else self._target.cache.num_slots)
+        self._graphs = runner
+        self._max_depth = max_depth
+        num_slots = 0 if runner is None else self._target.cache.num_slots
+        self._root_features = self._buffer_of_roots(num_slots)
 
     @property
     def _runner(self) -> CudaGraphRunner:
-        """Return what replays drafts; only after `use_graphs` with one."""
+        """Return the graph runner that `use_graphs` set."""
         assert self._graphs is not None
         return self._graphs
 
@@ -192,8 +224,10 @@ class PairDrafter(Drafter, ABC):
         """
 
     @abstractmethod
-    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        """Read pairs into the cache, each slot's as a prompt of its own; no span is empty."""
+    def _read_spans(
+        self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        """Read spans of pairs into the cache, one prompt per slot. No span is empty."""
 
     @property
     def _root_size(self) -> int:
@@ -217,19 +251,28 @@ class PairDrafter(Drafter, ABC):
         features: Float[Tensor, "B F"],
     ) -> None:
         for slot, first, length in zip(slots, firsts, lengths, strict=True):
-            self._first[slot], self._end[slot] = max(first, self.head.first_position), length
-        index = to_device([slots, lengths], features.device)
-        self.queue.put(index[0], index[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+            self._first[slot] = max(first, self.head.first_position)
+            self._end[slot] = length
+        index, positions = to_device([slots, lengths], features.device)
+        is_valid = torch.ones_like(tokens, dtype=torch.bool)
+        self.queue.put(index, positions, tokens, features, is_valid)
 
-    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def prefill(
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
         """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
         self._register(prompts)
+
+        # Pairs from before the chunk, read now since the chunk's may take their rows in the queue.
         starts = self._end[prompts.slots].tolist()
         waiting = [chunk + 1 - start for chunk, start in zip(prompts.starts, starts, strict=True)]
-        queued = self._queued(Spans(prompts.slots, starts, waiting))
+        queued_tokens, queued_features = self._queued(Spans(prompts.slots, starts, waiting))
         self._enqueue(prompts, next_tokens, features)
+
+        # Each sequence's queued pairs, and then its chunk's.
         rows = to_device(_followed(waiting, prompts.lengths), features.device)
-        tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
+        tokens = torch.cat([queued_tokens, next_tokens])[rows]
+        features = torch.cat([queued_features, features])[rows]
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
         self._read_prompts(Spans(prompts.slots, starts, counts), tokens, features)
 
@@ -250,16 +293,25 @@ class PairDrafter(Drafter, ABC):
         """Read the pending pairs and grow the plan's trees."""
         at = batch if plan.members is None else batch.select(plan.members)
         self._evict(at.host_slots, at.host_lengths)
-        grown, num_pairs, before = None, int(self._waiting(at).sum()), False
+        num_pairs = int(self._waiting(at).sum())
+
+        # Replay the draft if there is a recording for it.
+        grown = None
+        before = False
         if self._graphs is not None and plan.has_known_shape:
             before = self._read_all_but(self._max_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
+
         self.mark_consumed(at.host_slots, at.host_lengths)
-        rows = grown.num_pair_rows
         return Draft(
-            grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before, num_pair_rows=rows
+            grown.tree,
+            grown.levels,
+            self._num_passes(grown),
+            num_pairs,
+            caught_up_before=before,
+            num_pair_rows=grown.num_pair_rows,
         )
 
     def draft_async(
@@ -271,30 +323,42 @@ class PairDrafter(Drafter, ABC):
         texts: Sequence[TokenSequence],
     ) -> Draft | None:
         """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
-        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._max_pairs(plan):
+        if self._graphs is None or not plan.has_known_shape:
+            return None
+        if self._waiting(at).max() > self._max_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling)
         if grown is None:
             return None
-        return Draft(grown.tree, grown.levels, self._num_passes(grown), 0, num_pair_rows=grown.num_pair_rows)
+        return Draft(
+            grown.tree, grown.levels, self._num_passes(grown), 0, num_pair_rows=grown.num_pair_rows
+        )
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
-        index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
+        index = np.array(slots, dtype=np.int64)
+        ends = np.array(lengths, dtype=np.int64) + 1
         num_pairs = int((ends - self._end[index]).sum())
         self._end[index] = ends
         return num_pairs
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Queue the pairs of the accepted path and the bonus token."""
-        result, queue = verified.result, self.queue
+        queue = self.queue
         if not tree_ops.available(queue.device):
             return self.extend_portably(batch, verified)
-        path = result.accepted_nodes, result.num_accepted, result.tokens
-        parts = batch.slots, batch.lengths, path, verified.rows.row_of, verified.features
-        return tree_ops.queue_path((queue.tokens, queue.features), queue.window, *parts)
+        result = verified.result
+        return tree_ops.queue_path(
+            (queue.tokens, queue.features),
+            queue.window,
+            batch.slots,
+            batch.lengths,
+            (result.accepted_nodes, result.num_accepted, result.tokens),
+            verified.rows.row_of,
+            verified.features,
+        )
 
     def extend_portably(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Do what `extend` does by torch, on any device."""
+        """Run `extend` with torch operations, on any device."""
         result = verified.result
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
@@ -317,7 +381,7 @@ class PairDrafter(Drafter, ABC):
         self.ranking.reset()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the ranking has learned of the target's samples."""
+        """Return the ranker's learned state."""
         return self.ranking.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -327,18 +391,20 @@ class PairDrafter(Drafter, ABC):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> DraftedTree:
         """Return a draft for the plan's members, of any shape."""
-        members = None if plan.members is None else to_device(plan.members, roots.device)
         self.ranking.start(sampling, at.lengths, plan.members)
-        theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
-        grown = self._expand_eagerly(at, *theirs, plan)
-        return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
+        if plan.members is None:
+            return self._expand_eagerly(at, roots, sampling.ends, plan)
+        members = to_device(plan.members, roots.device)
+        grown = self._expand_eagerly(at, roots[members], sampling.ends[members], plan)
+        return replace(grown, tree=grown.tree.spread(members, roots))
 
     def _expand_eagerly(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
     ) -> DraftedTree:
         """Read all pending pairs, however many, then grow trees until the plan is fulfilled."""
         backlog = self._backlog(at)
-        return self._expand(at, roots, ends, plan, backlog.first, self._catch_up(at, backlog))
+        features = self._catch_up(at, backlog)
+        return self._expand(at, roots, ends, plan, backlog.first, features)
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -349,13 +415,17 @@ class PairDrafter(Drafter, ABC):
         """
         if not self._runner.replays("draft"):
             return None
-        num, (first, num_rows) = len(roots), self._read_pairs(at, self._max_pairs(plan))
+        first, num_rows = self._read_pairs(at, self._max_pairs(plan))
         draft = self._draft_pass(at, roots, first, plan, sampling)
         if not self._runner.record(*draft):
             return None
         grown = self._runner.run(*draft)
         self.ranking.pending = replace(grown.feedback, sampling=sampling)
-        return DraftedTree(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback, num_rows)
+
+        # The recorded pass may be for more sequences.
+        num = len(roots)
+        levels = [level[:num] for level in grown.levels]
+        return DraftedTree(grown.tree.head(num), levels, grown.feedback, num_rows)
 
     def _read_pairs(self, at: DecodeSlots, max_pairs: int) -> tuple[Int[Tensor, " B"], int]:
         """Read the pending pairs by a recorded pass. Return each sequence's first visible position, and its rows."""
@@ -365,13 +435,20 @@ class PairDrafter(Drafter, ABC):
         return first, num_rows
 
     def _pairs_pass(
-        self, at: DecodeSlots, first: Int[Tensor, " B"], starts: Int[Tensor, " B"], num_rows: int, max_pairs: int
+        self,
+        at: DecodeSlots,
+        first: Int[Tensor, " B"],
+        starts: Int[Tensor, " B"],
+        num_rows: int,
+        max_pairs: int,
     ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
         """Return key, function and inputs of the pass that reads the pending pairs, up to max_pairs of a sequence.
 
-        Every sequence has a pair, so there are no more sequences than rows. Padding has none: it starts after its end.
+        Every sequence has a pair, so there are no more sequences than rows. Padding has none: it
+        starts after its end.
         """
-        size, bound = min(num_rows, self._target.cache.num_slots), self._runner.context(at.max_length)
+        size = min(num_rows, self._target.cache.num_slots)
+        bound = self._runner.context(at.max_length)
         inputs = [
             PaddedInput(at.slots, (size,), self.cache.blocks.null_slot),
             PaddedInput(at.lengths, (size,)),
@@ -396,16 +473,30 @@ class PairDrafter(Drafter, ABC):
     ) -> tuple[tuple, Callable[..., DraftedTree], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         runner = self._runner
-        size, bound = self._padded_size(len(roots), plan.width), runner.context(at.max_length)
-        nowhere, shape = self.cache.blocks.null_slot, (size,)
+        size = self._padded_size(len(roots), plan.width)
+        bound = runner.context(at.max_length)
         inputs = [
-            PaddedInput(at.slots, shape, nowhere),
-            *(PaddedInput(x, shape) for x in (at.lengths, roots, first)),
+            PaddedInput(at.slots, (size,), self.cache.blocks.null_slot),
+            PaddedInput(at.lengths, (size,)),
+            PaddedInput(roots, (size,)),
+            PaddedInput(first, (size,)),
         ]
         kind = runner.sampling_kind(sampling.kind)
-        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
+        key = (
+            "draft",
+            size,
+            bound,
+            plan.width,
+            plan.children,
+            plan.max_depth,
+            plan.static_tree,
+            kind,
+            self.builder,
+        )
 
-        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> DraftedTree:
+        def grow(
+            slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor
+        ) -> DraftedTree:
             sampling = SamplingBatch.bound(kind, *chosen)
             self.ranking.start(sampling, lengths)
             at = DecodeSlots.with_max_length(slots, lengths, bound)
@@ -437,29 +528,39 @@ class PairDrafter(Drafter, ABC):
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
-                self._first[slot] = self._end[slot] = self.head.first_position
+                self._first[slot] = self.head.first_position
+                self._end[slot] = self.head.first_position
         self._evict(prompts.slots, prompts.starts)
         if self.head.first_position == 0:
             self._queue_first_tokens(prompts)
 
     def _queue_first_tokens(self, prompts: PromptBatch) -> None:
         """Queue the pairs of position 0: first tokens, without a feature."""
-        device, count = prompts.tokens.device, len(prompts.slots)
+        target = self._target
+        device = prompts.tokens.device
         firsts = [0, *accumulate(prompts.lengths[:-1])]
         slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
-        nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
-        self.queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+        positions = torch.zeros_like(slots)
+        nothing = torch.zeros(len(slots), target.feature_size, dtype=target.dtype, device=device)
+        self.queue.put(slots, positions, prompts.tokens[rows], nothing, starts == 0)
 
     def _evict(self, slots: list[int], newest: list[int]) -> None:
         """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
-        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self.queue.window
+        index = np.array(slots, dtype=np.int64)
+        oldest = np.array(newest, dtype=np.int64) + 1 - self.queue.window
         is_late = oldest > self._end[index]
-        self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
+        late = index[is_late]
+        self._first[late] = oldest[is_late]
+        self._end[late] = oldest[is_late]
 
-    def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _enqueue(
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
         """Queue the newest pairs of each chunk."""
         spans = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
-        slots, starts, lengths = spans.repeat_interleave(spans[2], dim=1, output_size=sum(prompts.lengths))
+        slots, starts, lengths = spans.repeat_interleave(
+            spans[2], dim=1, output_size=sum(prompts.lengths)
+        )
         newest = prompts.positions >= starts + lengths - self.queue.window
         self.queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
@@ -467,7 +568,9 @@ class PairDrafter(Drafter, ABC):
         """Return queued pairs."""
         return self.queue.take(*spans.rows(self.queue.device))
 
-    def _read_prompts(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _read_prompts(
+        self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
         """Run the head over pairs, each slot's as a prompt of its own."""
         spans = spans.without_empty()
         if spans.slots:
@@ -492,10 +595,12 @@ class PairDrafter(Drafter, ABC):
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
-        counts, (first, starts) = self._waiting(at).tolist(), self._first_positions(at)
+        first, starts = self._first_positions(at)
+        host_starts = self._end[at.host_slots].tolist()
+        counts = self._waiting(at).tolist()
         longest = max(counts)
         num_rows = sum(counts) if min(counts) < longest else None
-        return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, num_rows)
+        return PendingPairs(first, starts, host_starts, longest, num_rows)
 
     def _read_all_but(self, max_pairs: int, at: DecodeSlots) -> bool:
         """Read all pairs but each sequence's last, if more are queued than a draft reads. Return whether they were."""
@@ -508,37 +613,59 @@ class PairDrafter(Drafter, ABC):
 
     def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:
         """Return the unread pairs as packed rows, each sequence's one after another."""
-        device, longest, num_rows = at.slots.device, backlog.longest, backlog.num_rows
+        device = at.slots.device
+        longest = backlog.longest
         counts = at.lengths + 1 - backlog.starts
-        ends = counts.cumsum(0)
-        if num_rows is None:
-            first_rows = longest * torch.arange(len(counts), device=device)
-            row = torch.arange(len(counts) * longest, device=device)
+        batch = len(counts)
+        if backlog.num_rows is None:
+            # The rectangle: row b * longest + i is pair i of sequence b.
+            row = torch.arange(batch * longest, device=device)
+            first_rows = longest * torch.arange(batch, device=device)
             seq = row // longest
             index = row - first_rows[seq]
             is_pair = index < counts[seq]
-            row_of = unpack = packed = None
+            row_of = None
+            unpack = None
+            packed = None
         else:
-            first_rows, row = ends - counts, torch.arange(num_rows, device=device)
+            # The pairs of each sequence follow those of the one before; padding rows come last.
+            row = torch.arange(backlog.num_rows, device=device)
+            ends = counts.cumsum(0)
+            first_rows = ends - counts
             is_pair = row < ends[-1]
-            seq = torch.searchsorted(ends, row, right=True).clamp(max=len(counts) - 1)
+            seq = torch.searchsorted(ends, row, right=True).clamp(max=batch - 1)
             index = torch.where(is_pair, row - first_rows[seq], 0)
             pair = torch.arange(longest, device=device)
             row_of = torch.where(pair < counts[:, None], first_rows[:, None] + pair, 0)
-            unpack, packed = seq * longest + index, torch.where(is_pair, seq, -1)
-        slots, positions = at.slots[seq], backlog.starts[seq] + index
-        slot_mapping = self.cache.slot_mapping(slots, torch.where(is_pair, positions, self.cache.blocks.null_position))
+            unpack = seq * longest + index
+            packed = torch.where(is_pair, seq, -1)
+
+        slots = at.slots[seq]
+        positions = backlog.starts[seq] + index
+        written = torch.where(is_pair, positions, self.cache.blocks.null_position)
         tokens, features = self.queue.take(slots, positions)
-        last = (first_rows + counts - 1).clamp(min=0)
-        return PendingRows(tokens, features, positions, slot_mapping, last, row_of, unpack, packed)
+        return PendingRows(
+            tokens=tokens,
+            features=features,
+            positions=positions,
+            slot_mapping=self.cache.slot_mapping(slots, written),
+            last=(first_rows + counts - 1).clamp(min=0),
+            row_of=row_of,
+            unpack=unpack,
+            seq=packed,
+        )
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
     """Return the order of queued pairs and chunk rows by sequence, without the last row of each chunk."""
-    rows, queued, row = [], 0, sum(waiting)
+    rows: list[int] = []
+    queued = 0
+    row = sum(waiting)
     for count, length in zip(waiting, lengths, strict=True):
-        rows += [*range(queued, queued + count), *range(row, row + length - 1)]
-        queued, row = queued + count, row + length
+        rows += range(queued, queued + count)
+        rows += range(row, row + length - 1)
+        queued += count
+        row += length
     return rows
 
 
@@ -547,11 +674,19 @@ class FeatureBuffer:
 
     Args:
         window: pairs of a slot; position j overwrites j - window.
-        num_slots: plus one slot for padding.
+        num_slots: slots of the engine; one more is for padding.
     """
 
-    def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        self.window, self.device = window, torch.device(device)
+    def __init__(
+        self,
+        num_slots: int,
+        window: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        self.window = window
+        self.device = torch.device(device)
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
         self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)

@@ -3,9 +3,9 @@
     lm_head.weight        int8  [3840, 576]
     lm_head.weight_scale  fp16  [3840, 18]    # one for each 32 inputs
 
-The heads in eagle_ray/assets are stored in this way. Next to a quantised target on a CPU a head runs with weights
-rounded to 8 bits in these groups (quantize_linears), and rounding twice changes nothing, so that it drafts what it
-drafted before.
+The heads in eagle_ray/assets are stored in this way. Next to a quantised target on a CPU a head
+runs with weights rounded to 8 bits in these groups (quantize_linears), and rounding twice changes
+nothing, so that it drafts what it drafted before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_ray.models.quantized_linear import BLOCK, quantize
 
 SCALE = "_scale"  # after a tensor's name
-ZERO = 128  # of the codes of a QuantizedWeight
+ROUNDED_ZERO = 128  # the zero of a QuantizedWeight's codes
 
 
 def scales_of(names: Iterable[str]) -> set[str]:
@@ -35,7 +35,7 @@ def round_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             rounded[name] = tensor
             continue
         weight = quantize(tensor)
-        rounded[name] = (weight.codes.int() - ZERO).to(torch.int8)
+        rounded[name] = (weight.codes.int() - ROUNDED_ZERO).to(torch.int8)
         rounded[name + SCALE] = weight.scale
     return rounded
 
@@ -54,7 +54,11 @@ def restore_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _multiplied(name: str, codes: Tensor, scale: Tensor) -> Tensor:
-    fits = codes.dim() == scale.dim() == 2 and len(codes) == len(scale) and codes.shape[1] % scale.shape[1] == 0
+    fits = (
+        codes.dim() == scale.dim() == 2
+        and len(codes) == len(scale)
+        and codes.shape[1] % scale.shape[1] == 0
+    )
     if codes.dtype is not torch.int8 or not scale.is_floating_point() or not fits:
         raise ValueError(
             f"{name} is {codes.dtype} {list(codes.shape)} and its scale {scale.dtype} {list(scale.shape)}: "

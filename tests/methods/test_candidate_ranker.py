@@ -18,11 +18,18 @@ PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=2.0, top_p=0.9, seed=5),
 ]
-FEATURES = torch.randn(4, 1, VOCAB, generator=torch.Generator().manual_seed(0))  # the head's logits themselves
+FEATURES = torch.randn(
+    4, 1, VOCAB, generator=torch.Generator().manual_seed(0)
+)  # the head's logits themselves
 LENGTHS = torch.tensor([5, 9, 3, 7])
 
 
-def ranked(coupling: Coupling | None, calibration: Calibration | None = None, params=PARAMS, rows=slice(None)):
+def ranked(
+    coupling: Coupling | None,
+    calibration: Calibration | None = None,
+    params=PARAMS,
+    rows=slice(None),
+):
     ranking = CandidateRanker(lambda features: features, calibration, coupling)
     ranking.start(SamplingBatch.of(params), LENGTHS[rows])
     return ranking.children(FEATURES[rows], None, WIDTH)
@@ -54,7 +61,10 @@ def test_a_row_is_ranked_alone_as_in_a_batch():
 
 
 def test_members_are_ranked_with_their_own_noise():
-    together, ranking = ranked(Coupling(1)), CandidateRanker(lambda features: features, None, Coupling(1))
+    together, ranking = (
+        ranked(Coupling(1)),
+        CandidateRanker(lambda features: features, None, Coupling(1)),
+    )
     ranking.start(SamplingBatch.of(PARAMS), LENGTHS[[0, 3]], members=(0, 3))
     some = ranking.children(FEATURES[[0, 3]], None, WIDTH)
     assert (some.tokens == together.tokens[[0, 3]]).all()
@@ -85,12 +95,18 @@ def test_learning_follows_target_picks_down_the_drafted_levels():
                 parent = int(on_path.long().argmax())
                 assert on_path.any(), "the toy's path must stay in the frontier"
             offered = children.tokens[0, parent]
-            picks.append(int(offered[rank]) if rank is not None else next(t for t in range(VOCAB) if t not in offered))
+            picks.append(
+                int(offered[rank])
+                if rank is not None
+                else next(t for t in range(VOCAB) if t not in offered)
+            )
             log_probs = children.log_probs.clone()
             if rank is not None:
                 log_probs[0, parent, rank] = -0.01  # so that the node is in the next frontier
             builder.grow(log_probs, children.tokens)
-        result = VerifyResult(torch.tensor([[0, 1, 1, -1]]), torch.tensor([2]), torch.tensor([[*picks, 0]]))
+        result = VerifyResult(
+            torch.tensor([[0, 1, 1, -1]]), torch.tensor([2]), torch.tensor([[*picks, 0]])
+        )
         ranking.update(result)
     one_of = [[rank == told for rank in range(WIDTH)] for told in (1, 0, None)]
     assert len(noted.told) == 3
@@ -103,7 +119,9 @@ def test_what_was_learned_can_be_forgotten():
     for _ in range(3):
         ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
         before = ranking.children(FEATURES, None, WIDTH)
-        ranking.update(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
+        ranking.update(
+            VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7))
+        )
     ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
     assert (ranking.children(FEATURES, None, WIDTH).log_probs != before.log_probs).any()
     ranking.reset()
@@ -113,11 +131,15 @@ def test_what_was_learned_can_be_forgotten():
 
 
 def test_what_was_learned_goes_on_in_another_ranker():
-    first, second = (CandidateRanker(lambda features: features, Calibration(1), Coupling(1)) for _ in range(2))
+    first, second = (
+        CandidateRanker(lambda features: features, Calibration(1), Coupling(1)) for _ in range(2)
+    )
     for _ in range(3):
         first.start(SamplingBatch.of(PARAMS), LENGTHS)
         first.children(FEATURES, None, WIDTH)
-        first.update(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
+        first.update(
+            VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7))
+        )
     second.load_state(first.state())
     for ranking in (first, second):
         ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
@@ -136,7 +158,11 @@ def test_a_path_that_ended_earlier_teaches_nothing_below():
     children = ranking.children(FEATURES[:1], None, WIDTH)
     builder.grow(children.log_probs, children.tokens)
     ranking.children(FEATURES[:1].expand(1, WIDTH, VOCAB), builder.frontier(), WIDTH)
-    ranking.update(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
+    ranking.update(
+        VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]]))
+    )
     assert [reached[:, 0].tolist() for _, reached in noted.told] == [[True, False]]
-    ranking.update(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
+    ranking.update(
+        VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]]))
+    )
     assert len(noted.told) == 1  # nothing was drafted since

@@ -6,20 +6,26 @@ import torch
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.coupling import LARGE_NOISE, Coupling, dropped
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import gumbel_noise, process, sample
+from eagle_ray.sampling.noise import gumbel_noise
+from eagle_ray.sampling.sampler import process, sample
 
 ROWS, VOCAB = 16, 60
 
 
 def sampling_batch(temperature: float = 1.0, **params: float) -> SamplingBatch:
-    return SamplingBatch.of([SamplingParams(temperature=temperature, seed=i, **params) for i in range(ROWS)])
+    return SamplingBatch.of(
+        [SamplingParams(temperature=temperature, seed=i, **params) for i in range(ROWS)]
+    )
 
 
 @pytest.mark.parametrize("weights", [(1.5, 0.5, 0.4), (0.8, 1.5, 0.0)])
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
     coupling, sampling, rows = Coupling(levels=2), sampling_batch(temperature), torch.arange(ROWS)
-    generator, reached = torch.Generator().manual_seed(0), torch.tensor([[False], [True]]).expand(2, ROWS)
+    generator, reached = (
+        torch.Generator().manual_seed(0),
+        torch.tensor([[False], [True]]).expand(2, ROWS),
+    )
     for step in range(600):
         logits = 2 * torch.randn(ROWS, VOCAB, generator=generator)
         noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(VOCAB))
@@ -41,10 +47,14 @@ def test_an_exact_drafter_with_full_weights_knows_the_pick(params):
     logits = 2 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(7, 7 + ROWS)
     picks = sample(logits, sampling, rows, positions)
-    noise, others = (gumbel_noise(sampling.seed, positions + i, torch.arange(VOCAB)) for i in range(2))
+    noise, others = (
+        gumbel_noise(sampling.seed, positions + i, torch.arange(VOCAB)) for i in range(2)
+    )
     best = coupling.log_probs(0, logits[:, None], sampling, rows, noise).argmax(-1)[:, 0]
     assert (best == picks).all()
-    assert (coupling.log_probs(0, logits[:, None], sampling, rows, others).argmax(-1)[:, 0] != picks).any()
+    assert (
+        coupling.log_probs(0, logits[:, None], sampling, rows, others).argmax(-1)[:, 0] != picks
+    ).any()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,14 @@ from tests.support.checkpoints import (
     tensors_of,
     zlab_config,
 )
-from tests.support.engines import Oracle, RandomPlanner, check_lossless, oracle_of, some_params, some_prompts
+from tests.support.engines import (
+    Oracle,
+    RandomPlanner,
+    check_lossless,
+    oracle_of,
+    some_params,
+    some_prompts,
+)
 from tests.support.toy_models import best_nodes, llama, run
 from tests.support.trees import PROMPTS, RecordingPlanner, path
 
@@ -47,7 +54,9 @@ def engine_of(head: DFlashHead, num_slots: int, planner: UniformPlanner | None =
     model = llama()
     layers = head.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 128 + BOUNDS.num_positions, 384, layers)
-    return Engine(target, DFlashDrafter(head, target), planner or RecordingPlanner(BOUNDS), 128, BOUNDS)
+    return Engine(
+        target, DFlashDrafter(head, target), planner or RecordingPlanner(BOUNDS), 128, BOUNDS
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -60,7 +69,9 @@ def test_drafted_values_are_those_of_the_published_equations(tmp_path, causal):
     run(engine, PROMPTS[:4], [SamplingParams(max_tokens=8, ignore_eos=True)] * 4)
     assert len(engine.planner.seen) > 12
     for ids, tree, b in engine.planner.seen[::5]:
-        features = model.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[1][0]
+        features = model.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[
+            1
+        ][0]
         block = model.model.embed_tokens(torch.tensor([ids[-1], *[MASK] * DEPTH]))
         outputs = published_outputs(tensors, block, features, causal=causal)
         wanted = model.lm_head(outputs).log_softmax(-1)
@@ -90,7 +101,9 @@ def test_a_head_of_speculators_drafts_from_its_own_vocabulary(tmp_path):
         torch.testing.assert_close(tree.draft_log_probs[b, node], value, atol=1e-4, rtol=0)
 
 
-def reference_tree(logits_after, root: int, ends: set[int], depth: int, width: int) -> dict[tuple[int, ...], float]:
+def reference_tree(
+    logits_after, root: int, ends: set[int], depth: int, width: int
+) -> dict[tuple[int, ...], float]:
     """Paths of the tree that is grown from the best `width` nodes of each level, with their values, one at a time.
 
     logits_after: returns the logits and the tokens of the children of a path.
@@ -134,7 +147,8 @@ def test_a_path_heads_tree_is_the_one_of_the_published_equations(tmp_path, kind)
 
         wanted = reference_tree(logits_after, ids[-1], set(), DEPTH, 4)
         found = {
-            (ids[-1], *path(tree, b, node)[0]): float(tree.log_values[b, node]) for node in range(1, tree.num_nodes)
+            (ids[-1], *path(tree, b, node)[0]): float(tree.log_values[b, node])
+            for node in range(1, tree.num_nodes)
         }
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, abs=2e-4)
@@ -142,7 +156,9 @@ def test_a_path_heads_tree_is_the_one_of_the_published_equations(tmp_path, kind)
         for node in wanted:
             if len(node) == 3:
                 siblings.setdefault(node[2], []).append(wanted[node] - wanted[node[:2]])
-        assert max(max(values) - min(values) for values in siblings.values()) > 1e-3  # of children of different parents
+        assert (
+            max(max(values) - min(values) for values in siblings.values()) > 1e-3
+        )  # of children of different parents
 
 
 @torch.inference_mode()
@@ -170,7 +186,9 @@ def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, oracle, budget):
     """Greedy and sampled rows in one batch; blocks of both kinds."""
     for num_slots, causal in ((1, False), (16, True)) if budget == "uniform" else ((16, False),):
         head = published_head(tmp_path, zlab_config(causal_head=causal))
-        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
+        speculative = SpeculativeConfig(
+            method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget
+        )
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
@@ -179,14 +197,19 @@ def oracle() -> Oracle:
     return oracle_of(some_prompts(16), some_params(16, max_tokens=8))
 
 
-# The budget weighs a path head's values as any other's, so that costs are measured for two kinds alone.
+# The budget weighs a path head's values as any other's, so that costs are measured for two kinds
+# alone.
 MEASURED = ["vanilla", "rnn"]
 
 
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
-        pytest.param(kind, budget, marks=[pytest.mark.slow] if (kind in MEASURED) != (budget == "global") else [])
+        pytest.param(
+            kind,
+            budget,
+            marks=[pytest.mark.slow] if (kind in MEASURED) != (budget == "global") else [],
+        )
         for kind in PATH_CONFIGS
         for budget in ("uniform", "global")
     ],
@@ -196,7 +219,9 @@ def test_outputs_with_path_heads_are_plain_decodings(tmp_path, oracle, kind, bud
     oracle = tuple(some[:8] for some in oracle)
     head = published_head(tmp_path, PATH_CONFIGS[kind]())
     for num_slots, own in ((1, "uniform"), (8, budget)):
-        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=own)
+        speculative = SpeculativeConfig(
+            method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=own
+        )
         check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
@@ -210,10 +235,14 @@ class ValuesPlanner(UniformPlanner):
         return super().allocate(draft, plan, batch)
 
 
-@pytest.mark.parametrize("config", [zlab_config, *PATH_CONFIGS.values()], ids=["block", *PATH_CONFIGS])
+@pytest.mark.parametrize(
+    "config", [zlab_config, *PATH_CONFIGS.values()], ids=["block", *PATH_CONFIGS]
+)
 def test_a_replayed_block_is_the_block(tmp_path, config):
     head = published_head(tmp_path, config())
-    params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7)]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7)
+    ]
     engine = engine_of(head, 3)
     target, drafter = engine.target, engine.drafter
     replayed = Engine(
@@ -241,7 +270,9 @@ def test_levels_of_replayed_blocks_cost_what_their_one_pass_does(tmp_path):
     head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
     target = TargetModel(llama(), 4, 128 + bounds.num_positions, None, head.feature_layers(2))
     graphs = CudaGraphRunner("cpu", 4, target.cache.capacity, fused=True)
-    engine = Engine(target, DFlashDrafter(head, target), UniformPlanner(bounds), 128, bounds, graphs=graphs)
+    engine = Engine(
+        target, DFlashDrafter(head, target), UniformPlanner(bounds), 128, bounds, graphs=graphs
+    )
     costs = calibrate_costs(engine, TimeBudget(0.0))
     assert costs.catch_up(1) > 0 and costs.expand(10) < costs.catch_up(1) / 2
 
@@ -255,7 +286,9 @@ def test_a_long_job_of_any_plans_needs_a_hundred_graphs_at_most(tmp_path):
     graphs = CudaGraphRunner("cpu", 256, target.cache.capacity, fused=True)
     drafter = DFlashDrafter(head, target)
     costs = flat(head_share=0.01)
-    planner = BudgetPlanner(bounds, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(bounds))
+    planner = BudgetPlanner(
+        bounds, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(bounds)
+    )
     learn = planner.observe
     planner.observe = lambda outcome: learn(replace(outcome, seconds=costs.predict(outcome)))
     engine = Engine(target, drafter, planner, 128, bounds, graphs=graphs)
@@ -264,14 +297,26 @@ def test_a_long_job_of_any_plans_needs_a_hundred_graphs_at_most(tmp_path):
     assert ahead <= MAX_AHEAD
 
     size_of = {n: graphs.draft_size(n) for n in range(1, 257)}
-    plans = {(d, w): DraftPlan(d, w, num_children=top_k) for d in range(1, depth + 1) for w in range(1, top_k + 1)}
+    plans = {
+        (d, w): DraftPlan(d, w, num_children=top_k)
+        for d in range(1, depth + 1)
+        for w in range(1, top_k + 1)
+    }
     for size in set(size_of.values()):
         for (d, w), plan in plans.items():
             wide = drafter.recorded_plan(plan, size)
             assert wide.max_depth >= d and wide.width >= w and wide.children == top_k
 
-    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 7}]
-    params = [SamplingParams(**kinds[i % 4], max_tokens=1 + i % 40, ignore_eos=True, seed=i) for i in range(70)]
+    kinds = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 7},
+    ]
+    params = [
+        SamplingParams(**kinds[i % 4], max_tokens=1 + i % 40, ignore_eos=True, seed=i)
+        for i in range(70)
+    ]
     prompts = [(ids * 30)[: 1 + 13 * i % 80] for i, ids in enumerate(some_prompts(70))]
     check_lossless(engine, oracle_of(prompts, params))
     assert engine.counters.num_steps - engine.counters.num_plain_steps > 5
@@ -285,10 +330,14 @@ def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):
         seen: tuple = ()
 
         def allocate(self, draft, plan, batch):
-            self.seen += tuple((tuple(s.token_ids), draft.tree, i) for i, s in enumerate(batch.sequences))
+            self.seen += tuple(
+                (tuple(s.token_ids), draft.tree, i) for i, s in enumerate(batch.sequences)
+            )
             return super().allocate(draft, plan, batch)
 
-    head = published_head(tmp_path, zlab_config(causal_head=True))  # its rows are the same in blocks of any length
+    head = published_head(
+        tmp_path, zlab_config(causal_head=True)
+    )  # its rows are the same in blocks of any length
     params = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
     always, at_times = engine_of(head, 3), engine_of(head, 3, WatchedPlanner(DEPTH))
     for engine in (always, at_times):
@@ -298,7 +347,9 @@ def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):
     for ids, tree, b in at_times.planner.seen:
         if ids in known and tree.depths[b].max() > 0:
             other, other_b = known[ids]
-            torch.testing.assert_close(first_values(tree, b), first_values(other, other_b), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                first_values(tree, b), first_values(other, other_b), atol=1e-4, rtol=0
+            )
             compared += 1
     assert compared > 3
 

@@ -25,7 +25,9 @@ def test_it_reads_tokens_and_no_features(published_model):
     ids, positions = torch.tensor([[5, 9, 23, 40]]), torch.arange(4)[None]
     features = draft.project_features(torch.full((1, 4, 7), torch.nan))
     hidden = draft(draft.embed_tokens(ids), features, positions)
-    torch.testing.assert_close(draft.logits(hidden, target_logits=None), plain(ids).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        draft.logits(hidden, target_logits=None), plain(ids).logits, atol=1e-4, rtol=0
+    )
 
 
 def test_a_model_of_other_tokens_is_refused_with_both_numbers(published_model):
@@ -38,7 +40,9 @@ def test_a_directory_that_holds_no_whole_model_is_refused(published_model):
     tensors = load_file(published_model / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, published_model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_draft_model(published_model, llama().config)
     (published_model / "config.json").write_text(json.dumps({"hidden_size": 32}))
     with pytest.raises(EngineError, match="cannot be read"):

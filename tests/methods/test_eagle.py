@@ -12,7 +12,7 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 from tests.support.toy_models import head, head3, llama, llama_engine
 from tests.support.trees import path
 
@@ -33,7 +33,9 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     first = passed.logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
     sampling = SamplingBatch.of([SamplingParams()] * 2)
-    tree = drafter.draft(DecodeSlots.of([2, 0], [5, 3]), first, DraftPlan(max_depth=4, width=3), sampling, ()).tree
+    tree = drafter.draft(
+        DecodeSlots.of([2, 0], [5, 3]), first, DraftPlan(max_depth=4, width=3), sampling, ()
+    ).tree
     parts = eagle.project_features(features).split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):
@@ -47,7 +49,7 @@ def test_draft_after_plain_steps_equals_draft_without_them(num_plain):
     """The same sequences one token a step: drafting every time, or only at the end from the queue."""
     awake, asleep = llama_engine(3, 12, 4, 3), llama_engine(3, 12, 4, 3)
     trees = []
-    for engine, shallow in ((awake, DraftPlan(1, 1)), (asleep, PLAIN)):
+    for engine, shallow in ((awake, DraftPlan(1, 1)), (asleep, PLAIN_PLAN)):
         engine.planner = PlanListPlanner([shallow] * num_plain + [DraftPlan(4, 3)])
         for i, ids in enumerate([[5, 9, 23, 40, 11], [7, 31, 3]]):
             engine.add(Sequence(str(i), ids, SamplingParams(max_tokens=40, ignore_eos=True)))
@@ -56,13 +58,17 @@ def test_draft_after_plain_steps_equals_draft_without_them(num_plain):
         trees.append(engine.planner.drafts[-1].tree)
     assert asleep.planner.drafts[-1].num_catch_up == 2 * (num_plain + 1)
     assert torch.equal(trees[0].tokens, trees[1].tokens)
-    torch.testing.assert_close(trees[0].draft_log_probs, trees[1].draft_log_probs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        trees[0].draft_log_probs, trees[1].draft_log_probs, atol=1e-4, rtol=0
+    )
 
 
 def test_pairs_beyond_the_queue_are_dropped_and_drafts_continue():
     target = llama_engine(2, 12, 4, 3).target
-    planner = PlanListPlanner([PLAIN] * 10 + [DraftPlan(4, 3)] * 3)
-    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, TreeBounds(12, 4, 3))
+    planner = PlanListPlanner([PLAIN_PLAN] * 10 + [DraftPlan(4, 3)] * 3)
+    engine = Engine(
+        target, EagleDrafter(head(), target, window=6), planner, 128, TreeBounds(12, 4, 3)
+    )
     plain = llama_engine(2)
     outputs = []
     for each in (engine, plain):

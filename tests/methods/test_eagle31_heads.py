@@ -1,7 +1,7 @@
 """EAGLE-3.1's switches compute what the published equations say, and contradictory checkpoints are refused by name.
 
-The equations for features f of the target (arXiv 2605.09992), as llama_eagle3.py of vLLM 0.33.0 and of SGLang 0.5.23
-computes them:
+The equations for features f of the target (arXiv 2605.09992), as llama_eagle3.py of vLLM 0.33.0 and
+of SGLang 0.5.23 computes them:
 
     norm_before_fc   f = input_norm(concat(f_0, f_1, f_2))                         input_norm.weight is 3H of the target
     fc_norm          f = concat(fc_norm.0(f_0), fc_norm.1(f_1), fc_norm.2(f_2))    fc_norm.i.weight are H of the target
@@ -13,6 +13,7 @@ computes them:
 
 import itertools
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ from tests.support.toy_models import llama, llama_engine, run
 TARGET = target_config()
 NUM_LAYERS = TARGET.num_hidden_layers
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")
-COMBINATIONS = [dict(zip(SWITCHES, on, strict=True)) for on in itertools.product([False, True], repeat=3)]
+COMBINATIONS = [
+    dict(zip(SWITCHES, on, strict=True)) for on in itertools.product([False, True], repeat=3)
+]
 NARROW = {"hidden_size": 16, "target_hidden_size": 32}
 SHAPES = {"plain": {}, "narrow": NARROW, "normed residual": {"norm_before_residual": True}}
 LENGTH, NUM_STEPS = 12, 3
@@ -65,15 +68,21 @@ def projected_features(raw, tensors, features):
         features = rms_norm(raw, features, tensors["input_norm.weight"])
     if raw["fc_norm"]:
         parts = features.chunk(3, -1)
-        features = torch.cat([rms_norm(raw, parts[i], tensors[f"fc_norm.{i}.weight"]) for i in range(3)], -1)
+        features = torch.cat(
+            [rms_norm(raw, parts[i], tensors[f"fc_norm.{i}.weight"]) for i in range(3)], -1
+        )
     return features @ tensors["fc.weight"].T
 
 
 def outputs(raw, tensors, embeddings, x):
     """What the next draft step reads after each pair of a sequence, and the logits there."""
     normed = rms_norm(raw, x, tensors["midlayer.hidden_norm.weight"])
-    both = torch.cat([rms_norm(raw, embeddings, tensors["midlayer.input_layernorm.weight"]), normed], -1)
-    y = decoder_layer(raw, tensors, "midlayer.", both, normed if raw.get("norm_before_residual") else x)
+    both = torch.cat(
+        [rms_norm(raw, embeddings, tensors["midlayer.input_layernorm.weight"]), normed], -1
+    )
+    y = decoder_layer(
+        raw, tensors, "midlayer.", both, normed if raw.get("norm_before_residual") else x
+    )
     normed = rms_norm(raw, y, tensors["norm.weight"])
     return (normed if raw["norm_output"] else y), normed @ tensors["lm_head.weight"].T
 
@@ -103,7 +112,9 @@ def checkpoint(switches, shape="plain"):
 def test_features_are_projected_by_the_equations(tmp_path, switches, shape):
     raw, tensors, features, _ = checkpoint(switches, shape)
     found = load_head(write(tmp_path, tensors, raw), TARGET).project_features(features)
-    torch.testing.assert_close(found, projected_features(raw, tensors, features), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, projected_features(raw, tensors, features), atol=2e-5, rtol=1e-5
+    )
 
 
 @each_combination
@@ -124,7 +135,9 @@ def test_chained_draft_steps_of_the_module_match_the_equations(tmp_path, switche
 @each_combination
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_chained_draft_steps_over_the_cache_match_the_equations(tmp_path, switches, shape, operations):
+def test_chained_draft_steps_over_the_cache_match_the_equations(
+    tmp_path, switches, shape, operations
+):
     """The forward that drafters use: head_forward's, on packed rows."""
     raw, tensors, features, embeddings = checkpoint(switches, shape)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
@@ -151,7 +164,10 @@ def test_drafter_chain_has_the_log_probs_of_the_equations(tmp_path, switches, op
     output = target.prefill(packed)
     root = output.logits.argmax(-1)
     drafter.prefill(packed, torch.cat([packed.tokens[1:], root]), output.features)
-    plan, sampling = DraftPlan(max_depth=NUM_STEPS + 1, width=1), SamplingBatch.of([SamplingParams()])
+    plan, sampling = (
+        DraftPlan(max_depth=NUM_STEPS + 1, width=1),
+        SamplingBatch.of([SamplingParams()]),
+    )
     tree = drafter.draft(DecodeSlots.of([0], [len(prompt)]), root, plan, sampling, ()).tree
 
     tokens = [*prompt[1:], *tree.tokens[0].tolist()]
@@ -165,8 +181,22 @@ def test_drafter_chain_has_the_log_probs_of_the_equations(tmp_path, switches, op
 
 def drafter_and_target(head):
     model = llama(num_hidden_layers=NUM_LAYERS)
-    target = TargetModel(model, num_slots=1, capacity=64, feature_layers=head.feature_layers(NUM_LAYERS))
+    target = TargetModel(
+        model, num_slots=1, capacity=64, feature_layers=head.feature_layers(NUM_LAYERS)
+    )
     return EagleDrafter(head, target), target
+
+
+@cache
+def generated(temperature, head=None):
+    prompts = [[5 + i, 9, 33, 7 * i + 1] * (1 + i) for i in range(4)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=20, ignore_eos=True)
+        for i in range(4)
+    ]
+    tree = (0, 0, 0) if head is None else (8, 3, 3)
+    engine = llama_engine(3, *tree, weights=head, num_hidden_layers=NUM_LAYERS)
+    return [list(sequence.output_ids) for sequence in run(engine, prompts, params)]
 
 
 @each_combination
@@ -174,13 +204,7 @@ def drafter_and_target(head):
 def test_outputs_are_those_of_plain_decoding(tmp_path, switches, temperature):
     raw, tensors, _, _ = checkpoint(switches)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
-    prompts = [[5 + i, 9, 33, 7 * i + 1] * (1 + i) for i in range(4)]
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
-    generated = []
-    for tree, weights in (((0, 0, 0), None), ((8, 3, 3), head)):
-        engine = llama_engine(3, *tree, weights=weights, num_hidden_layers=NUM_LAYERS)
-        generated.append([list(sequence.output_ids) for sequence in run(engine, prompts, params)])
-    assert generated[0] == generated[1]
+    assert generated(temperature, head) == generated(temperature)
 
 
 @each_combination
@@ -191,7 +215,9 @@ def test_what_is_saved_loads_again(tmp_path, switches):
     saved = load_head(tmp_path / "out", TARGET)
     assert isinstance(saved, Eagle3Head) and saved.norm_output == switches["norm_output"]
     assert saved.state_dict().keys() == tensors.keys()
-    assert all(torch.equal(saved.state_dict()[key], t.to(tensors[key].dtype)) for key, t in halves.items())
+    assert all(
+        torch.equal(saved.state_dict()[key], t.to(tensors[key].dtype)) for key, t in halves.items()
+    )
 
 
 @each_switch
@@ -205,7 +231,11 @@ def test_a_switch_may_stand_at_the_top_or_under_eagle_config(tmp_path, switch, p
         "speculators": speculators_config(raw),
     }[place]
     head = meta_head(write(tmp_path, eagle3_tensors(raw), section), TARGET)
-    computed = {"fc_norm": head.fc_norm, "norm_before_fc": head.input_norm, "norm_output": head.norm_output or None}
+    computed = {
+        "fc_norm": head.fc_norm,
+        "norm_before_fc": head.input_norm,
+        "norm_output": head.norm_output or None,
+    }
     assert [key for key, value in computed.items() if value is not None] == [switch]
 
 
@@ -222,7 +252,8 @@ def test_sglangs_older_names_are_read(tmp_path):
     raw = E3 | {"fc_norm": True}
     tensors = eagle3_tensors(raw)
     older = {
-        f"aux_norm_{name}.weight": tensors.pop(f"fc_norm.{i}.weight") for i, name in enumerate(("low", "mid", "high"))
+        f"aux_norm_{name}.weight": tensors.pop(f"fc_norm.{i}.weight")
+        for i, name in enumerate(("low", "mid", "high"))
     }
     head = load_head(write(tmp_path, tensors | older, E3 | {"use_aux_norm": True}), TARGET)
     for i, tensor in enumerate(older.values()):
@@ -248,11 +279,23 @@ def test_norm_without_switch_and_switch_without_norm_are_named(tmp_path, switch)
     [
         ({"norm_output": "yes"}, {}, "gives neither true nor false as norm_output"),
         ({"fc_norm": 1}, {}, "gives neither true nor false as fc_norm"),
-        ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, {}, "sets fc_norm to true in one place and to false"),
-        ({"fc_norm": False, "use_aux_norm": True}, {}, "sets fc_norm to true in one place and to false"),
+        (
+            {"fc_norm": True, "eagle_config": {"fc_norm": False}},
+            {},
+            "sets fc_norm to true in one place and to false",
+        ),
+        (
+            {"fc_norm": False, "use_aux_norm": True},
+            {},
+            "sets fc_norm to true in one place and to false",
+        ),
         ({"fc_norm": True}, {"fc_norm.3.weight": 32}, "unexpected fc_norm.3.weight"),
         ({"fc_norm": True}, {"fc_norm.1.weight": 96}, r"fc_norm.1.weight is (96,), wanted (32,)"),
-        ({"norm_before_fc": True}, {"input_norm.weight": 32}, r"input_norm.weight is (32,), wanted (96,)"),
+        (
+            {"norm_before_fc": True},
+            {"input_norm.weight": 32},
+            r"input_norm.weight is (32,), wanted (96,)",
+        ),
         ({"norm_output": True}, {"input_norm.weight": 96}, "does not switch on norm_before_fc"),
     ],
 )
@@ -264,7 +307,9 @@ def test_contradictions_are_refused_by_name(tmp_path, config, names, message):
 @each_switch
 def test_a_switch_of_an_eagle_1_or_2_head_is_refused(tmp_path, switch):
     line = refusal_of(write(tmp_path, eagle_tensors(), RAW | {switch: True}))
-    assert f"switches on {switch} (EAGLE-3.1), and its tensors are those of an EAGLE-1/2 head" in line
+    assert (
+        f"switches on {switch} (EAGLE-3.1), and its tensors are those of an EAGLE-1/2 head" in line
+    )
 
 
 def refusal_of(path):
@@ -281,4 +326,6 @@ def refusal_of(path):
 def speculators_config(raw):
     """The same config as the speculators library writes it."""
     own = {key: value for key, value in raw.items() if key not in RAW}
-    return json.loads(json.dumps(own | {"transformer_layer_config": {key: raw[key] for key in RAW}}))
+    return json.loads(
+        json.dumps(own | {"transformer_layer_config": {key: raw[key] for key in RAW}})
+    )

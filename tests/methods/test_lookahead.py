@@ -10,7 +10,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import VerifyOutput
 from eagle_ray.methods.lookup.lookahead import FIRST_EARNED, FIRST_GUESSES, LookaheadDrafter
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_tree import accept_path
+from eagle_ray.tree.accepted_path import accept_path
 from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import TokenSequence, check_tree, paths
 
@@ -27,12 +27,19 @@ def step(drafter: LookaheadDrafter, texts: list[TokenSequence], plan: DraftPlan)
     lengths = [len(t.token_ids) - 1 for t in texts]
     batch = DecodeSlots.of(list(range(len(texts))), lengths, "cpu")
     roots = torch.tensor([t.token_ids[-1] for t in texts])
-    draft = drafter.draft(batch, roots, plan, SamplingBatch.of([SamplingParams()] * len(texts)), texts)
+    draft = drafter.draft(
+        batch, roots, plan, SamplingBatch.of([SamplingParams()] * len(texts)), texts
+    )
     tree = draft.tree.rerank(draft.tree.valid, draft.tree.num_nodes)
     rows = tree.pack(batch.lengths, tree.tokens.numel())
     result = accept_path(tree, rows, logits_after(rows.tokens).argmax(-1), draft.depth)
-    drafter.extend(batch, VerifyOutput(tree, rows, logits_after(rows.tokens), rows.tokens[:, None].float(), result))
-    for text, count, tokens in zip(texts, result.num_accepted.tolist(), result.tokens.tolist(), strict=True):
+    drafter.extend(
+        batch,
+        VerifyOutput(tree, rows, logits_after(rows.tokens), rows.tokens[:, None].float(), result),
+    )
+    for text, count, tokens in zip(
+        texts, result.num_accepted.tolist(), result.tokens.tolist(), strict=True
+    ):
         text.token_ids = text.token_ids + tokens[: count + 1]
     return draft
 
@@ -50,7 +57,10 @@ def test_the_first_window_is_a_tree_of_guesses_of_one_value():
 
 def test_guesses_become_ngrams_that_are_drafted_and_accepted():
     """After a few steps the pool knows the circle, and every draft of it is accepted whole."""
-    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0, 1])]
+    drafter, texts = (
+        LookaheadDrafter(TreeBounds(20, 4, 3)),
+        [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0, 1])],
+    )
     for _ in range(12):
         before = [len(t.token_ids) for t in texts]
         draft = step(drafter, texts, DraftPlan(4, 3))
@@ -62,10 +72,15 @@ def test_guesses_become_ngrams_that_are_drafted_and_accepted():
 
 
 def test_shallow_plans_and_some_members_are_drafted_for_too():
-    drafter, texts = LookaheadDrafter(TreeBounds(20, 4, 3)), [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0])]
+    drafter, texts = (
+        LookaheadDrafter(TreeBounds(20, 4, 3)),
+        [TokenSequence([1, 2, 3]), TokenSequence([5, 6, 0])],
+    )
     draft = step(drafter, texts, DraftPlan(4, 3, (1,)))
     assert paths(draft, 0) == {} and paths(draft, 1)
     shallow = step(drafter, texts, DraftPlan(3, 3))
     assert shallow.depth == 3 and max(map(len, paths(shallow, 0))) == 3
     drafter.reset_learning()
-    assert step(drafter, texts, DraftPlan(1, 3)).depth == 0  # no column ends there, and the pool knows nothing yet
+    assert (
+        step(drafter, texts, DraftPlan(1, 3)).depth == 0
+    )  # no column ends there, and the pool knows nothing yet

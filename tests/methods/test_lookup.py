@@ -14,7 +14,13 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.lookup.best_first import MIN_LOG_VALUE, GrowthRequest, grow_trees
-from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate, newest_texts
+from eagle_ray.methods.lookup.drafter import (
+    LONGEST_NGRAM,
+    LookupDrafter,
+    NgramIndex,
+    interpolate,
+    newest_texts,
+)
 from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.lookup.suffix import SuffixIndex
 from eagle_ray.requests.parameters import SamplingParams
@@ -25,7 +31,10 @@ BOUNDS = TreeBounds(max_nodes=20, max_depth=6, top_k=2)
 
 
 def draft_of(
-    drafter: LookupDrafter, texts: list[TokenSequence], plan: DraftPlan, eos_ids: tuple[int, ...] = ()
+    drafter: LookupDrafter,
+    texts: list[TokenSequence],
+    plan: DraftPlan,
+    eos_ids: tuple[int, ...] = (),
 ) -> Draft:
     batch = DecodeSlots.of(list(range(len(texts))), [len(t.token_ids) - 1 for t in texts], "cpu")
     roots = torch.tensor([t.token_ids[-1] for t in texts])
@@ -55,7 +64,11 @@ def test_ngrams_offer_what_followed_the_same_tokens():
 
 def test_trees_are_lawful_and_hold_what_followed():
     drafter = LookupDrafter(NgramIndex(), BOUNDS)
-    texts = [TokenSequence([1, 2, 3, 4, 1, 2, 5, 1, 2]), TokenSequence([7]), TokenSequence([8, 9, 8])]
+    texts = [
+        TokenSequence([1, 2, 3, 4, 1, 2, 5, 1, 2]),
+        TokenSequence([7]),
+        TokenSequence([8, 9, 8]),
+    ]
     draft = draft_of(drafter, texts, DraftPlan(max_depth=4, width=2))
     check_tree(draft.tree)
     assert {(3, 4, 1, 2), (5, 1, 2, 5)} < paths(draft, 0).keys()
@@ -68,14 +81,18 @@ def test_trees_are_lawful_and_hold_what_followed():
 @pytest.mark.parametrize("members", [None, (1,)])
 def test_what_follows_an_end_is_not_offered(members):
     texts = [TokenSequence([1, 2, 3, 1]), TokenSequence([8, 9, 8, 9, 8])]
-    draft = draft_of(LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(4, 2, members), eos_ids=(9, 3))
+    draft = draft_of(
+        LookupDrafter(NgramIndex(), BOUNDS), texts, DraftPlan(4, 2, members), eos_ids=(9, 3)
+    )
     assert paths(draft, 1).keys() == {(9,)}
     assert paths(draft, 0).keys() == ({(2,), (2, 3)} if members is None else set())
 
 
 def test_where_nothing_follows_nothing_is_drafted():
     draft = draft_of(
-        LookupDrafter(NgramIndex(), BOUNDS), [TokenSequence([1, 2, 3]), TokenSequence([4])], DraftPlan(4, 2)
+        LookupDrafter(NgramIndex(), BOUNDS),
+        [TokenSequence([1, 2, 3]), TokenSequence([4])],
+        DraftPlan(4, 2),
     )
     assert (draft.depth, draft.tree.num_nodes, draft.is_exhausted) == (0, 1, True)
     ended = draft_of(LookupDrafter(NgramIndex(), BOUNDS), [TokenSequence([4, 4])], DraftPlan(4, 2))
@@ -98,7 +115,9 @@ class HashedCursor:
 
     def children(self, width: int) -> list[tuple[int, float]]:
         rng = random.Random(hash((self.seed, self.path)))
-        shares = sorted((rng.choice([0.05, 0.2, 0.3]) for _ in range(rng.randint(0, 4))), reverse=True)
+        shares = sorted(
+            (rng.choice([0.05, 0.2, 0.3]) for _ in range(rng.randint(0, 4))), reverse=True
+        )
         return [(token, share) for token, share in enumerate(shares)][:width]
 
     def after(self, token: int) -> "HashedCursor":
@@ -130,10 +149,16 @@ def test_a_tree_holds_the_most_valuable_paths_within_its_bounds(seed):
     assert grown.tree.tokens[:, 0].tolist() == [7, 8]
     for b, cursor in enumerate(cursors):
         every = every_path(cursor, bounds)
-        best = sorted((v for v in every.values() if v >= MIN_LOG_VALUE), reverse=True)[: bounds.max_nodes]
-        values = sorted(grown.tree.log_values[b, 1:][grown.tree.valid[b, 1:]].tolist(), reverse=True)
+        best = sorted((v for v in every.values() if v >= MIN_LOG_VALUE), reverse=True)[
+            : bounds.max_nodes
+        ]
+        values = sorted(
+            grown.tree.log_values[b, 1:][grown.tree.valid[b, 1:]].tolist(), reverse=True
+        )
         assert values == pytest.approx(best, abs=1e-5)
-        by_level = sorted(v for level in grown.levels for v in level[b, 0].tolist() if v > -torch.inf)
+        by_level = sorted(
+            v for level in grown.levels for v in level[b, 0].tolist() if v > -torch.inf
+        )
         assert by_level == sorted(values)
         found = paths(Draft(grown.tree, grown.levels, 0, 0), b)
         assert {path: pytest.approx(math.exp(every[path]), rel=1e-5) for path in found} == found
@@ -145,7 +170,11 @@ def test_trees_looked_up_ahead_have_one_shape_and_no_calibration():
     texts = [TokenSequence([1, 2, 3, 1, 2, 4, 1]), TokenSequence([5, 6])]
     calibration.fit.parameters[...] = torch.tensor([2.0, 1.0, 0.5])
     ahead = drafter.look_up([0, 1], texts, max_depth=5, max_nodes=12)
-    assert ahead.tokens.shape == (2, 13) and int(ahead.valid[0].sum()) > 8 and int(ahead.valid[1].sum()) == 1
+    assert (
+        ahead.tokens.shape == (2, 13)
+        and int(ahead.valid[0].sum()) > 8
+        and int(ahead.valid[1].sum()) == 1
+    )
     check_tree(ahead)
     assert int(ahead.depths.max()) == 5
     uncalibrated = LookupDrafter(NgramIndex(), BOUNDS).look_up([0, 1], texts, 5, 12)
@@ -157,7 +186,9 @@ def test_trees_looked_up_ahead_have_one_shape_and_no_calibration():
 def test_calibrated_values_match_calibration_by_level_and_kind():
     calibration = Calibration(3)
     generator = torch.Generator().manual_seed(0)
-    calibration.fit.parameters[...] = torch.rand(3, 2, 3, generator=generator) + torch.tensor([0.5, 0.0, 0.0])
+    calibration.fit.parameters[...] = torch.rand(3, 2, 3, generator=generator) + torch.tensor(
+        [0.5, 0.0, 0.0]
+    )
     grown = grow_trees(
         [HashedCursor(3), HashedCursor(3)],
         [1, 1],
@@ -191,7 +222,11 @@ def test_calibration_follows_what_the_texts_went_on_with(went_on, least, most):
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_sequence_that_moves_to_another_slot_is_not_read_again(slot):
-    drafter, text, other = LookupDrafter(NgramIndex(), BOUNDS), TokenSequence([1, 2, 1]), TokenSequence([3, 3])
+    drafter, text, other = (
+        LookupDrafter(NgramIndex(), BOUNDS),
+        TokenSequence([1, 2, 1]),
+        TokenSequence([3, 3]),
+    )
     draft_of(drafter, [text], DraftPlan(2, 2))
     moved = [other, text] if slot else [text, other]
     assert draft_of(drafter, moved, DraftPlan(2, 2)).num_catch_up == len(other.token_ids)
@@ -218,14 +253,21 @@ def test_what_was_learned_goes_on_in_another_drafter():
     state = first.state()
     assert state["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
     calibration = Calibration(2)
-    second = LookupDrafter(native_index("suffix") or SuffixIndex(), BOUNDS, calibration, vocab_size=10)
+    second = LookupDrafter(
+        native_index("suffix") or SuffixIndex(), BOUNDS, calibration, vocab_size=10
+    )
     second.load_state(state)
     assert torch.equal(calibration.fit.parameters, state["parameters"])
     assert not torch.equal(calibration.fit.parameters, Calibration(2).fit.parameters)
     assert (4, 5) in paths(draft_of(second, [TokenSequence([9, 2, 3])], DraftPlan(2, 2)), 0)
     assert newest_texts(SuffixIndex().texts(), 5)["tokens"].tolist() == []
     lengths = torch.tensor([2, 3, 1])
-    assert newest_texts((lengths, torch.arange(6, dtype=torch.int32)), 5)["tokens"].tolist() == [2, 3, 4, 5]
+    assert newest_texts((lengths, torch.arange(6, dtype=torch.int32)), 5)["tokens"].tolist() == [
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +286,9 @@ def test_what_was_learned_goes_on_in_another_drafter():
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
     first = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
     draft_of(first, [TokenSequence([1, 2, 3, 4, 5, 6])], DraftPlan(2, 2))
-    state = {name: tensor for name, tensor in (first.state() | damage).items() if tensor is not None}
+    state = {
+        name: tensor for name, tensor in (first.state() | damage).items() if tensor is not None
+    }
     second = LookupDrafter(SuffixIndex(), BOUNDS, Calibration(2), vocab_size=10)
     with pytest.raises(ValueError):
         second.load_state(state)

@@ -32,13 +32,19 @@ def test_draft_values_are_heads_on_the_feature_before_the_root(kind):
     engine = engine_of(heads, 3)
     run(engine, PROMPTS[:6], [SamplingParams(max_tokens=9, ignore_eos=True)] * 6)
     for ids, tree, b in engine.planner.seen[::9]:
-        assert tree.depths[b].max() == HEADS  # fewer than the plan's levels: there is no further head
+        assert (
+            tree.depths[b].max() == HEADS
+        )  # fewer than the plan's levels: there is no further head
         feature = model.model(torch.tensor([ids[:-1]])).last_hidden_state[:, -1]
         for node in range(1, tree.num_nodes, 7):
             tokens, _ = path(tree, b, node)
             embedded = model.model.embed_tokens(torch.tensor([[[ids[-1], *tokens[:-1]]]]))
-            wanted = heads.logits(len(tokens) - 1, feature, embedded, model.lm_head)[0, 0].log_softmax(-1)
-            torch.testing.assert_close(tree.draft_log_probs[b, node], wanted[tokens[-1]], atol=1e-4, rtol=0)
+            wanted = heads.logits(len(tokens) - 1, feature, embedded, model.lm_head)[
+                0, 0
+            ].log_softmax(-1)
+            torch.testing.assert_close(
+                tree.draft_log_probs[b, node], wanted[tokens[-1]], atol=1e-4, rtol=0
+            )
 
 
 @pytest.mark.parametrize("kind", [MedusaHeads, pytest.param(HydraHeads, marks=pytest.mark.slow)])
@@ -62,21 +68,32 @@ def fit(heads: MedusaHeads | HydraHeads, texts: list[list[int]]) -> None:
     """Linear maps from the features, and for Hydra the path, to the token after it; of rank H at most."""
     model = llama()
     for level in range(HEADS):
-        inputs, picks = zip(*(samples(model, ids, level, isinstance(heads, HydraHeads)) for ids in texts), strict=True)
+        inputs, picks = zip(
+            *(samples(model, ids, level, isinstance(heads, HydraHeads)) for ids in texts),
+            strict=True,
+        )
         wanted = nn.functional.one_hot(torch.cat(picks), V).float()
-        u, s, v = torch.linalg.svd(torch.linalg.lstsq(torch.cat(inputs), wanted).solution, full_matrices=False)
+        u, s, v = torch.linalg.svd(
+            torch.linalg.lstsq(torch.cat(inputs), wanted).solution, full_matrices=False
+        )
         block = heads.hydra_mlp[level][0] if isinstance(heads, HydraHeads) else heads[level][0]
         block.linear.weight.zero_(), block.linear.bias.zero_()
         if isinstance(heads, MedusaHeads):
             heads[level][1].weight.copy_(10 * (u * s @ v).T)
             continue
         block.res_connection.weight.copy_((u * s)[:, :H].T), block.res_connection.bias.zero_()
-        heads.hydra_lm_head[level].weight.copy_(10 * v[:H].T), heads.hydra_lm_head[level].bias.zero_()
+        (
+            heads.hydra_lm_head[level].weight.copy_(10 * v[:H].T),
+            heads.hydra_lm_head[level].bias.zero_(),
+        )
 
 
 def samples(model: nn.Module, ids: list[int], level: int, with_path: bool) -> tuple[Tensor, Tensor]:
     """What a head reads at each place of a text (its feature, then its root and drafts), and the token it is to say."""
     hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
     embedded, count = model.model.embed_tokens(torch.tensor(ids)), len(ids) - level - 2
-    parts = [hidden[:count], *(embedded[1 + i : 1 + i + count] for i in range((level + 1) * with_path))]
+    parts = [
+        hidden[:count],
+        *(embedded[1 + i : 1 + i + count] for i in range((level + 1) * with_path)),
+    ]
     return torch.cat(parts, -1), torch.tensor(ids[level + 2 :])

@@ -15,8 +15,17 @@ from eagle_ray.methods.medusa.checkpoint import check_hydra, check_medusa, load_
 
 H, V, HEADS = 8, 20, 3
 TARGET = LlamaConfig(hidden_size=H, vocab_size=V, num_attention_heads=2)
-MEDUSA = {"medusa_num_heads": HEADS, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-HYDRA = {"hydra_num_heads": HEADS, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+MEDUSA = {
+    "medusa_num_heads": HEADS,
+    "medusa_num_layers": 2,
+    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+}
+HYDRA = {
+    "hydra_num_heads": HEADS,
+    "hydra_num_layers": 2,
+    "hydra_head_arch": "mlp",
+    "grounded_heads": True,
+}
 
 
 def medusa() -> dict[str, Tensor]:
@@ -33,9 +42,18 @@ def hydra() -> dict[str, Tensor]:
     tensors = {"input_embed_fn.weight": torch.randn(V, H)}
     for n in range(HEADS):
         for name in (f"hydra_mlp.{n}.0.linear", f"hydra_mlp.{n}.0.res_connection"):
-            tensors |= {f"{name}.weight": torch.randn(H, (n + 2) * H), f"{name}.bias": torch.randn(H)}
-        tensors |= {f"hydra_mlp.{n}.1.linear.weight": torch.randn(H, H), f"hydra_mlp.{n}.1.linear.bias": torch.randn(H)}
-        tensors |= {f"hydra_lm_head.{n}.weight": torch.randn(V, H), f"hydra_lm_head.{n}.bias": torch.randn(V)}
+            tensors |= {
+                f"{name}.weight": torch.randn(H, (n + 2) * H),
+                f"{name}.bias": torch.randn(H),
+            }
+        tensors |= {
+            f"hydra_mlp.{n}.1.linear.weight": torch.randn(H, H),
+            f"hydra_mlp.{n}.1.linear.bias": torch.randn(H),
+        }
+        tensors |= {
+            f"hydra_lm_head.{n}.weight": torch.randn(V, H),
+            f"hydra_lm_head.{n}.bias": torch.randn(V),
+        }
     return tensors
 
 
@@ -52,7 +70,9 @@ def test_a_medusa_head_is_its_blocks_and_its_lm_head(tmp_path, file):
     heads = load_medusa(publish(tmp_path, MEDUSA, tensors, file), TARGET)
     hidden = feature
     for k in range(2):
-        hidden = hidden + silu(hidden @ tensors[f"1.{k}.linear.weight"].T + tensors[f"1.{k}.linear.bias"])
+        hidden = hidden + silu(
+            hidden @ tensors[f"1.{k}.linear.weight"].T + tensors[f"1.{k}.linear.bias"]
+        )
     logits = heads.logits(1, feature, torch.zeros(2, 4, 2, H), target_logits=None)
     torch.testing.assert_close(logits, (hidden @ tensors["1.2.weight"].T)[:, None].expand(2, 4, V))
     assert heads.num_levels == HEADS
@@ -62,7 +82,9 @@ def test_medusa_heads_without_an_lm_head_use_the_targets(tmp_path):
     tensors = {name: tensor for name, tensor in medusa().items() if ".2." not in name}
     heads = load_medusa(publish(tmp_path, MEDUSA, tensors, "medusa_lm_head.pt"), TARGET)
     feature, lm_head = torch.randn(2, H), torch.randn(V, H)
-    logits = heads.logits(0, feature, torch.zeros(2, 1, 1, H), target_logits=lambda hidden: hidden @ lm_head.T)
+    logits = heads.logits(
+        0, feature, torch.zeros(2, 1, 1, H), target_logits=lambda hidden: hidden @ lm_head.T
+    )
     torch.testing.assert_close(logits[:, 0], heads[0](feature) @ lm_head.T)
 
 
@@ -73,9 +95,14 @@ def test_a_hydra_head_reads_the_feature_then_the_path(tmp_path, file):
     for b, f in ((0, 2), (1, 0)):
         x = torch.cat([feature[b], path[b, f, 0], path[b, f, 1]])
         wide = {key: tensors[f"hydra_mlp.1.0.{key}"] for key in ("linear.weight", "linear.bias")}
-        kept = tensors["hydra_mlp.1.0.res_connection.weight"] @ x + tensors["hydra_mlp.1.0.res_connection.bias"]
+        kept = (
+            tensors["hydra_mlp.1.0.res_connection.weight"] @ x
+            + tensors["hydra_mlp.1.0.res_connection.bias"]
+        )
         hidden = kept + silu(wide["linear.weight"] @ x + wide["linear.bias"])
-        hidden = hidden + silu(tensors["hydra_mlp.1.1.linear.weight"] @ hidden + tensors["hydra_mlp.1.1.linear.bias"])
+        hidden = hidden + silu(
+            tensors["hydra_mlp.1.1.linear.weight"] @ hidden + tensors["hydra_mlp.1.1.linear.bias"]
+        )
         wanted = tensors["hydra_lm_head.1.weight"] @ hidden + tensors["hydra_lm_head.1.bias"]
         torch.testing.assert_close(heads.logits(1, feature, path, target_logits=None)[b, f], wanted)
 
@@ -98,9 +125,15 @@ def test_what_does_not_fit_is_named_before_weights_are_read(tmp_path, change, fa
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"hydra_head_arch": "prefix-mlp"}, "with hydra_head_arch 'prefix-mlp' are not run here, only with 'mlp'"),
+        (
+            {"hydra_head_arch": "prefix-mlp"},
+            "with hydra_head_arch 'prefix-mlp' are not run here, only with 'mlp'",
+        ),
         ({"grounded_heads": False}, "with grounded_heads False"),
-        ({"hydra_num_heads": None}, "hydra_num_heads in config.json must be an integer, 1 or more, got None"),
+        (
+            {"hydra_num_heads": None},
+            "hydra_num_heads in config.json must be an integer, 1 or more, got None",
+        ),
         ({"hydra_num_heads": 4}, "missing hydra_lm_head.3.bias"),
     ],
 )
@@ -113,7 +146,9 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(EngineError, match=r"config in .* cannot be read"):
         check_medusa(tmp_path, TARGET)
     publish(tmp_path, MEDUSA, medusa(), "medusa_lm_head.pt")
-    with pytest.raises(EngineError, match=r"holds neither hydra_lm_head\.safetensors nor hydra_lm_head\.pt"):
+    with pytest.raises(
+        EngineError, match=r"holds neither hydra_lm_head\.safetensors nor hydra_lm_head\.pt"
+    ):
         (tmp_path / "config.json").write_text(json.dumps(HYDRA))
         check_hydra(tmp_path, TARGET)
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"short")

@@ -21,7 +21,14 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import Merged
 from tests.support.operations import WatchCopies, WatchOperations, device_operations
-from tests.support.trees import TokenSequence, as_paths, check_tree, conditional_log_probs, grown_trees, some_trees
+from tests.support.trees import (
+    TokenSequence,
+    as_paths,
+    check_tree,
+    conditional_log_probs,
+    grown_trees,
+    some_trees,
+)
 
 Paths = dict[tuple[int, ...], list[float]]
 DEPTH = 3
@@ -35,7 +42,9 @@ def candidates(seed: int, batch: int, has_model: bool) -> DraftTree:
     tree.tokens[:, 1:4] = torch.arange(3)
     if not has_model:
         return DraftTree.of_roots(tree.tokens[:, 0])
-    gone = (torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.2) & (tree.depths == DEPTH)
+    gone = (torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.2) & (
+        tree.depths == DEPTH
+    )
     values = tree.log_values.masked_fill(gone, -torch.inf)
     return replace(tree, log_values=values, valid=values > -torch.inf)
 
@@ -53,10 +62,13 @@ def tokens_since(trees: DraftTree, b: int, rng: random.Random) -> list[int]:
     return (path + [rng.randrange(4)] * rng.randint(0, 1))[:SINCE]
 
 
-def expected_paths(tree: DraftTree, trees: DraftTree, log_probs: torch.Tensor, b: int, since: list[int]) -> Paths:
+def expected_paths(
+    tree: DraftTree, trees: DraftTree, log_probs: torch.Tensor, b: int, since: list[int]
+) -> Paths:
     """Slow and obvious: what each of three drafters says of each path below the new root."""
     paths: Paths = {
-        path: [said, -torch.inf, -torch.inf] for path, said in as_paths(tree, b, conditional_log_probs(tree)).items()
+        path: [said, -torch.inf, -torch.inf]
+        for path, said in as_paths(tree, b, conditional_log_probs(tree)).items()
     }
     for i in range(2):
         for path, said in as_paths(trees, b, log_probs[..., i]).items():
@@ -72,14 +84,23 @@ def test_a_root_moves_on_and_what_is_left_is_merged(seed, batch, has_model):
     rng = random.Random(seed)
     tree, (trees, log_probs) = candidates(seed, batch, has_model), looked_up_trees(seed, batch)
     since = [tokens_since(trees, b, rng) for b in range(batch)]
-    looked_up = LookedUp.of(trees, log_probs, [9] * batch, trees.num_nodes + 3, 2 * DEPTH + 1, torch.device("cpu"))
+    looked_up = LookedUp.of(
+        trees, log_probs, [9] * batch, trees.num_nodes + 3, 2 * DEPTH + 1, torch.device("cpu")
+    )
     padded = torch.tensor([tokens + [rng.randrange(4)] * (SINCE - len(tokens)) for tokens in since])
-    merged = looked_up.merge(tree, padded, torch.tensor([len(tokens) for tokens in since]), DEPTH, has_model=True)
-    valued = EnsembleCalibration(DEPTH, 3).value(merged, DEPTH, torch.zeros(batch).long(), 0, merged.tree.num_nodes)
+    merged = looked_up.merge(
+        tree, padded, torch.tensor([len(tokens) for tokens in since]), DEPTH, has_model=True
+    )
+    valued = EnsembleCalibration(DEPTH, 3).value(
+        merged, DEPTH, torch.zeros(batch).long(), 0, merged.tree.num_nodes
+    )
     check_tree(valued.tree)
     for b in range(batch):
         expected = expected_paths(tree, trees, log_probs, b, since[b])
-        for found, said in ((merged.tree, merged.log_probs_by_drafter), (valued.tree, valued.log_probs)):
+        for found, said in (
+            (merged.tree, merged.log_probs_by_drafter),
+            (valued.tree, valued.log_probs),
+        ):
             each = [as_paths(found, b, said[..., i]) for i in range(3)]
             assert each[0].keys() == expected.keys()
             for path, values in expected.items():
@@ -88,10 +109,16 @@ def test_a_root_moves_on_and_what_is_left_is_merged(seed, batch, has_model):
 
 def test_best_nodes_remain_if_there_are_more_than_a_pass_takes():
     tree, (trees, log_probs) = candidates(3, 2, True), looked_up_trees(3, 2)
-    looked_up = LookedUp.of(trees, log_probs, [9] * 2, trees.num_nodes, 2 * DEPTH + 1, torch.device("cpu"))
-    merged = looked_up.merge(tree, torch.zeros(2, SINCE).long(), torch.zeros(2).long(), DEPTH, has_model=True)
+    looked_up = LookedUp.of(
+        trees, log_probs, [9] * 2, trees.num_nodes, 2 * DEPTH + 1, torch.device("cpu")
+    )
+    merged = looked_up.merge(
+        tree, torch.zeros(2, SINCE).long(), torch.zeros(2).long(), DEPTH, has_model=True
+    )
     blend, sets = EnsembleCalibration(DEPTH, 3), torch.zeros(2).long()
-    every, best = (blend.value(merged, DEPTH, sets, 0, number) for number in (merged.tree.num_nodes, 9))
+    every, best = (
+        blend.value(merged, DEPTH, sets, 0, number) for number in (merged.tree.num_nodes, 9)
+    )
     check_tree(best.tree)
     assert best.tree.tokens.shape == (2, 9) and best.extra.shape == (DEPTH, 2, 9)
     for b in range(2):
@@ -105,7 +132,9 @@ def look_ahead(num_slots: int, texts: list[list[int]], end: int) -> tuple[AheadL
     lookups = AheadLookups(parts, num_slots, 4, torch.device("cpu"))
     at = DecodeSlots.of(list(range(len(texts))), [len(text) - 1 for text in texts])
     sampling = replace(SamplingBatch.of([SamplingParams()] * len(texts)), end_ids=frozenset([end]))
-    return lookups, lookups.look_up(at, [TokenSequence(text) for text in texts], DraftPlan(4, 2), sampling)
+    return lookups, lookups.look_up(
+        at, [TokenSequence(text) for text in texts], DraftPlan(4, 2), sampling
+    )
 
 
 def test_what_a_step_in_flight_commits_moves_the_root():
@@ -114,15 +143,25 @@ def test_what_a_step_in_flight_commits_moves_the_root():
     lookups, looked_up = look_ahead(2, texts, end=99)
     at = DecodeSlots.of([0, 1], [13, 13])
     result = VerifyResult(
-        torch.zeros(2, 5).long(), torch.tensor([1, 1]), torch.tensor([[5, 6, 7, 0, 0], [5, 9, 0, 0, 0]])
+        torch.zeros(2, 5).long(),
+        torch.tensor([1, 1]),
+        torch.tensor([[5, 6, 7, 0, 0], [5, 9, 0, 0, 0]]),
     )
     lookups.extend(at, result)
-    merged = lookups.merge(looked_up, DraftTree.of_roots(torch.tensor([6, 9])), at, 4, has_model=False)
+    merged = lookups.merge(
+        looked_up, DraftTree.of_roots(torch.tensor([6, 9])), at, 4, has_model=False
+    )
     assert max(as_paths(merged.tree, 0, merged.tree.draft_log_probs), key=len) == (7, 8, 1, 2)
     assert as_paths(merged.tree, 1, merged.tree.draft_log_probs) == {}
-    at = DecodeSlots.of([0, 1], [12, 11])  # its first token after a prompt is the root; the other's root is known
-    merged = lookups.merge(looked_up, DraftTree.of_roots(torch.tensor([5, 4])), at, 4, has_model=False)
-    assert [max(as_paths(merged.tree, b, merged.tree.draft_log_probs), key=len) for b in (0, 1)] == [
+    at = DecodeSlots.of(
+        [0, 1], [12, 11]
+    )  # its first token after a prompt is the root; the other's root is known
+    merged = lookups.merge(
+        looked_up, DraftTree.of_roots(torch.tensor([5, 4])), at, 4, has_model=False
+    )
+    assert [
+        max(as_paths(merged.tree, b, merged.tree.draft_log_probs), key=len) for b in (0, 1)
+    ] == [
         (6, 7, 8, 1),
         (5, 6, 7, 8),
     ]
@@ -163,7 +202,9 @@ def test_moving_and_merging_need_few_launches_and_no_host_sync():
 def test_no_number_of_the_host_is_needed_on_the_device():
     """On device meta, which has shapes alone, a tensor of the host is refused."""
     lookups, looked_up = look_ahead(2, [[1, 2, 3, 1, 2]] * 2, end=99)
-    lookups = AheadLookups([LookupDrafter(NgramIndex(), TreeBounds(20, 4, 3))], 2, 4, torch.device("meta"))
+    lookups = AheadLookups(
+        [LookupDrafter(NgramIndex(), TreeBounds(20, 4, 3))], 2, 4, torch.device("meta")
+    )
     blend = EnsembleCalibration(4, 3, "meta")
     slots = torch.zeros(2, dtype=torch.int64, device="meta")
     at, tree = DecodeSlots(slots, slots, [0, 1], [5, 5]), to_device("meta", candidates(3, 2, True))

@@ -32,7 +32,9 @@ def modules_loaded_by(program: str) -> set[str]:
 
 
 def test_a_configuration_reads_the_records_without_torch():
-    loaded = modules_loaded_by("import eagle_ray.config; from eagle_ray.methods.method import METHODS")
+    loaded = modules_loaded_by(
+        "import eagle_ray.config; from eagle_ray.methods.method import METHODS"
+    )
     assert "torch" not in loaded and "eagle_ray.methods.eagle.drafter" not in loaded
 
 
@@ -42,8 +44,14 @@ def test_an_engine_imports_its_own_method_and_no_training():
         "METHODS['ngram'].function(METHODS['ngram'].drafter)"
     )
     assert "eagle_ray.methods.lookup.drafter" in loaded
-    assert not [name for name in loaded if name.endswith("recipe") or name.startswith("eagle_ray.training")]
-    assert not [name for name in loaded if name.startswith(("eagle_ray.methods.medusa", "eagle_ray.methods.dflash"))]
+    assert not [
+        name for name in loaded if name.endswith("recipe") or name.startswith("eagle_ray.training")
+    ]
+    assert not [
+        name
+        for name in loaded
+        if name.startswith(("eagle_ray.methods.medusa", "eagle_ray.methods.dflash"))
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -87,7 +95,9 @@ def test_a_method_is_added_by_a_folder_and_a_line(repeat, oracle, method, budget
     check_lossless(engine, oracle)
     if budget == "uniform":  # the drafts are real: some token is the one before it
         assert engine.counters.num_verify_rows > engine.counters.num_slot_steps
-        check_lossless_when_preempted(build_engine(llama(), None, speculative, args), oracle, every=5)
+        check_lossless_when_preempted(
+            build_engine(llama(), None, speculative, args), oracle, every=5
+        )
 
 
 def test_an_added_method_is_known_to_the_configuration(repeat):

@@ -40,16 +40,29 @@ def test_ddd_stops_where_the_beam_is_improbable():
 def test_opt_tree_stops_where_a_level_adds_little():
     first, second = [[0.9, 0.05]], [[0.5, 0.1, 0.5, 0.5]]
     assert opt_tree_stops(10)(grown_trees(first)).tolist() == [False]
-    assert opt_tree_stops(10)(grown_trees(first, second)).tolist() == [False]  # adds 0.45 + 0.09 + 0.05
-    assert opt_tree_stops(10)(grown_trees(first, [[0.1, 0.05, 0.5, 0.5]])).tolist() == [True]  # adds 0.185
-    assert opt_tree_stops(1)(grown_trees(first, second)).tolist() == [True]  # a tree of one node stays as it is
-    assert opt_tree_stops(2)(grown_trees(first, second)).tolist() == [False]  # 0.45 takes the place of 0.05
+    assert opt_tree_stops(10)(grown_trees(first, second)).tolist() == [
+        False
+    ]  # adds 0.45 + 0.09 + 0.05
+    assert opt_tree_stops(10)(grown_trees(first, [[0.1, 0.05, 0.5, 0.5]])).tolist() == [
+        True
+    ]  # adds 0.185
+    assert opt_tree_stops(1)(grown_trees(first, second)).tolist() == [
+        True
+    ]  # a tree of one node stays as it is
+    assert opt_tree_stops(2)(grown_trees(first, second)).tolist() == [
+        False
+    ]  # 0.45 takes the place of 0.05
 
 
-@pytest.mark.parametrize(("method", "threshold"), [("ddd", "MIN_BEAM_PROBABILITY"), ("opt_tree", "MIN_GAIN")])
+@pytest.mark.parametrize(
+    ("method", "threshold"), [("ddd", "MIN_BEAM_PROBABILITY"), ("opt_tree", "MIN_GAIN")]
+)
 def test_outputs_are_plain_decodings_and_drafts_end_by_the_rule(monkeypatch, method, threshold):
     prompts = some_prompts(3)
-    params = [SamplingParams(max_tokens=10, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.0, 1.0)]
+    params = [
+        SamplingParams(max_tokens=10, ignore_eos=True, temperature=t, seed=7)
+        for t in (0.0, 0.0, 1.0)
+    ]
     plain = outputs("none", prompts, params)[0]
     depths = {}
     for value in (0.0, 1e-9, math.inf):
@@ -59,10 +72,16 @@ def test_outputs_are_plain_decodings_and_drafts_end_by_the_rule(monkeypatch, met
     assert depths[math.inf] == 1 < depths[0.0] == 4
 
 
-def outputs(method: str, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], int]:
+def outputs(
+    method: str, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[list[int]], int]:
     """Return the output ids, and the deepest draft of any step."""
-    speculative = SpeculativeConfig(method=method, max_nodes=20, max_depth=4, top_k=4, budget="uniform")
-    engine = build_engine(llama(), None if method == "none" else head(), speculative, EngineArgs(4, 128))
+    speculative = SpeculativeConfig(
+        method=method, max_nodes=20, max_depth=4, top_k=4, budget="uniform"
+    )
+    engine = build_engine(
+        llama(), None if method == "none" else head(), speculative, EngineArgs(4, 128)
+    )
     depths = [0]
     observe = engine.planner.observe
     engine.planner.observe = lambda outcome: (depths.append(outcome.depth), observe(outcome))

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.lookup.drafter import interpolate
-from eagle_ray.methods.lookup.rest import LONGEST, MAX_POSITIONS, TRIED, RestIndex
-from eagle_ray.storage.checked_parquet import check_datastore, read_datastore
+from eagle_ray.methods.lookup.rest import (
+    MAX_CONTEXT_TOKENS,
+    MAX_POSITIONS,
+    REST_CONTEXTS_TRIED,
+    RestIndex,
+)
+from eagle_ray.storage.datastore import check_datastore, read_datastore
 
 
 def follower_counts(texts: list[list[int]], run: list[int]) -> dict[int, int]:
@@ -30,16 +35,25 @@ def follower_counts(texts: list[list[int]], run: list[int]) -> dict[int, int]:
 @given(seed=st.integers(0, 10**6), num_tokens=st.integers(1, 4))
 def test_children_are_what_followed_the_longest_endings_anywhere(seed, num_tokens):
     rng = random.Random(seed)
-    texts = [[rng.randrange(num_tokens) for _ in range(rng.randint(0, 12))] for _ in range(rng.randint(1, 5))]
+    texts = [
+        [rng.randrange(num_tokens) for _ in range(rng.randint(0, 12))]
+        for _ in range(rng.randint(1, 5))
+    ]
     reader, read = RestIndex(texts).reader(), []
     for _ in range(3):
         news = [rng.randrange(num_tokens + 1) for _ in range(rng.randint(0, 20))]
         reader.read(news)
         read += news
         for cursor, ids in ((reader.cursor(), read), (reader.cursor().after(0), [*read, 0])):
-            lengths = [m for m in range(1, min(LONGEST, len(ids)) + 1) if contains_run(texts, ids[-m:])][::-1][:TRIED]
+            lengths = [
+                m
+                for m in range(1, min(MAX_CONTEXT_TOKENS, len(ids)) + 1)
+                if contains_run(texts, ids[-m:])
+            ][::-1][:REST_CONTEXTS_TRIED]
             contexts = [(m, follower_counts(texts, ids[-m:])) for m in lengths]
-            assert dict(cursor.children(9)) == pytest.approx(dict(interpolate([c for c in contexts if c[1]], 9)))
+            assert dict(cursor.children(9)) == pytest.approx(
+                dict(interpolate([c for c in contexts if c[1]], 9))
+            )
 
 
 def contains_run(texts: list[list[int]], run: list[int]) -> bool:
@@ -98,7 +112,9 @@ def test_what_is_not_there_is_refused_before_anything_is_read(tmp_path):
 def test_a_datastore_goes_with_method_rest_and_is_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = {"input.path": "in.jsonl", "output.path": "out"}
-    config = load_config(None, env={}, overrides=job | {"speculative.method": "rest", "speculative.datastore": "a"})
+    config = load_config(
+        None, env={}, overrides=job | {"speculative.method": "rest", "speculative.datastore": "a"}
+    )
     assert config.speculative.datastore == str(tmp_path / "a")
     for settings_, wrong in (
         ({"speculative.method": "rest"}, "missing"),

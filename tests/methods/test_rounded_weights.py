@@ -22,7 +22,9 @@ def test_rounding_twice_gives_the_same_codes_and_scales(tmp_path, generation):
     raw, make = HEADS[generation]
     whole = load_head(write(tmp_path / "whole", make(), raw), TARGET)
     write_files(tmp_path / "rounded", raw, round_weights(make()))
-    assert read_shapes(tmp_path / "rounded") == {name: tuple(tensor.shape) for name, tensor in make().items()}
+    assert read_shapes(tmp_path / "rounded") == {
+        name: tuple(tensor.shape) for name, tensor in make().items()
+    }
     restored = load_head(tmp_path / "rounded", TARGET).state_dict()
     num_rounded = 0
     for name, tensor in whole.state_dict().items():
@@ -47,8 +49,12 @@ def test_ranks_share_a_rounded_head(tmp_path, monkeypatch):
         return [dict(head.named_parameters()) for head in heads]
 
     for part, other in zip(parts_of("rounded"), parts_of("restored"), strict=True):
-        assert part.keys() == other.keys() and all(torch.equal(part[name], other[name]) for name in part)
-        assert sum(x.numel() for x in part.values()) < sum(x.numel() for x in eagle3_tensors().values())
+        assert part.keys() == other.keys() and all(
+            torch.equal(part[name], other[name]) for name in part
+        )
+        assert sum(x.numel() for x in part.values()) < sum(
+            x.numel() for x in eagle3_tensors().values()
+        )
 
 
 def test_memory_is_planned_for_what_loading_makes(tmp_path):

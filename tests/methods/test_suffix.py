@@ -12,31 +12,35 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.lookup.best_first import GrownTrees, GrowthRequest
 from eagle_ray.methods.lookup.drafter import NgramIndex
 from eagle_ray.methods.lookup.native_index import native_index
-from eagle_ray.methods.lookup.suffix import ROOT, SuffixAutomaton, SuffixIndex
+from eagle_ray.methods.lookup.suffix import ROOT_NODE, SuffixAutomaton, SuffixIndex
 
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), num_texts=st.integers(1, 3), num_tokens=st.integers(1, 3))
 def test_automaton_has_every_run_and_its_followers_as_texts_grow(seed, num_texts, num_tokens):
     rng, automaton = random.Random(seed), SuffixAutomaton()
-    texts, states = [[] for _ in range(num_texts)], [ROOT] * num_texts
+    texts, states = [[] for _ in range(num_texts)], [ROOT_NODE] * num_texts
     for _ in range(24):
         i, token = rng.randrange(num_texts), rng.randrange(num_tokens)
         states[i] = automaton.append(states[i], token)
         texts[i].append(token)
         assert automaton.longest[states[i]] == len(texts[i])
     assert automaton.num_tokens == 24
-    runs = Counter(tuple(t[a:b]) for t in texts for a in range(len(t)) for b in range(a + 1, len(t) + 1))
+    runs = Counter(
+        tuple(t[a:b]) for t in texts for a in range(len(t)) for b in range(a + 1, len(t) + 1)
+    )
     for run in runs:
-        state = ROOT
+        state = ROOT_NODE
         for token in run:
             state = automaton.step(state, token)
-        assert automaton.follows(state) == {t: runs[(*run, t)] for t in range(num_tokens) if runs[(*run, t)]}
-    assert automaton.step(ROOT, num_tokens) is None
+        assert automaton.follows(state) == {
+            t: runs[(*run, t)] for t in range(num_tokens) if runs[(*run, t)]
+        }
+    assert automaton.step(ROOT_NODE, num_tokens) is None
 
 
 def test_a_link_leads_to_the_longest_run_that_was_there_before():
-    automaton, state = SuffixAutomaton(), ROOT
+    automaton, state = SuffixAutomaton(), ROOT_NODE
     for token in (5, 9, 7, 5, 9):
         state = automaton.append(state, token)
     before = automaton.link[state]
@@ -90,11 +94,16 @@ def test_full_source_drops_its_older_half_and_readers_continue():
 
 
 def trees_are_equal(a: GrownTrees, b: GrownTrees) -> bool:
-    pairs = [*zip(a.tree.tensors, b.tree.tensors, strict=True), *zip(a.levels, b.levels, strict=True)]
+    pairs = [
+        *zip(a.tree.tensors, b.tree.tensors, strict=True),
+        *zip(a.levels, b.levels, strict=True),
+    ]
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.skipif(native_index("suffix") is None, reason="no compiled library: install with a C++ compiler")
+@pytest.mark.skipif(
+    native_index("suffix") is None, reason="no compiled library: install with a C++ compiler"
+)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -112,7 +121,9 @@ def test_the_compiled_index_grows_equal_trees(seed, num_tokens, num_texts, capac
     for _ in range(12):
         if rng.random() < 0.3:
             readers[rng.randrange(num_texts)] = portable.reader(), compiled.reader(), [0]
-        news = [[rng.randrange(num_tokens) for _ in range(rng.choice([0, 1, 3, 12]))] for _ in readers]
+        news = [
+            [rng.randrange(num_tokens) for _ in range(rng.choice([0, 1, 3, 12]))] for _ in readers
+        ]
         slow, fast, last = zip(*readers, strict=True)
         portable.read(slow, news)
         compiled.read(fast, news)
@@ -125,7 +136,11 @@ def test_the_compiled_index_grows_equal_trees(seed, num_tokens, num_texts, capac
         plain = GrowthRequest(bounds, is_padded=True)
         for request in (plain, GrowthRequest(bounds, ends, parameters, kinds)):
             roots = [tail[-1] for tail in last]
-            assert trees_are_equal(portable.grow(slow, roots, request), compiled.grow(fast, roots, request))
+            assert trees_are_equal(
+                portable.grow(slow, roots, request), compiled.grow(fast, roots, request)
+            )
     assert portable.lookup_hits() == compiled.lookup_hits()
     if is_suffix:
-        assert all(torch.equal(a, b) for a, b in zip(portable.texts(), compiled.texts(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(portable.texts(), compiled.texts(), strict=True)
+        )

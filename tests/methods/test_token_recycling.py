@@ -22,8 +22,12 @@ def verify_tokens(drafter: RecyclingDrafter, tokens: list[int], padding: int = 0
     rows = tree.pack(torch.zeros(len(tokens), dtype=torch.int64), len(tokens) + padding)
     logits = torch.where(rows.seq[:, None] >= 0, TABLE[rows.tokens], torch.arange(VOCAB).float())
     picks = TABLE[tokens].argmax(-1)
-    result = VerifyResult(torch.zeros(len(tokens), 1).long(), torch.zeros(len(tokens)).long(), picks[:, None])
-    drafter.extend(DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result))
+    result = VerifyResult(
+        torch.zeros(len(tokens), 1).long(), torch.zeros(len(tokens)).long(), picks[:, None]
+    )
+    drafter.extend(
+        DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result)
+    )
 
 
 def draft_of(drafter: RecyclingDrafter, roots: list[int], plan: DraftPlan):
@@ -43,12 +47,16 @@ def test_children_are_best_tokens_verified_after_their_parent():
     for token, value in zip(best.indices[4].tolist(), best.values[4].tolist(), strict=True):
         wanted[(token,)] = value
         if token != 7:  # nothing was ever verified after it
-            for child, more in zip(best.indices[token].tolist(), best.values[token].tolist(), strict=True):
+            for child, more in zip(
+                best.indices[token].tolist(), best.values[token].tolist(), strict=True
+            ):
                 wanted[(token, child)] = value + more
     found = paths(draft, 0)
     assert found.keys() == wanted.keys() and paths(draft, 1) == {}
     for path, value in wanted.items():
-        torch.testing.assert_close(torch.tensor(found[path]).log(), torch.tensor(value), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(found[path]).log(), torch.tensor(value), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_it_learns_how_far_to_trust_them_and_can_forget():
@@ -58,7 +66,10 @@ def test_it_learns_how_far_to_trust_them_and_can_forget():
     for _ in range(50):
         draft = draft_of(drafter, [1, 2, 3], DraftPlan(1, 2))
         verify_tokens(drafter, [1, 2, 3])
-    first, sure = TABLE.softmax(-1).amax(-1)[1:4], torch.tensor([max(paths(draft, b).values()) for b in range(3)])
+    first, sure = (
+        TABLE.softmax(-1).amax(-1)[1:4],
+        torch.tensor([max(paths(draft, b).values()) for b in range(3)]),
+    )
     assert (sure > first + 0.3 * (1 - first)).all()  # the best of them was picked every time
     drafter.reset_learning()
     assert draft_of(drafter, [1, 2, 3], DraftPlan(1, 2)).depth == 0
@@ -80,7 +91,9 @@ def test_last_row_of_a_token_counts_in_any_write_order(monkeypatch):
     for write in (index_copy, backwards):
         monkeypatch.setattr(torch.Tensor, "index_copy_", write)
         drafter = RecyclingDrafter(VOCAB, max_children=3)
-        drafter.extend(DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result))
+        drafter.extend(
+            DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result)
+        )
         kept.append(draft_of(drafter, [5, 3], DraftPlan(1, 3)).tree)
     for tree in kept:
         wanted = torch.stack([logits[3].topk(3).indices, logits[1].topk(3).indices])

@@ -1,7 +1,8 @@
 """LookedUp: what the host looked up after the tokens that it knows, on the device, and its merge with a model's tree.
 
-A step that is launched ahead follows tokens that only the device knows. So the host looks up deeper, after the last
-token that it has read, and the device moves the root along the tokens committed since then:
+A step that is launched ahead follows tokens that only the device knows. So the host looks up
+deeper, after the last token that it has read, and the device moves the root along the tokens
+committed since then:
 
     last token read   9 -- 7 -- 5 -- 2         committed since: 7        root   7 -- 5 -- 2
                        \\    \\                                                    \\
@@ -12,9 +13,9 @@ token that it has read, and the device moves the root along the tokens committed
     looked_up = lookups.look_up(batch, texts, plan, sampling)      # one copy to the device
     merged = lookups.merge(looked_up, tree, batch, max_depth, has_model=True)
 
-If the tokens committed since then were not looked up, nothing is left. All shapes are fixed and nothing waits for the
-device. A node of the model's tree and a looked-up one are the same if the codes of their paths are: sums of the tokens,
-multiplied by a number for each depth, modulo 2**64.
+If the tokens committed since then were not looked up, nothing is left. All shapes are fixed and
+nothing waits for the device. A node of the model's tree and a looked-up one are the same if the
+codes of their paths are: sums of the tokens, multiplied by a number for each depth, modulo 2**64.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from torch.nn.functional import pad
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device
-from eagle_ray.core.sampling_batch import SamplingBatch, as_int64
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.seeds import as_int64, mix64
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import TokenSequence
 from eagle_ray.methods.lookup.drafter import LookupDrafter
-from eagle_ray.sampling.sampler import mix64
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import Merged, conditional_log_probs
 
-MAX_LEVELS = 128  # of a looked-up tree
-LOOKUP_NODES = 24  # of each part and sequence: a chain through a step in flight and its draft, and some others
+MAX_LEVELS = 128  # levels of a looked-up tree
+# Nodes of each part and sequence: a chain through a step in flight and its draft, and some others.
+LOOKUP_NODES = 24
 
 
 class AheadLookups:
@@ -53,38 +55,59 @@ class AheadLookups:
         device: where the steps run.
     """
 
-    def __init__(self, parts: Sequence[LookupDrafter], num_slots: int, max_depth: int, device: torch.device):
-        self._parts, self._max_depth, self._device = parts, max_depth, device
+    def __init__(
+        self, parts: Sequence[LookupDrafter], num_slots: int, max_depth: int, device: torch.device
+    ):
+        self._parts = parts
+        self._max_depth = max_depth
+        self._device = device
         self._as_they_are = EnsembleCalibration(1, len(parts))
         _factors(device)  # made now: a step must not wait for them
-        self._last_tokens = torch.zeros(num_slots + 1, max_depth + 1, dtype=torch.int64, device=device)
+        shape = (num_slots + 1, max_depth + 1)
+        self._last_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def extend(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        """Keep what a step committed; the host may look up before it knows these tokens."""
+        """Keep the tokens that a step committed, which the host may not know yet."""
         tokens = result.tokens
         self._last_tokens[:, : tokens.shape[1]].index_copy_(0, batch.slots, tokens)
 
     def look_up(
-        self, batch: DecodeSlots, texts: Sequence[TokenSequence], plan: DraftPlan, sampling: SamplingBatch
+        self,
+        batch: DecodeSlots,
+        texts: Sequence[TokenSequence],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
     ) -> LookedUp | None:
-        """Return what is found for the plan's members, or None if nothing is found for any."""
+        """Look up continuations for the plan's members. Return None if none has any."""
         members = list(range(len(texts)) if plan.members is None else plan.members)
+        slots = [batch.host_slots[i] for i in members]
+        member_texts = [texts[i] for i in members]
+        ends = None
+        if sampling.end_ids:
+            ends = torch.tensor([sorted(sampling.end_ids)]).repeat(len(members), 1)
+
+        # A step in flight may commit as much as its draft, and this draft follows it.
         depth = self._max_depth + 1 + plan.max_depth
-        ends = torch.tensor([sorted(sampling.end_ids)]).repeat(len(members), 1) if sampling.end_ids else None
-        seats = [batch.host_slots[i] for i in members], [texts[i] for i in members]
-        trees = [part.look_up(*seats, depth, LOOKUP_NODES, ends) for part in self._parts]
+        trees = [
+            part.look_up(slots, member_texts, depth, LOOKUP_NODES, ends) for part in self._parts
+        ]
         if not any(bool(tree.valid[:, 1:].any()) for tree in trees):
             return None
-        blended = self._as_they_are.merge(trees, depth, torch.zeros(len(members), dtype=torch.int64))
-        tree, log_probs = blended.tree, blended.log_probs
+
+        kinds = torch.zeros(len(members), dtype=torch.int64)
+        blended = self._as_they_are.merge(trees, depth, kinds)
+        tree = blended.tree
+        log_probs = blended.log_probs
         if plan.members is not None:
-            index, roots = torch.tensor(members), torch.zeros(len(texts), dtype=torch.int64)
+            index = torch.tensor(members)
+            roots = torch.zeros(len(texts), dtype=torch.int64)
             tree = tree.spread(index, roots)
-            log_probs = log_probs.new_full((len(texts), *log_probs.shape[1:]), -torch.inf).index_copy(
-                0, index, log_probs
-            )
+            nothing = log_probs.new_full((len(texts), *log_probs.shape[1:]), -torch.inf)
+            log_probs = nothing.index_copy(0, index, log_probs)
+
         num_known = [text.num_tokens for text in texts]
-        return LookedUp.of(tree, log_probs, num_known, len(trees) * LOOKUP_NODES, depth, self._device)
+        num_nodes = len(trees) * LOOKUP_NODES
+        return LookedUp.of(tree, log_probs, num_known, num_nodes, depth, self._device)
 
     def merge(
         self,
@@ -97,8 +120,9 @@ class AheadLookups:
         """Return a tree on the batch's roots with the looked-up nodes that are below these roots."""
         num_since = batch.lengths + 1 - looked_up.num_known
         since = self._last_tokens.index_select(0, batch.slots)
+        # If a sequence has no step in flight, only its root is new.
         step = torch.arange(since.shape[1], device=since.device)
-        is_root = step == num_since[:, None] - 1  # of a sequence without a step in flight, only the root is new
+        is_root = step == num_since[:, None] - 1
         since = torch.where(is_root, tree.tokens[:, :1], since)
         return looked_up.merge(tree, since, num_since, max_depth, has_model)
 
@@ -135,64 +159,91 @@ class LookedUp:
         """Copy trees of the host to the device.
 
         Args:
-            log_probs: log-probabilities of each node given its parent, by drafter; -inf if it lacks the node.
+            log_probs: log-probabilities of each node given its parent, by drafter; -inf if it lacks
+                the node.
             num_nodes: M, at least the trees' valid nodes without their roots.
             max_depth: P, a bound on their depths.
         """
-        batch, num_drafters = len(num_known), log_probs.shape[2]
-        count = min(trees.num_nodes - 1, num_nodes)  # what is past it is padding
-        integers = np.zeros((3, batch, num_nodes), dtype=np.int64)
-        drafted = DraftTree(*(tensor[:, 1 : 1 + count] for tensor in trees.tensors))
-        for row, tensor in zip(integers, (drafted.tokens, drafted.parents - 1, drafted.depths), strict=True):
-            row[:, :count] = tensor.numpy()
-        tokens, parents, depths = integers
-        own_log_probs = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
-        own_log_probs[:, :count] = log_probs[:, 1 : 1 + count].numpy()
-        paths = _paths(tokens, parents, depths, max_depth)
-        parts = [np.array(num_known)[:, None], *integers, paths.reshape(batch, -1)]
-        parts.append(own_log_probs.view(np.int32).astype(np.int64).reshape(batch, -1))
-        packed = copy_to_device(torch.from_numpy(np.concatenate(parts, 1)), device)
+        batch = len(num_known)
+        num_drafters = log_probs.shape[2]
 
-        sizes = [1, num_nodes, num_nodes, num_nodes, num_nodes * max_depth, num_nodes * num_drafters]
-        known, tokens_at, parents_at, depths_at, paths_at, bits = packed.split(sizes, 1)
-        log_probs_at = bits.int().view(torch.float32).view(batch, num_nodes, num_drafters)
+        # The nodes without their roots, padded to num_nodes.
+        count = min(trees.num_nodes - 1, num_nodes)
+        drafted = slice(1, 1 + count)
+        tokens = np.zeros((batch, num_nodes), dtype=np.int64)
+        parents = np.zeros_like(tokens)
+        depths = np.zeros_like(tokens)
+        tokens[:, :count] = trees.tokens[:, drafted].numpy()
+        parents[:, :count] = trees.parents[:, drafted].numpy() - 1
+        depths[:, :count] = trees.depths[:, drafted].numpy()
+        own_log_probs = np.full((batch, num_nodes, num_drafters), -np.inf, dtype=np.float32)
+        own_log_probs[:, :count] = log_probs[:, drafted].numpy()
+        bits = own_log_probs.view(np.int32).astype(np.int64)
+        paths = _paths(tokens, parents, depths, max_depth)
+
+        # All of it in one copy, as integers.
+        known = np.array(num_known)[:, None]
+        parts = [known, tokens, parents, depths, paths.reshape(batch, -1), bits.reshape(batch, -1)]
+        sizes = [part.shape[1] for part in parts]
+        packed = copy_to_device(torch.from_numpy(np.concatenate(parts, 1)), device)
+        known_at, tokens_at, parents_at, depths_at, paths_at, bits_at = packed.split(sizes, 1)
+        log_probs_at = bits_at.int().view(torch.float32)
         return cls(
-            known[:, 0], tokens_at, parents_at, depths_at, paths_at.unflatten(1, (num_nodes, max_depth)), log_probs_at
+            num_known=known_at[:, 0],
+            tokens=tokens_at,
+            parents=parents_at,
+            depths=depths_at,
+            paths=paths_at.unflatten(1, (num_nodes, max_depth)),
+            log_probs=log_probs_at.view(batch, num_nodes, num_drafters),
         )
 
     def merge(
-        self, tree: DraftTree, since: Int[Tensor, "B S"], num_since: Int[Tensor, " B"], max_depth: int, has_model: bool
+        self,
+        tree: DraftTree,
+        since: Int[Tensor, "B S"],
+        num_since: Int[Tensor, " B"],
+        max_depth: int,
+        has_model: bool,
     ) -> Merged:
-        """Return the tree with the looked-up nodes after it, of which those that it has, too, are padding.
+        """Return the tree with the looked-up nodes appended. Nodes that the tree has already become padding.
 
         The values of new nodes are missing.
 
         Args:
             tree: on the roots.
-            since: the tokens after the known ones, of which the first num_since are committed; the last is the root.
+            since: the tokens after the known ones, of which the first num_since are committed; the
+                last is the root.
             max_depth: levels of the tree, and of what is left of the looked-up ones.
-            has_model: the first drafter is the tree's; if not, no drafter has proposed the tree, which is its roots.
+            has_model: the first drafter is the tree's; if not, no drafter has proposed the tree,
+                which is its roots.
         """
-        num_first, count = tree.num_nodes, self.tokens.shape[1]
-        place = torch.arange(num_first + count, device=tree.tokens.device)
-        levels = self.depths - num_since[:, None]
-        steps = torch.arange(self.paths.shape[2], device=place.device) - num_since[:, None]
-        shared = slice(min(since.shape[1], self.paths.shape[2]))
-        is_passed = (self.paths[:, :, shared] == since[:, None, shared] + 1) | (steps[:, None, shared] >= 0)
-        is_below = is_passed.all(2) & (levels > 0) & (levels <= max_depth)
+        num_first = tree.num_nodes
+        count = self.tokens.shape[1]
+        device = tree.tokens.device
 
-        factors = _factors(tree.tokens.device)
-        codes = (self.paths * factors[(steps + 1).clamp(min=0)][:, None]).sum(2)
-        is_same = (codes[:, :, None] == _codes(tree, factors, max_depth)[:, None]) & is_below[:, :, None]
+        # Nodes below the root: the tokens since then lead to it, and levels are left.
+        levels = self.depths - num_since[:, None]
+        path_length = self.paths.shape[2]
+        steps = torch.arange(path_length, device=device) - num_since[:, None]
+        shared = slice(min(since.shape[1], path_length))
+        agrees = self.paths[:, :, shared] == since[:, None, shared] + 1
+        is_later = steps[:, None, shared] >= 0
+        is_below = (agrees | is_later).all(2) & (levels > 0) & (levels <= max_depth)
+
+        # Nodes of the tree with equal paths, by the codes of what is below the root.
+        factors = _factors(device)
+        own_factors = factors[(steps + 1).clamp(min=0)]
+        codes = (self.paths * own_factors[:, None]).sum(2)
+        tree_codes = _codes(tree, factors, max_depth)
+        is_same = (codes[:, :, None] == tree_codes[:, None]) & is_below[:, :, None]
         is_known = is_same.any(2)
-        index = torch.where(is_known, is_same.int().argmax(2), place[num_first:])
-        above = torch.where(levels == 1, 0, index.gather(1, self.parents.clamp(min=0)))
         is_new = is_below & ~is_known
 
-        size = (len(levels), num_first + count + 1, self.log_probs.shape[2])  # the last row takes what is left out
-        target = torch.where(is_below, index, size[1] - 1)[:, :, None].expand_as(self.log_probs)
-        log_probs = self.log_probs.new_full(size, -torch.inf).scatter(1, target, self.log_probs)[:, :-1]
-        own = pad(torch.where(tree.valid, conditional_log_probs(tree), -torch.inf), (0, count), value=-torch.inf)
+        # The place of each looked-up node in the merged tree, and of its parent.
+        place = torch.arange(num_first, num_first + count, device=device)
+        index = torch.where(is_known, is_same.int().argmax(2), place)
+        above = torch.where(levels == 1, 0, index.gather(1, self.parents.clamp(min=0)))
+
         new_log_probs = torch.where(is_new, self.log_probs.amax(2), -torch.inf)
         merged = DraftTree(
             tokens=torch.cat([tree.tokens, self.tokens], 1),
@@ -202,19 +253,37 @@ class LookedUp:
             draft_log_probs=torch.cat([tree.draft_log_probs, new_log_probs], 1),
             valid=torch.cat([tree.valid, is_new], 1),
         )
-        return Merged(merged, torch.cat([own[:, :, None], log_probs], 2) if has_model else log_probs)
+        num_nodes = num_first + count
+        target = torch.where(is_below, index, num_nodes)
+        log_probs = self._log_probs_at(target, num_nodes)
+        if has_model:
+            own = torch.where(tree.valid, conditional_log_probs(tree), -torch.inf)
+            own = pad(own, (0, count), value=-torch.inf)
+            log_probs = torch.cat([own[:, :, None], log_probs], 2)
+        return Merged(merged, log_probs)
+
+    def _log_probs_at(self, index: Int[Tensor, "B M"], num_nodes: int) -> Float[Tensor, "B N A"]:
+        """Return the log-probabilities at these of N places, -inf elsewhere; index N is left out."""
+        batch, _, num_drafters = self.log_probs.shape
+        nothing = self.log_probs.new_full((batch, num_nodes + 1, num_drafters), -torch.inf)
+        index = index[:, :, None].expand_as(self.log_probs)
+        return nothing.scatter(1, index, self.log_probs)[:, :-1]
 
 
 def _paths(
-    tokens: Int[np.ndarray, "B M"], parents: Int[np.ndarray, "B M"], depths: Int[np.ndarray, "B M"], max_depth: int
+    tokens: Int[np.ndarray, "B M"],
+    parents: Int[np.ndarray, "B M"],
+    depths: Int[np.ndarray, "B M"],
+    max_depth: int,
 ) -> Int[np.ndarray, "B M P"]:
     """Return LookedUp.paths, level by level."""
     batch, count = tokens.shape
     paths = np.zeros((batch * count, max_depth), dtype=np.int64)
     above = (parents + count * np.arange(batch)[:, None]).ravel()
-    of_level, flat = depths.ravel(), tokens.ravel() + 1
+    flat_depths = depths.ravel()
+    flat = tokens.ravel() + 1
     for depth in range(1, max_depth + 1):
-        nodes = np.flatnonzero(of_level == depth)
+        nodes = np.flatnonzero(flat_depths == depth)
         if not len(nodes):
             break
         if depth > 1:

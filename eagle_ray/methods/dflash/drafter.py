@@ -1,21 +1,23 @@
 """DFlashDrafter: a tree from one pass of a block head (arXiv 2602.06036), as DDTree makes it (arXiv 2604.12989).
 
-The cache holds the keys and values of the tokens' projected features (see methods/dflash/heads.py). One pass over a
-root and mask tokens gives a distribution for each of the next positions. A node of level d is a token of the d-th
-distribution, and its value the product of the probabilities along its path, so the best nodes are best-first over
-products of marginals. All nodes of a level have the same children.
+The cache holds the keys and values of the tokens' projected features (see methods/dflash/heads.py).
+One pass over a root and mask tokens gives a distribution for each of the next positions. A node of
+level d is a token of the d-th distribution, and its value the product of the probabilities along
+its path, so the best nodes are best-first over products of marginals. All nodes of a level have the
+same children.
 
-With a path head (methods/dflash/paths.py) each node of a level has children of its own: the level's logits plus what
-the node's token and the path before it add. The tree then grows as EAGLE's does, from the best nodes of each level, and
-costs a small product a level in place of a pass.
+With a path head (methods/dflash/paths.py) each node of a level has children of its own: the level's
+logits plus what the node's token and the path before it add. The tree then grows as EAGLE's does,
+from the best nodes of each level, and costs a small product a level in place of a pass.
 
     pairs     - (f0) (f1) ... (f[n-1]) | root  mask  mask  mask        rope position n of the root,
     position  0   1    2         n     | n+1   n+2   n+3   n+4         n+1 of the first mask, ...
 
-Width and depth of the plan bound the tree, and its depth is the length of the block. A tree of width W and K children
-per node holds the best M nodes of all trees if W >= M/2 and K >= M: the w-th best node of a level with its r-th child
-has at least w*r - 1 nodes of the child's level before it, and w of its own. The head of JetSpec (arXiv 2606.18394)
-differs in its mask alone: its released engine builds trees from one pass, too, over masks and not over drafted tokens.
+Width and depth of the plan bound the tree, and its depth is the length of the block. A tree of
+width W and K children per node holds the best M nodes of all trees if W >= M/2 and K >= M: the w-th
+best node of a level with its r-th child has at least w*r - 1 nodes of the child's level before it,
+and w of its own. The head of JetSpec (arXiv 2606.18394) differs in its mask alone: its released
+engine builds trees from one pass, too, over masks and not over drafted tokens.
 """
 
 from __future__ import annotations
@@ -40,19 +42,25 @@ from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.dflash.paths import Embed
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.method import DraftSettings
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, DraftedTree, PairDrafter, PendingPairs, Spans
+from eagle_ray.methods.pair_drafter import (
+    QUEUE_WINDOW,
+    DraftedTree,
+    PairDrafter,
+    PendingPairs,
+    Spans,
+)
 from eagle_ray.models.graphs import NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan, Frontier
 
-SHORT = 4  # levels of the block that is recorded besides the longest
+SHORT_BLOCK = 4  # levels of the block that is recorded besides the longest
 NARROW_TREE = 4  # nodes of each level of the tree that is recorded besides the widest: a block takes as long for any
 
 
 class DFlashDrafter(PairDrafter):
-    """Reads pairs into the head's cache without attention, and drafts a block in one pass. Arguments as for
-    PairDrafter; a pair's token is not read.
+    """Reads pairs into the head's cache without attention, and drafts a block in one pass.
+    Arguments as for PairDrafter; a pair's token is not read.
     """
 
     def __init__(
@@ -66,24 +74,34 @@ class DFlashDrafter(PairDrafter):
     ):
         super().__init__(head, target, window, calibration, coupling, token_ids)
         self._decoder = BlockDecoder(self.head)
-        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        lm_head = target.logits_over(token_ids)
         self._block_logits = partial(self.head.block_logits, target_logits=lm_head)
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        ids, block = self._token_ids, self.head.block
-        drafted = None if ids is None else len(ids)
-        return {"head": "dflash", "config": self.head.config.to_dict(), "block": repr(block), "drafted": drafted}
+        token_ids = self._token_ids
+        return {
+            "head": "dflash",
+            "config": self.head.config.to_dict(),
+            "block": repr(self.head.block),
+            "drafted": None if token_ids is None else len(token_ids),
+        }
 
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+    def recordings(
+        self, top_k: int, max_length: int, params: SamplingParams
+    ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW_TREE, top_k), top_k})
-        plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
+        plans = []
+        for depth in sorted({min(SHORT_BLOCK, self._longest), self._longest}):
+            for width in sorted({min(NARROW_TREE, top_k), top_k}):
+                plans.append(DraftPlan(depth, width, num_children=top_k))
         for size in self._runner.sizes(self._padded_size, self._target.cache.num_slots):
             for plan in dict.fromkeys(self.recorded_plan(plan, size) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
-    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+    def _record_draft(
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+    ) -> None:
         """Record the pass that is replayed for drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
         first, _ = self._first_positions(batch.at)
@@ -103,16 +121,22 @@ class DFlashDrafter(PairDrafter):
     def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
-        Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
-        has a short block only if it is narrow, too.
+        Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy
+        them. A large batch has a short block only if it is narrow, too.
         """
         if plan.static_tree is not None:
             return plan
         width = self._runner.draft_width(max(plan.width, NARROW_TREE), plan.children, size)
         is_narrow = width < plan.children
-        is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
-        depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
-        return replace(plan, max_depth=depth, width=width if is_narrow else max(plan.width, plan.children))
+        if not is_narrow:
+            width = max(plan.width, plan.children)
+        is_short = plan.max_depth <= SHORT_BLOCK < self._longest and (
+            is_narrow or size < NARROW_FROM
+        )
+        if is_short:
+            return replace(plan, max_depth=SHORT_BLOCK, width=width)
+        depth = max(self._longest, min(plan.max_depth, self.head.block.num_levels))
+        return replace(plan, max_depth=depth, width=width)
 
     @property
     def _longest(self) -> int:
@@ -122,7 +146,9 @@ class DFlashDrafter(PairDrafter):
     def _num_passes(self, grown: DraftedTree) -> int:
         return 1
 
-    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _read_spans(
+        self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
         slots, positions = spans.rows(features.device)
         self._write(self.cache.slot_mapping(slots, positions), positions, features)
 
@@ -153,11 +179,18 @@ class DFlashDrafter(PairDrafter):
             if level and plan.should_stop and plan.should_stop(builder):
                 break
             frontier = builder.frontier() if level else None
-            features, scores, confidence = hidden[:, level, None], logits[:, level, None], None
+
+            # All nodes of a level have one row of the block, unless the head reads their paths.
+            row = hidden[:, level, None]
+            features = row
+            scores = logits[:, level, None]
+            confidence = None
             if paths is not None:
-                features, scores = paths.step(level, frontier, features, scores)
-                confidence = self.head.confidence(paths.tokens, hidden[:, level, None])
-            children = self.ranking.scored_children(features, scores, frontier, plan.children, confidence)
+                features, scores = paths.step(level, frontier, row, scores)
+                confidence = self.head.confidence(paths.tokens, row)
+            children = self.ranking.scored_children(
+                features, scores, frontier, plan.children, confidence
+            )
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return DraftedTree(builder.build(), builder.levels, self.ranking.feedback)
 
@@ -165,7 +198,11 @@ class DFlashDrafter(PairDrafter):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], num_levels: int, first: Int[Tensor, " B"]
     ) -> Float[Tensor, "B L H"]:
         """Run the head over the roots and mask tokens, and return the outputs that predict each level."""
-        block, batch, device = self.head.block, len(roots), roots.device
+        block = self.head.block
+        batch = len(roots)
+        device = roots.device
+
+        # A block's rows are its root and mask tokens, at the positions after what is cached.
         num_rows = block.num_rows(num_levels)
         depths = torch.arange(num_rows, device=device).expand(batch, -1)
         tokens = torch.where(depths == 0, roots[:, None], block.mask_token_id)
@@ -176,20 +213,28 @@ class DFlashDrafter(PairDrafter):
         def layout_of(is_causal: bool) -> AttentionMetadata:
             if is_causal not in layouts:
                 visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
-                visible = (visible.tril() if is_causal else visible).expand(batch, -1, -1)
+                if is_causal:
+                    visible = visible.tril()
+                visible = visible.expand(batch, -1, -1)
                 layouts[is_causal] = tree_metadata(
                     self.cache, at.shifted(1), slot_mapping, visible, depths, depths, first=first
                 )
             return layouts[is_causal]
 
         embeddings = self.embed_tokens(tokens.flatten())
-        hidden = self._decoder.run(embeddings, self._rope_positions(positions.flatten()), layout_of, num_rows)
+        rope_positions = self._rope_positions(positions.flatten())
+        hidden = self._decoder.run(embeddings, rope_positions, layout_of, num_rows)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
     def _write(
-        self, slot_mapping: Int[Tensor, " R"], positions: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+        self,
+        slot_mapping: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
     ) -> None:
-        self._decoder.write_context(self.cache, slot_mapping, self._rope_positions(positions), features)
+        self._decoder.write_context(
+            self.cache, slot_mapping, self._rope_positions(positions), features
+        )
 
     def _rope_positions(self, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         """Return the rope positions of the features, or of the block's rows, at these positions."""
@@ -205,7 +250,8 @@ class Paths:
 
     def __init__(self, head: DFlashHead, embed: Embed, roots: Int[Tensor, " B"]):
         assert head.path is not None
-        self._path, self._embed = head.path, embed
+        self._path = head.path
+        self._embed = embed
         self._state = head.norm.weight.new_zeros(len(roots), 1, self._path.state_size)
         self.tokens = roots[:, None]
 
@@ -220,7 +266,8 @@ class Paths:
 
         Args:
             frontier: the nodes; None for the roots.
-            hidden, logits: output of the row that predicts their children.
+            hidden: output of the row that predicts their children.
+            logits: logits of that row.
         """
         state = self._state
         if frontier is not None:
@@ -232,7 +279,9 @@ class Paths:
         return features, self._path.scores(logits, latents)
 
 
-def make_drafter(speculative: DraftSettings, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
+def make_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: DFlashHead
+) -> DFlashDrafter:
     """Return the drafter over a loaded head."""
     num_signals = int(weights.confidence_head is not None)
     calibration, coupling = corrections(speculative, target.device, num_signals)

@@ -3,25 +3,29 @@
     block     root  mask  mask  mask         queries, keys and values from embeddings of the block
     context   t0 t1 ... t[n-1]               keys and values from the target's features, at every layer
 
-The features of the target's layers become one vector per token, ``hidden_norm(fc(features))``. Each layer projects that
-vector to keys and values with its own k_proj and v_proj, normed and rotated at the token's position ("KV injection");
-a token's vector is the same for all layers and never changes. Rows of the block attend to the context before the root
-and to the whole block, or, with ``causal``, to themselves and the rows before (JetSpec's head, arXiv 2606.18394). Row i
-of the block is at the root's position + i and predicts the token there, so the root's own row predicts nothing;
+The features of the target's layers become one vector per token, ``hidden_norm(fc(features))``. Each
+layer projects that vector to keys and values with its own k_proj and v_proj, normed and rotated at
+the token's position ("KV injection"); a token's vector is the same for all layers and never
+changes. Rows of the block attend to the context before the root and to the whole block, or, with
+``causal``, to themselves and the rows before (JetSpec's head, arXiv 2606.18394). Row i of the block
+is at the root's position + i and predicts the token there, so the root's own row predicts nothing;
 with ``from_root`` row i predicts the token after it instead.
 
     hidden = head(block, head.project_features(features), positions, context_positions, visible)
     logits = head.block_logits(hidden, target.logits)
 
-Heads of DSpark, Domino and DFlash2 add what a node says to the logits of its children (methods/dflash/paths.py):
+Heads of DSpark, Domino and DFlash2 add what a node says to the logits of its children
+(methods/dflash/paths.py):
 
     latents, state = head.path.step(embed, tokens, hidden[:, :1], state, 0)
     logits = head.logits(cat([hidden, latents]), target.logits)
 
-The layers of DFlash2 have a convolution over the rows of the block around each attention and each MLP.
+The layers of DFlash2 have a convolution over the rows of the block around each attention and each
+MLP.
 
-``forward`` is the slow, obvious form, which training runs and tests hold equal to BlockDecoder: the form with a KV
-cache. Module names are the published key names (z-lab/dflash, dflash/model.py at 44947fb).
+``forward`` is the slow, obvious form, which training runs and tests hold equal to BlockDecoder: the
+form with a KV cache. Module names are the published key names (z-lab/dflash, dflash/model.py at
+44947fb).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
-from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
+from eagle_ray.attention.metadata import ATTENTION_NAME, AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.dflash.paths import (
@@ -54,12 +58,13 @@ from eagle_ray.methods.dflash.paths import (
     PrefixGru,
     convolutions,
 )
-from eagle_ray.methods.eagle.heads import exact_rotary
-from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for
+from eagle_ray.methods.eagle.layers import exact_rotary
+from eagle_ray.models.decoder import Angles, Layer, Norm, normed_sum, ops_for
 from eagle_ray.models.packed_linear import slice_rows
 from eagle_ray.models.supported_models import KVSpec, LogitsOf, head_dims
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL_ATTENTION = "full_attention"
 LayoutOf = Callable[[bool], AttentionMetadata]
 
 
@@ -118,12 +123,19 @@ class DFlashHead(nn.Module):
         own_embedding: bool = False,
     ):
         super().__init__()
-        config._attn_implementation = ATTENTION
-        self.config, self.block = config, block
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.fc = nn.Linear(len(block.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+        config._attn_implementation = ATTENTION_NAME
+        self.config = config
+        self.block = block
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        )
+        self.fc = nn.Linear(
+            len(block.feature_layers) * config.hidden_size, config.hidden_size, bias=False
+        )
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = None
         self.rotary = exact_rotary(config)
@@ -139,10 +151,14 @@ class DFlashHead(nn.Module):
 
     def _make_path_head(self, num_drafted: int) -> None:
         """Make the modules of the path head, and of the confidence head, under their published names."""
-        shape, vocab_size, hidden_size = self.block.path, self.config.vocab_size, self.config.hidden_size
+        shape = self.block.path
+        vocab_size = self.config.vocab_size
+        hidden_size = self.config.hidden_size
         self.confidence_head = None
         if shape.has_confidence:
-            self.confidence_head = ConfidenceHead(hidden_size + shape.confidence_with_markov * shape.markov_rank)
+            self.confidence_head = ConfidenceHead(
+                hidden_size + shape.confidence_with_markov * shape.markov_rank
+            )
         if shape.markov_rank:
             self.markov_head = MarkovHead(shape, vocab_size, num_drafted, hidden_size)
         if shape.selector_rank:
@@ -150,11 +166,13 @@ class DFlashHead(nn.Module):
         if shape.gru_hidden_dim:
             self.prefix_gru = PrefixGru(hidden_size, shape.gru_hidden_dim)
             inner = nn.Linear(hidden_size + shape.gru_hidden_dim, shape.emb_dim, bias=False)
-            self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(shape.emb_dim, num_drafted, bias=False))
+            self.embed_proj = nn.Sequential(
+                inner, nn.SiLU(), nn.Linear(shape.emb_dim, num_drafted, bias=False)
+            )
 
     @property
     def path(self) -> PathHead | None:
-        """Return what a node adds to the logits of its children; None if they are the block's."""
+        """Return the path head, which adds to the logits of a node's children; None without one."""
         shape = self.block.path
         if shape.markov_rank:
             return self.markov_head
@@ -185,20 +203,30 @@ class DFlashHead(nn.Module):
         return self.block.feature_layers
 
     def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
-        """Return what every layer makes its keys and values of."""
+        """Return the features' projection, from which every layer makes keys and values."""
         return self.hidden_norm(self.fc(features))
 
-    def block_logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+    def block_logits(
+        self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
+    ) -> Float[Tensor, "*rows Dv"]:
         """Return the logits of rows of a block, before any path."""
         return target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
-    def logits(self, features: Float[Tensor, "*rows I"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
-        """Return the logits of the children of nodes. features: the row that predicts them, then the node's latent."""
+    def logits(
+        self, features: Float[Tensor, "*rows I"], target_logits: LogitsOf
+    ) -> Float[Tensor, "*rows Dv"]:
+        """Return the logits of the children of nodes.
+
+        Args:
+            features: the row that predicts them, then the node's latent.
+        """
         size = self.config.hidden_size
         logits = self.block_logits(features[..., :size], target_logits)
         return logits if self.path is None else self.path.scores(logits, features[..., size:])
 
-    def confidence(self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"]) -> Float[Tensor, "B F"] | None:
+    def confidence(
+        self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"]
+    ) -> Float[Tensor, "B F"] | None:
         """Return the log-odds that a child of each node is accepted; None if the head has no estimate of it."""
         if self.confidence_head is None:
             return None
@@ -222,23 +250,31 @@ class DFlashHead(nn.Module):
             block: embeddings of the root and of mask tokens.
             context: projected features.
             visible: the context that each row attends to; sliding layers narrow it.
-            same_block: which rows are of one block, if the N rows are several, one after another. A head with
-                convolutions takes one block.
+            same_block: which rows are of one block, if the N rows are several, one after another. A
+                head with convolutions takes one block.
         """
         if same_block is None:
             same_block = visible.new_ones(block.shape[1], block.shape[1])
         both = torch.cat([context_positions, positions], 1)
-        rotary, block_rotary = self.rotary(block, both), self.rotary(block, positions)
+        rotary = self.rotary(block, both)
+        block_rotary = self.rotary(block, positions)
         hidden = block
         for layer, is_causal in zip(self.decoder_layers, self.block.causal, strict=True):
             own = same_block.tril() if is_causal else same_block
             mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
             attend = partial(
-                _attend, layer.self_attn, context=context, block_rotary=block_rotary, rotary=rotary, mask=mask
+                _attend,
+                layer.self_attn,
+                context=context,
+                block_rotary=block_rotary,
+                rotary=rotary,
+                mask=mask,
             )
             around_attention, around_mlp = convolutions(layer) or (None, None)
             hidden = hidden + _convolved(around_attention, attend, layer.input_layernorm(hidden))
-            hidden = hidden + _convolved(around_mlp, layer.mlp, layer.post_attention_layernorm(hidden))
+            hidden = hidden + _convolved(
+                around_mlp, layer.mlp, layer.post_attention_layernorm(hidden)
+            )
         return self.norm(hidden)
 
 
@@ -281,9 +317,15 @@ def _attend(
     query = module.q_norm(_heads(module.q_proj(normed), module.head_dim))
     key = module.k_norm(_heads(module.k_proj(inputs), module.head_dim))
     value = _heads(module.v_proj(inputs), module.head_dim)
-    query, key = _rotated(query, block_rotary).to(value.dtype), _rotated(key, rotary).to(value.dtype)
+    query = _rotated(query, block_rotary).to(value.dtype)
+    key = _rotated(key, rotary).to(value.dtype)
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask[:, None], scale=module.scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=mask[:, None],
+        scale=module.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return module.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -292,7 +334,9 @@ def _heads(projected: Float[Tensor, "B T width"], head_dim: int) -> Float[Tensor
     return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def _rotated(x: Float[Tensor, "B heads T d"], rotary: tuple[Tensor, Tensor]) -> Float[Tensor, "B heads T d"]:
+def _rotated(
+    x: Float[Tensor, "B heads T d"], rotary: tuple[Tensor, Tensor]
+) -> Float[Tensor, "B heads T d"]:
     """Rotate pairs (i, i + d/2) of each head by the row's angles."""
     cosine, sine = (part[:, None] for part in rotary)
     first, second = x.chunk(2, -1)
@@ -302,7 +346,8 @@ def _rotated(x: Float[Tensor, "B heads T d"], rotary: tuple[Tensor, Tensor]) -> 
 class BlockDecoder:
     """Runs a DFlash head over packed rows and a KV cache: `write_context` for new tokens, then `run` for blocks.
 
-    Its rows are those of Llama-shaped layers, which write their keys and values to the cache and attend.
+    Its rows are those of Llama-shaped layers, which write their keys and values to the cache and
+    attend.
     """
 
     def __init__(self, head: DFlashHead):
@@ -321,13 +366,18 @@ class BlockDecoder:
         features: Float[Tensor, "R F"],
     ) -> None:
         """Write the keys and values of R tokens with these features, in every layer. Runs no attention."""
-        context, rotary = self._head.project_features(features), self._angles(positions)
+        context = self._head.project_features(features)
+        rotary = self._angles(positions)
         for layer, project in zip(self._layers, self._context, strict=True):
             shape = layer.attention.shape
             cache.write(shape.layer, slot_mapping, *_context_rows(project(context), rotary, shape))
 
     def run(
-        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout_of: LayoutOf, num_rows: int
+        self,
+        hidden: Float[Tensor, "R H"],
+        positions: Int[Tensor, " R"],
+        layout_of: LayoutOf,
+        num_rows: int,
     ) -> Float[Tensor, "R H"]:
         """Return the normed outputs of blocks whose embeddings are in `hidden`, which is overwritten.
 
@@ -335,16 +385,18 @@ class BlockDecoder:
             layout_of: the rows' metadata, with causal blocks or not.
             num_rows: number of rows of each block.
         """
-        delta, rotary = None, self._angles(positions)
+        delta = None
+        rotary = self._angles(positions)
         parts = zip(self._layers, self._convolutions, self._head.block.causal, strict=True)
         for layer, convs, is_causal in parts:
-            normed, layout = layer.normed_input(hidden, delta), layout_of(is_causal)
+            normed = layer.normed_input(hidden, delta)
+            layout = layout_of(is_causal)
             if convs is None:
                 delta = layer(hidden, normed, rotary, layout)
                 continue
             attend = partial(layer.attention, rotary=rotary, layout=layout)
             out = _convolved_rows(convs[0], attend, cast(Tensor, normed), num_rows)
-            normed = normed_sum(self._ops, hidden, out, layer.post_norm)
+            normed = normed_sum(self._ops, hidden, out, cast(Norm, layer.post_norm))
             delta = _convolved_rows(convs[1], layer.mlp, normed, num_rows)
         return normed_sum(self._ops, hidden, delta, self._head.norm)
 
@@ -355,15 +407,20 @@ def _convolved_rows(
     normed: Float[Tensor, "R H"],
     num_rows: int,
 ) -> Float[Tensor, "R H"]:
-    """Do what `_convolved` does for packed rows of several blocks."""
+    """Compute `_convolved` for packed rows of several blocks."""
+
+    def part_of_blocks(rows: Float[Tensor, "B N H"]) -> Float[Tensor, "B N H"]:
+        return part(rows.flatten(0, 1)).view_as(rows)
+
     blocks = normed.view(-1, num_rows, normed.shape[1])
-    return _convolved(conv, lambda rows: part(rows.flatten(0, 1)).view_as(rows), blocks).flatten(0, 1)
+    return _convolved(conv, part_of_blocks, blocks).flatten(0, 1)
 
 
 def _key_value_part(layer: Layer) -> nn.Module:
     """Return the key and value rows of a layer's merged projection: a copy, since queries are its larger part."""
     shape = layer.attention.shape
-    begin, size = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    begin = shape.heads * shape.head_dim
+    size = 2 * shape.kv_heads * shape.head_dim
     return slice_rows(layer.attention.qkv, torch.arange(begin, begin + size))
 
 
@@ -371,7 +428,9 @@ def _context_rows(
     projected: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
 ) -> tuple[Float[Tensor, "kv_heads R d"], Float[Tensor, "kv_heads R d"]]:
     """Return one layer's keys, normed and rotated, and values of tokens that the target has read."""
-    keys, values = projected.view(len(projected), 2, shape.kv_heads, shape.head_dim).unbind(1)
+    heads = projected.view(len(projected), 2, shape.kv_heads, shape.head_dim)
+    keys, values = heads.unbind(1)
     if shape.k_norm is not None:
         keys = F.rms_norm(keys, shape.k_norm.shape, shape.k_norm, shape.norm_eps)
-    return rotated(keys, rotary.cosine, rotary.sine).transpose(0, 1), values.transpose(0, 1)
+    keys = rotated(keys, rotary.cosine, rotary.sine)
+    return keys.transpose(0, 1), values.transpose(0, 1)

@@ -1,8 +1,9 @@
 """Path heads: what a block's logits gain from the tokens drafted before them (DSpark, Domino, DFlash2).
 
-A block predicts each position without the tokens in between. A path head adds to a position's logits what the parent of
-a node says: a *latent* of a few numbers for each node, and a matrix from latents to logits. So nodes of one level have
-children of their own, and a level costs a small product, no pass over layers.
+A block predicts each position without the tokens in between. A path head adds to a position's
+logits what the parent of a node says: a *latent* of a few numbers for each node, and a matrix from
+latents to logits. So nodes of one level have children of their own, and a level costs a small
+product, no pass over layers.
 
     logits(child c of node n) = block(c) + matrix[c] . latent(n)
 
@@ -13,9 +14,9 @@ children of their own, and a level costs a small product, no pass over layers.
     Domino     silu(embed_proj.0 [h, s'])                                           embed_proj.2    s' = GRU(x, s)
     selector   predecessor_codebook[x] * hidden_projection h                        successor_codebook
 
-g is a sigmoid. h is the row that predicts the children. A selector chooses among the best selector_top_k tokens of the
-block's row alone. A state is 0 before the root. Domino's latents are 0 at the first
-pure_draft_prefix_len levels.
+g is a sigmoid. h is the row that predicts the children. A selector chooses among the best
+selector_top_k tokens of the block's row alone. A state is 0 before the root. Domino's latents are 0
+at the first pure_draft_prefix_len levels.
 
     latents, state = path.step(embed, tokens, hidden, state, level)
     logits = path.scores(block_logits, latents)
@@ -45,8 +46,8 @@ class PathShape:
     """Which path head a DFlash head has, by its published keys; zeros are none.
 
     Attributes:
-        has_confidence: a linear map of a row, and with confidence_with_markov of w1[x], gives the log-odds that a child
-            of the node is accepted.
+        has_confidence: a linear map of a row, and with confidence_with_markov of w1[x], gives the
+            log-odds that a child of the node is accepted.
     """
 
     markov_rank: int = 0
@@ -64,7 +65,7 @@ NO_PATH = PathShape()
 
 
 class PathHead(ABC):
-    """Latents of nodes, and what they add to the logits of their children.
+    """Computes a latent for each node, and its contribution to the logits of the node's children.
 
     Attributes:
         state_size: numbers that a node hands to its children; 0 is none.
@@ -92,12 +93,16 @@ class PathHead(ABC):
 
     @abstractmethod
     def project(self, latents: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows Dv"]:
-        """Return what latents add to logits."""
+        """Return the contribution of latents to logits."""
 
     def scores(
         self, logits: Float[Tensor, "*rows Dv"], latents: Float[Tensor, "*others R"]
     ) -> Float[Tensor, "*others Dv"]:
-        """Return the logits of the children of nodes with these latents. logits: the block's."""
+        """Return the logits of the children of nodes with these latents.
+
+        Args:
+            logits: logits of the block.
+        """
         return logits + self.project(latents)
 
 
@@ -132,11 +137,14 @@ class MarkovHead(nn.Module, PathHead):
         previous = self.markov_w1(tokens)
         row = hidden.expand(*tokens.shape, -1)
         if self._kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([row, previous], -1))) * previous, state
+            gate = torch.sigmoid(self.gate_proj(torch.cat([row, previous], -1)))
+            return gate * previous, state
         if self._kind == "rnn":
-            gate, candidate, output = self.joint_proj(torch.cat([state, previous, row], -1)).chunk(3, -1)
+            joint = self.joint_proj(torch.cat([state, previous, row], -1))
+            gate, candidate, output = joint.chunk(3, -1)
             gate = torch.sigmoid(gate)
-            return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+            next_state = gate * state + (1 - gate) * torch.tanh(candidate)
+            return torch.tanh(output), next_state
         return previous, state
 
     def project(self, latents: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows Dv"]:
@@ -151,11 +159,14 @@ class PrefixGru(nn.Module):
         self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, input_size))
         self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
 
-    def forward(self, inputs: Float[Tensor, "*rows H"], state: Float[Tensor, "*rows S"]) -> Float[Tensor, "*rows S"]:
+    def forward(
+        self, inputs: Float[Tensor, "*rows H"], state: Float[Tensor, "*rows S"]
+    ) -> Float[Tensor, "*rows S"]:
         """Return the states after these inputs."""
         reset_in, update_in, new_in = F.linear(inputs, self.weight_ih_l0).chunk(3, -1)
         reset_by, update_by, new_by = F.linear(state, self.weight_hh_l0).chunk(3, -1)
-        reset, update = torch.sigmoid(reset_in + reset_by), torch.sigmoid(update_in + update_by)
+        reset = torch.sigmoid(reset_in + reset_by)
+        update = torch.sigmoid(update_in + update_by)
         candidate = torch.tanh(new_in + reset * new_by)
         return (1 - update) * candidate + update * state
 
@@ -168,7 +179,9 @@ class Domino(PathHead):
     """
 
     def __init__(self, gru: PrefixGru, projection: nn.Sequential, prefix_len: int):
-        self._gru, self._projection, self._prefix_len = gru, projection, prefix_len
+        self._gru = gru
+        self._projection = projection
+        self._prefix_len = prefix_len
         self.state_size = gru.weight_hh_l0.shape[1]
 
     def step(
@@ -183,7 +196,9 @@ class Domino(PathHead):
         state = self._gru(embedded, state)
         row = hidden.expand(*tokens.shape, -1)
         latents = F.silu(self._projection[0](torch.cat([row, state], -1)))
-        return (torch.zeros_like(latents) if level < self._prefix_len else latents), state
+        if level < self._prefix_len:
+            latents = torch.zeros_like(latents)
+        return latents, state
 
     def project(self, latents: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows Dv"]:
         return self._projection[2](latents)
@@ -208,7 +223,8 @@ class CandidateSelector(nn.Module, PathHead):
         state: Float[Tensor, "B F S"],
         level: int,
     ) -> tuple[Float[Tensor, "B F R"], Float[Tensor, "B F S"]]:
-        return F.embedding(tokens, self.predecessor_codebook) * self.hidden_projection(hidden), state
+        predecessors = F.embedding(tokens, self.predecessor_codebook)
+        return predecessors * self.hidden_projection(hidden), state
 
     def project(self, latents: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows Dv"]:
         return F.linear(latents, self.successor_codebook)
@@ -222,7 +238,8 @@ class CandidateSelector(nn.Module, PathHead):
         scores = unary + (successors @ latents[..., None])[..., 0]
         chosen = chosen.expand(scores.shape)
         floor = scores.amax(-1, keepdim=True) - UNCHOSEN
-        return floor.expand(*scores.shape[:-1], logits.shape[-1]).scatter(-1, chosen, scores)
+        unchosen = floor.expand(*scores.shape[:-1], logits.shape[-1])
+        return unchosen.scatter(-1, chosen, scores)
 
 
 class ConfidenceHead(nn.Module):
@@ -238,7 +255,12 @@ class ConfidenceHead(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ConvShape:
-    """taps: rows of the block that an output reads, itself first. group_size: channels with one correction."""
+    """Shape of a convolution over rows of a block.
+
+    Attributes:
+        taps: rows that an output reads, its own first.
+        group_size: channels that share one correction.
+    """
 
     taps: int
     group_size: int
@@ -247,20 +269,26 @@ class ConvShape:
 class GroupedConv(nn.Module):
     """DFlash2's convolution over the rows of a block, around one part of a layer: `prepare` before, `finish` after it.
 
-    An output row is the sum over taps t of kernel t times the row t before it; rows before the block are 0. A kernel is
-    a learned number per channel, and a correction per group of channels, which `prepare` makes of its input for both.
+    An output row is the sum over taps t of kernel t times the row t before it; rows before the
+    block are 0. A kernel is a learned number per channel, and a correction per group of channels,
+    which `prepare` makes of its input for both.
     """
 
     def __init__(self, hidden_size: int, shape: ConvShape):
         super().__init__()
         self._group_size = shape.group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, shape.taps, hidden_size))
-        self.kernel_projection = nn.Linear(hidden_size, 2 * shape.taps * (hidden_size // shape.group_size), bias=False)
+        self.kernel_projection = nn.Linear(
+            hidden_size, 2 * shape.taps * (hidden_size // shape.group_size), bias=False
+        )
 
-    def prepare(self, rows: Float[Tensor, "B N H"]) -> tuple[Float[Tensor, "B N H"], Float[Tensor, "B N taps groups"]]:
+    def prepare(
+        self, rows: Float[Tensor, "B N H"]
+    ) -> tuple[Float[Tensor, "B N H"], Float[Tensor, "B N taps groups"]]:
         """Return the input of the part, and the corrections that `finish` applies to its output."""
         taps = self.base_kernel.shape[1]
-        before, after = self.kernel_projection(rows).unflatten(-1, (2, taps, -1)).unbind(-3)
+        corrections = self.kernel_projection(rows).unflatten(-1, (2, taps, -1))
+        before, after = corrections.unbind(-3)
         return self._convolved(rows, before, 0), after
 
     def finish(

@@ -1,10 +1,12 @@
-"""DraftModel: an independent causal LM in a draft head's clothes, for speculative sampling (arXiv 2211.17192).
+"""DraftModel: an independent causal LM as a draft head, for speculative sampling (arXiv 2211.17192).
 
     draft = DraftModel(load_draft_model(path, target.config))
-    hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
+    features = draft.project_features(features)
+    hidden = draft(embeddings, features, positions, rows)       # reads the tokens, not the features
 
-It reads every token from the first one on, so position j of its cache holds token j. Whatever transformers runs as a
-target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
+It reads every token from the first one on, so position j of its cache holds token j. Whatever
+transformers runs as a target runs as a drafter too, in its own shape, as long as both have the same
+tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
+from eagle_ray.families import layers_of
 from eagle_ray.methods.eagle.heads import HeadForward, head_forward
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.decoder import Decoder
@@ -46,9 +49,12 @@ class DraftModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
         self._finished = logits_postprocessor(self.config)
-        self.kv_spec = probe(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
+        self.kv_spec = probe(
+            model, partial(self.logits, target_logits=None), self.config.max_position_embeddings
+        )
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -67,10 +73,14 @@ class DraftModel(nn.Module):
         positions: Int[Tensor, "B T"],
         rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
-        out = self.model.base_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows)
+        out = layers_of(self.model)(
+            inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows
+        )
         return out.last_hidden_state
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None) -> Float[Tensor, "*rows V"]:
+    def logits(
+        self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None
+    ) -> Float[Tensor, "*rows V"]:
         return self._finished(self.model.get_output_embeddings()(hidden))
 
 
@@ -80,7 +90,9 @@ def _(head: DraftModel) -> HeadForward:
     decoder = Decoder.of(head.model)
     if decoder is None:
         return head_forward.dispatch(object)(head)
-    return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
+    return lambda embeddings, features, positions, layout: decoder.run(
+        embeddings, positions, layout
+    )[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +106,14 @@ class DraftModelShape:
         return ()
 
 
-def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | None = None) -> DraftModel:
-    """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
-    vocabulary.
+def load_draft_model(
+    path: Path, target: PretrainedConfig, ranks: RankGroup | None = None
+) -> DraftModel:
+    """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the
+    target's vocabulary.
 
-    ranks: ranks of the target; each has all of the draft model.
+    Args:
+        ranks: ranks of the target; each has all of the draft model.
     """
     shape = check_draft_model(path, target)
     if ranks is not None:
@@ -107,8 +122,8 @@ def load_draft_model(path: Path, target: PretrainedConfig, ranks: RankGroup | No
 
 
 def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
-    """Return the model by its config and its files' headers. Raises EngineError for an unknown family, for other
-    tokens than the target's, and for files that hold no model of that config.
+    """Return the model by its config and its files' headers. Raises EngineError for an unknown
+    family, for other tokens than the target's, and for files that hold no model of that config.
     """
     config = load_config(path)
     check_config(config)
@@ -119,7 +134,9 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
         )
     _check_embedding(path, config)
     dims = head_dims(config)
-    return DraftModelShape(KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims))
+    return DraftModelShape(
+        KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims)
+    )
 
 
 def _check_embedding(path: Path, config: PretrainedConfig) -> None:
@@ -129,4 +146,6 @@ def _check_embedding(path: Path, config: PretrainedConfig) -> None:
         raise EngineError(f"{path}: it has fc.weight, so it is a draft head and no language model")
     shapes = [header.shape for header in headers.values()]
     if headers and not any(len(shape) == 2 and shape[0] >= config.vocab_size for shape in shapes):
-        raise EngineError(f"{path}: no tensor is an embedding of its {config.vocab_size} tokens, so it is no model")
+        raise EngineError(
+            f"{path}: no tensor is an embedding of its {config.vocab_size} tokens, so it is no model"
+        )

@@ -5,8 +5,9 @@
     speculative.draft_vocab: null     the file draft_vocab.txt in the head's directory if there is one; otherwise the
                                       first 32,768 ids of a vocabulary of more than 65,536, or every token
 
-A head that reads the target's lm_head then reads these rows of it alone. What is never offered is still produced, by
-the target itself. Tokenizers number their tokens by the frequency of their training text, so low ids are frequent.
+A head that reads the target's lm_head then reads these rows of it alone. What is never offered is
+still produced, by the target itself. Tokenizers number their tokens by the frequency of their
+training text, so low ids are frequent.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from eagle_ray.methods.eagle.heads import DraftHead, EagleHead
 from eagle_ray.methods.method import ALL_TOKENS, DraftSettings
 from eagle_ray.models.target import TargetModel
 
-KEY = "speculative.draft_vocab"
+DRAFT_VOCAB_KEY = "speculative.draft_vocab"
 HEAD_FILE = "draft_vocab.txt"  # in the directory of a head
 LARGE_VOCAB = 65_536
 FREQUENT = 32_768  # tokens of a large vocabulary that are offered unless a file says which
 log = logging.getLogger("eagle_ray")
 
 
-def offered_tokens(speculative: DraftSettings, target: TargetModel, head: DraftHead) -> Int[Tensor, " Dv"] | None:
-    """Return the tokens that a head may offer that reads the target's lm_head; None is all, or the head's own."""
+def offered_tokens(
+    speculative: DraftSettings, target: TargetModel, head: DraftHead
+) -> Int[Tensor, " Dv"] | None:
+    """Return the tokens that a head may offer if it uses the target's lm_head. None means all, or the head's own."""
     name = speculative.draft_vocab
-    if not isinstance(head, EagleHead) or name == ALL_TOKENS:
+    if not isinstance(head, EagleHead) or head.lm_head is not None or name == ALL_TOKENS:
         return None
     if name is not None:
         ids = read_draft_vocab(name, speculative.draft_vocab_size, target.vocab_size)
@@ -55,7 +58,7 @@ def frequent_ids(vocab_size: int, ends: Iterable[int]) -> list[int] | None:
         return None
     log.info(
         "drafts choose among the first %s of %s tokens (%s: %s for all of them, which text in other scripts may need)",
-        *(f"{FREQUENT:,}", f"{vocab_size:,}", KEY, ALL_TOKENS),
+        *(f"{FREQUENT:,}", f"{vocab_size:,}", DRAFT_VOCAB_KEY, ALL_TOKENS),
     )
     return [*range(FREQUENT), *sorted(token for token in ends if token >= FREQUENT)]
 
@@ -65,22 +68,30 @@ def read_draft_vocab(name: str, size: int | None, vocab_size: int) -> list[int]:
     try:
         lines = Path(name).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{KEY}: {name} cannot be read: {error}") from None
+        raise ConfigError(f"{DRAFT_VOCAB_KEY}: {name} cannot be read: {error}") from None
     seen: dict[int, int] = {}
     for number, line in enumerate(lines, 1):
-        token = _id(line, f"{KEY}: line {number} of {name}", vocab_size)
+        token = _id(line, f"{DRAFT_VOCAB_KEY}: line {number} of {name}", vocab_size)
         if token in seen:
-            raise ConfigError(f"{KEY}: line {number} of {name} says {token} again, which line {seen[token]} has")
+            raise ConfigError(
+                f"{DRAFT_VOCAB_KEY}: line {number} of {name} says {token} again, which line {seen[token]} has"
+            )
         seen[token] = number
     if not seen:
-        raise ConfigError(f"{KEY}: there is no token id in {name}")
+        raise ConfigError(f"{DRAFT_VOCAB_KEY}: there is no token id in {name}")
     if size is not None and size > len(seen):
-        raise ConfigError(f"{KEY}_size: must be at most the {len(seen)} ids of {name}, got {size}")
+        raise ConfigError(
+            f"{DRAFT_VOCAB_KEY}_size: must be at most the {len(seen)} ids of {name}, got {size}"
+        )
     return list(seen)[:size]
 
 
 def write_draft_vocab(path: Path, token_ids: Iterable[int]) -> None:
-    """Write a file for read_draft_vocab. token_ids: the most frequent first."""
+    """Write a file for read_draft_vocab.
+
+    Args:
+        token_ids: the most frequent first.
+    """
     path.write_text("".join(f"{token}\n" for token in token_ids), encoding="utf-8")
 
 
@@ -89,5 +100,7 @@ def _id(line: str, place: str, vocab_size: int) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{place} must be one token id, got {line[:40]!r}")
     if len(text) > 18 or int(text) >= vocab_size:
-        raise ConfigError(f"{place} says {text[:24]} and the target's vocabulary has {vocab_size} tokens")
+        raise ConfigError(
+            f"{place} says {text[:24]} and the target's vocabulary has {vocab_size} tokens"
+        )
     return int(text)

@@ -1,7 +1,8 @@
 """EagleDrafter: a draft head that grows EAGLE-2's dynamic tree, or a static one, from the target's features.
 
-A pair depends on no later token, as in the target's cache (see pair_drafter.py). The output of the root's pair is the
-feature from which level 1 is drafted; each further level is a pass over the nodes of the one before.
+A pair depends on no later token, as in the target's cache (see pair_drafter.py). The output of the
+root's pair is the feature from which level 1 is drafted; each further level is a pass over the
+nodes of the one before.
 
     pairs     - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
     position  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
@@ -33,11 +34,17 @@ from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
 from eagle_ray.methods.eagle.quantized_draft import QuantizedDraft
 from eagle_ray.methods.method import DraftSettings
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, DraftedTree, PairDrafter, PendingPairs, Spans
+from eagle_ray.methods.pair_drafter import (
+    QUEUE_WINDOW,
+    DraftedTree,
+    PairDrafter,
+    PendingPairs,
+    Spans,
+)
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_tree import unpack_ancestors
+from eagle_ray.tree.ancestor_words import unpack_ancestors
 from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
 
@@ -54,7 +61,8 @@ class EagleDrafter(PairDrafter):
         token_ids: Int[Tensor, " Dv"] | None = None,
     ):
         super().__init__(head, target, window, calibration, coupling, token_ids)
-        self.draft_buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
+        # By children per node, which is the widest frontier too.
+        self.draft_buffers: dict[int, DraftBuffers] = {}
         self._padded: dict[tuple, PaddedDraft] = {}
         self._quantized: QuantizedDraft | None = None
         self._forward = head_forward(self.head)
@@ -67,22 +75,34 @@ class EagleDrafter(PairDrafter):
         super().use_graphs(runner, max_depth)
         self.draft_buffers.clear()
         self._padded.clear()
-        self._quantized = QuantizedDraft.of(self.head, self.embed_tokens, self.cache, self.queue, max_depth)
+        self._quantized = QuantizedDraft.of(
+            self.head, self.embed_tokens, self._target_logits, self.cache, self.queue, max_depth
+        )
 
     def _expand_eagerly(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: DraftPlan
     ) -> DraftedTree:
-        """Do what `_expand` does, by a few calls of C++ if they compute the head and the plan grows level by level."""
+        """Compute `_expand` without graphs, in C++ where it supports the head and the plan.
+
+        All levels are one call, unless Python ranks children by noise or decides where to stop.
+        """
         draft = self._quantized
         if draft is None or not self._grows_by_level(plan):
             return super()._expand_eagerly(at, roots, ends, plan)
         started = self.ranking.feedback
         draft.start(at, self._spans(at), roots, started.sampling, plan, self.ranking.calibration)
+        if plan.stops_by_rule and not self.ranking.is_coupled(started.sampling):
+            draft.grow_all(plan, self.ranking.token_ids)
+        else:
+            self._grow_by_level(draft, plan)
+        self.ranking.pending = draft.feedback(started)
+        return DraftedTree(draft.tree, draft.levels, self.ranking.pending)
+
+    def _grow_by_level(self, draft: QuantizedDraft, plan: DraftPlan) -> None:
+        """Grow a started draft level by level: the reference of `QuantizedDraft.grow_all`."""
         draft.grow(self.ranking)
         while draft.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(draft)):
             draft.grow(self.ranking)
-        self.ranking.pending = draft.feedback(started)
-        return DraftedTree(draft.tree, draft.levels, self.ranking.pending)
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -96,7 +116,9 @@ class EagleDrafter(PairDrafter):
         visible, num_rows = self._read_pairs(at, self._max_pairs(plan))
         draft, bound = self._padded_draft(num, plan, sampling), runner.context(at.max_length)
         level = self._level_pass(draft, bound)
-        first = self._first_pass(self._widest_draft(num, plan, sampling), at, roots, visible, sampling)
+        first = self._first_pass(
+            self._widest_draft(num, plan, sampling), at, roots, visible, sampling
+        )
         if not runner.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
             return None  # both are recorded before the draft, which recording overwrites
         runner.run(*first)
@@ -104,7 +126,11 @@ class EagleDrafter(PairDrafter):
             runner.run(*level)
         kinds = (sampling.temperature > 0).long()
         feedback = RankingFeedback(
-            slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
+            slice(num),
+            sampling,
+            draft.lengths[:num],
+            draft.features(num, depth),
+            draft.offered(kinds, num, depth),
         )
         feedback.is_learned = self._learns_in_pass
         self.ranking.pending = feedback
@@ -133,7 +159,9 @@ class EagleDrafter(PairDrafter):
             for buffers in self.draft_buffers.values():
                 buffers.restart()
 
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+    def recordings(
+        self, top_k: int, max_length: int, params: SamplingParams
+    ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of levels with top_k children per node, the largest of a kind first."""
         runner, plan = self._runner, DraftPlan(2, top_k)
         for size in runner.sizes(runner.draft_size, self._target.cache.num_slots):
@@ -142,40 +170,64 @@ class EagleDrafter(PairDrafter):
             narrow = replace(plan, width=width, num_children=top_k)
             yield partial(self._record_further, size, narrow, max_length, params)
 
-    def _record_first(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+    def _record_first(
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+    ) -> None:
         """Record the pass of the first level of drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
-        widest, (first, _) = self._widest_draft(batch_size, plan, batch.sampling), self._first_positions(batch.at)
+        widest, (first, _) = (
+            self._widest_draft(batch_size, plan, batch.sampling),
+            self._first_positions(batch.at),
+        )
         self._runner.record(*self._first_pass(widest, batch.at, batch.roots, first, batch.sampling))
 
-    def _record_further(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+    def _record_further(
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+    ) -> None:
         """Record the pass of further levels of drafts of this size and the plan's width."""
         sampling = idle_batch(batch_size, self._target, max_length, params).sampling
-        self._record_level(self._padded_draft(batch_size, plan, sampling), self._runner.context(max_length))
+        self._record_level(
+            self._padded_draft(batch_size, plan, sampling), self._runner.context(max_length)
+        )
 
     def _grows_by_level(self, plan: DraftPlan) -> bool:
         """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
         is_eagle2 = plan.static_tree is None and self.builder is TreeBuilder
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
-    def _padded_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
+    def _padded_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch
+    ) -> PaddedDraft:
         """Return the draft whose further levels are replayed: narrow for narrow plans of large batches."""
         width = self._runner.draft_width(plan.width, plan.children, batch_size)
-        return self._draft_of(self._runner.draft_size(batch_size, width), width, plan.children, sampling)
+        return self._draft_of(
+            self._runner.draft_size(batch_size, width), width, plan.children, sampling
+        )
 
-    def _widest_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
+    def _widest_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch
+    ) -> PaddedDraft:
         """Return the draft whose first level is replayed. A narrower one, of more sequences perhaps, goes on there."""
-        return self._draft_of(self._runner.draft_size(batch_size), plan.children, plan.children, sampling)
+        return self._draft_of(
+            self._runner.draft_size(batch_size), plan.children, plan.children, sampling
+        )
 
-    def _draft_of(self, size: int, width: int, children: int, sampling: SamplingBatch) -> PaddedDraft:
-        """Return the part of the buffers for such a draft; the buffers are made at first use."""
+    def _draft_of(
+        self, size: int, width: int, children: int, sampling: SamplingBatch
+    ) -> PaddedDraft:
+        """Return a view of the buffers for a draft of this size. The buffers are allocated at first use."""
         kind = self._runner.sampling_kind(sampling.kind)
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self.draft_buffers:
                 num_slots, num_ends = self._target.cache.num_slots, sampling.ends.shape[1]
                 shape = DraftShape(num_slots, children, children, self._max_depth)
-                parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
+                parts = (
+                    self.head.config.hidden_size,
+                    num_ends,
+                    self._target.dtype,
+                    self._target.device,
+                )
                 self.draft_buffers[children] = DraftBuffers(shape, *parts)
             self._padded[key] = PaddedDraft(self.draft_buffers[children], size, width, kind)
         return self._padded[key]
@@ -188,9 +240,10 @@ class EagleDrafter(PairDrafter):
         first: Int[Tensor, " B"],
         sampling: SamplingBatch,
     ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
-        """Return key, function and inputs of the pass that ranks the roots' children, once their pairs are read.
+        """Return key, function and inputs of the pass that ranks the roots' children.
 
-        first: the first position that each sequence attends to.
+        Args:
+            first: the first position that each sequence attends to.
         """
         size, every = draft.batch, (self._target.cache.num_slots,)
         inputs = [
@@ -206,7 +259,9 @@ class EagleDrafter(PairDrafter):
 
         return ("first level", *draft.key), run, inputs
 
-    def _level_pass(self, draft: PaddedDraft, bound: int) -> tuple[tuple, Callable[[], None], list[PaddedInput]]:
+    def _level_pass(
+        self, draft: PaddedDraft, bound: int
+    ) -> tuple[tuple, Callable[[], None], list[PaddedInput]]:
         """Return key, function and (no) inputs of the pass that grows a draft by a level, whichever is next."""
 
         def run() -> None:
@@ -239,12 +294,19 @@ class EagleDrafter(PairDrafter):
             self.cache,
             at,
             slot_mapping=self.cache.slot_mapping(draft.slots[:, None], positions).flatten(),
-            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_positions),
+            ancestors=words
+            if uses_triton(self.cache)
+            else unpack_ancestors(words, draft.shape.num_positions),
             depths=depth,
             position_depths=draft.position_depths.expand(draft.batch, -1),
             first=draft.first,
         )
-        hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
+        hidden = self._run(
+            frontier.tokens.flatten(),
+            draft.inputs().flatten(0, 1),
+            (root + depth).flatten(),
+            layout,
+        )
         return hidden.view(*frontier.tokens.shape, -1)
 
     def _expand(
@@ -261,7 +323,9 @@ class EagleDrafter(PairDrafter):
         inputs = features[:, None]
         self._add_children(builder, inputs, None, plan.children)
         at, seen = at.shifted(1), None
-        while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
+        while builder.depth < plan.max_depth and not (
+            plan.should_stop and plan.should_stop(builder)
+        ):
             frontier = builder.frontier()
             seen = _descend(seen, frontier, builder.depth - 1)
             inputs = self._level(at, frontier, inputs, seen, first)
@@ -271,7 +335,11 @@ class EagleDrafter(PairDrafter):
     @property
     def cost_key(self) -> dict[str, Any]:
         ids, kind = self._token_ids, type(self.head).__name__
-        return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
+        return {
+            "head": kind,
+            "config": self.head.config.to_dict(),
+            "drafted": None if ids is None else len(ids),
+        }
 
     def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
         """Run the head once over the unread pairs and return the output of each root's pair."""
@@ -289,13 +357,20 @@ class EagleDrafter(PairDrafter):
             unpack=rows.unpack,
             seq=rows.seq,
         )
-        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.positions, layout)
+        hidden = self._run(
+            rows.tokens, self.head.project_features(rows.features), rows.positions, layout
+        )
         return hidden[rows.last]
 
-    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _read_spans(
+        self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
         firsts, parts = self._first[spans.slots].tolist(), (spans.starts, spans.counts)
-        layout = prefill_metadata(self.cache, spans.slots, firsts, *parts, chain_rows=sys.maxsize)  # few layers
-        self._run(tokens, self.head.project_features(features), spans.rows(tokens.device)[1], layout)
+        # Few layers.
+        layout = prefill_metadata(self.cache, spans.slots, firsts, *parts, chain_rows=sys.maxsize)
+        self._run(
+            tokens, self.head.project_features(features), spans.rows(tokens.device)[1], layout
+        )
 
     def _level(
         self,
@@ -311,12 +386,15 @@ class EagleDrafter(PairDrafter):
         offsets = torch.arange(num_positions - width, num_positions, device=batch.slots.device)
         layout = self._layout(
             batch,
-            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + offsets).flatten(),
+            slot_mapping=self.cache.slot_mapping(
+                batch.slots[:, None], batch.lengths[:, None] + offsets
+            ).flatten(),
             ancestors=seen.ancestors,
             position_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,
         )
-        positions = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
+        # Where these nodes will stand if accepted.
+        positions = (batch.lengths[:, None] + seen.depth).expand(-1, width)
         inputs = features.gather(1, parents).flatten(0, 1)
         hidden = self._run(frontier.tokens.flatten(), inputs, positions.flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
@@ -347,7 +425,11 @@ class EagleDrafter(PairDrafter):
         )
 
     def _add_children(
-        self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
+        self,
+        builder: TreeBuilder,
+        features: Float[Tensor, "B F H"],
+        frontier: Frontier | None,
+        width: int,
     ) -> None:
         """Add the ranked children of a frontier, or of the roots if it is None."""
         children = self.ranking.children(features, frontier, width)
@@ -360,7 +442,9 @@ class EagleDrafter(PairDrafter):
         positions: Int[Tensor, " R"],
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
-        return self._forward(self.embed_tokens(tokens), features, positions - self.head.first_position, layout)
+        return self._forward(
+            self.embed_tokens(tokens), features, positions - self.head.first_position, layout
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,11 +461,13 @@ class TreeMask:
 
 
 def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
-    """Return the mask of the next frontier: a node attends to what its parent does and, in F new positions,
-    to itself.
+    """Return the mask of the next frontier: a node attends to what its parent does and, in F new
+    positions, to itself.
     """
     batch, width = frontier.tokens.shape
-    itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
+    itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(
+        batch, width, width
+    )
     depths = frontier.tokens.new_full((width,), depth)
     if seen is None:
         return TreeMask(itself, depths, depth)
@@ -390,8 +476,12 @@ def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
     return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)
 
 
-def make_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+def make_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: DraftHead
+) -> EagleDrafter:
     """Return the drafter over a loaded head."""
     calibration, coupling = corrections(speculative, target.device)
     token_ids = offered_tokens(speculative, target, weights)
-    return EagleDrafter(weights, target, calibration=calibration, coupling=coupling, token_ids=token_ids)
+    return EagleDrafter(
+        weights, target, calibration=calibration, coupling=coupling, token_ids=token_ids
+    )

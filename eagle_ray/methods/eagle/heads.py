@@ -1,4 +1,4 @@
-"""Draft heads: one transformer layer over (next token, target feature) pairs, in both published generations.
+"""Draft heads: transformer layers over (next token, target feature) pairs, in both published generations.
 
     hidden = head(embeddings, head.project_features(features), positions)      # one pair per position
     logits = head.logits(hidden, target.logits)                      # over token_ids, or the whole vocabulary
@@ -7,9 +7,10 @@
     EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
     Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
                  EAGLE-3.1: norms before fc, and a normed output, as the config's switches say (arXiv 2605.09992)
+                 Further layers read the output of the layer before, and the embedding again if they are Eagle3Layers
 
-Module names are the published key names. `head_forward` runs a head over packed rows: EAGLE's on our own layers, others
-by their module.
+Module names are the published key names. `head_forward` runs a head over packed rows: EAGLE's on
+our own layers, others by their module.
 
     forward = head_forward(head)
     hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
@@ -17,28 +18,25 @@ by their module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
+from eagle_ray.attention.metadata import ATTENTION_NAME, AttentionMetadata, Rotary
+from eagle_ray.methods.eagle.layers import Eagle3Layer, HeadLayer, exact_rotary
 from eagle_ray.models.decoder import Angles, Layer, is_llama_layer, normed_sum, ops_for
 from eagle_ray.models.supported_models import KVSpec, LogitsOf, head_dims
 
 NUM_FEATURES = 3  # that an EAGLE-3 head reads if its config names no layers
-MIN_TARGET_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
+# With fewer layers in a target, EAGLE-3's three features would not be of different ones.
+MIN_TARGET_LAYERS = 7
 
 
 @runtime_checkable
@@ -48,9 +46,10 @@ class DraftHead(Protocol):
     Attributes:
         config: the head's own shape.
         embed_tokens: None if the target's embedding is used.
-        token_ids: the target's id of each token that the head can draft; None is the whole vocabulary.
-        first_position: index of the first token that it reads at rope position 0: 1 if each token goes with the feature
-            before it, 0 if it reads tokens alone.
+        token_ids: the target's id of each token that the head can draft; None is the whole
+            vocabulary.
+        first_position: index of the first token that it reads at rope position 0: 1 if each token
+            goes with the feature before it, 0 if it reads tokens alone.
     """
 
     config: PretrainedConfig
@@ -87,17 +86,23 @@ class DraftHead(Protocol):
             rows: attention metadata; None is plain causal attention over T.
         """
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+    def logits(
+        self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
+    ) -> Float[Tensor, "*rows Dv"]:
         """Return the logits after each output."""
 
 
 class EagleHead(nn.Module):
     """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
 
-    bias: fc has a bias. own_embedding: the checkpoint has its own token embedding.
+    Args:
+        bias: fc has a bias.
+        own_embedding: the checkpoint has its own token embedding.
+        own_lm_head: the checkpoint has its own lm_head, over all of the target's tokens.
 
     Attributes:
-        draft_vocab: the tokens that it was published to offer, the most frequent first; None says nothing.
+        draft_vocab: the tokens that it was published to offer, the most frequent first; None says
+            nothing.
     """
 
     token_ids = None
@@ -105,16 +110,22 @@ class EagleHead(nn.Module):
     first_position = 1
     draft_vocab: list[int] | None = None
 
-    def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
+    def __init__(
+        self, config: LlamaConfig, *, bias: bool, own_embedding: bool, own_lm_head: bool = False
+    ):
         super().__init__()
-        config._attn_implementation = ATTENTION
+        config._attn_implementation = ATTENTION_NAME
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        )
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        layer = LlamaDecoderLayer(config, 0)
+        layer = HeadLayer(config, 0)
         layer.add_module("input_layernorm", nn.Identity())
-        layer.self_attn.o_proj.register_parameter("bias", None)  # published heads have one on q, k and v at most
         self.layers = nn.ModuleList([layer])
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if own_lm_head else None
+        )
         self.rotary = exact_rotary(config)
 
     @property
@@ -136,10 +147,14 @@ class EagleHead(nn.Module):
     ) -> Float[Tensor, "B T H"]:
         hidden = self.fc(torch.cat([embeddings, features], -1))
         rotary = self.rotary(hidden, positions)
-        return self.layers[0](hidden, position_ids=positions, position_embeddings=rotary, use_cache=False, rows=rows)
+        return self.layers[0](
+            hidden, position_ids=positions, position_embeddings=rotary, use_cache=False, rows=rows
+        )
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows V"]:
-        return target_logits(hidden)
+    def logits(
+        self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
+    ) -> Float[Tensor, "*rows V"]:
+        return target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
 
 class Eagle3Head(nn.Module):
@@ -155,6 +170,9 @@ class Eagle3Head(nn.Module):
         feature_size: width of the target's concatenated features.
         own_embedding: the checkpoint has its own token embedding.
         feature_layers: layers of the target, if they are not the three published ones.
+        further_layers: for each layer after the first, whether it reads the embedding again
+            (DeepSpec's heads) or the layer before alone (speculators').
+        own_lm_head: the checkpoint has its own lm_head; otherwise the target's is used.
     """
 
     method = "eagle3"
@@ -170,17 +188,29 @@ class Eagle3Head(nn.Module):
         feature_size: int,
         own_embedding: bool,
         feature_layers: tuple[int, ...] | None = None,
+        further_layers: Sequence[bool] = (),
+        own_lm_head: bool = True,
     ):
         super().__init__()
-        config._attn_implementation = ATTENTION
+        config._attn_implementation = ATTENTION_NAME
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        )
         self.input_norm = _input_norm(config, feature_size)
         self.fc_norm = _fc_norm(config, feature_size, len(feature_layers or ()) or NUM_FEATURES)
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): (Eagle3Layer if reads_embedding else HeadLayer)(config, i)
+                for i, reads_embedding in enumerate(further_layers, 1)
+            }
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.lm_head = (
+            nn.Linear(config.hidden_size, draft_vocab_size, bias=False) if own_lm_head else None
+        )
         self.rotary = exact_rotary(config)
         self.norm_output: bool = getattr(config, "norm_output", False)
         self._feature_layers = feature_layers
@@ -196,7 +226,7 @@ class Eagle3Head(nn.Module):
 
     @property
     def kv_spec(self) -> KVSpec:
-        return _kv_spec(self.config)
+        return _kv_spec(self.config, 1 + len(self.layers))
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         return self._feature_layers or (2, num_layers // 2, num_layers - 3)
@@ -206,7 +236,9 @@ class Eagle3Head(nn.Module):
             features = self.input_norm(features)
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         return self.fc(features)
 
     def forward(
@@ -216,50 +248,48 @@ class Eagle3Head(nn.Module):
         positions: Int[Tensor, "B T"],
         rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
-        hidden = self.midlayer(embeddings, features, self.rotary(features, positions), rows)
+        rotary = self.rotary(features, positions)
+        hidden = self.midlayer(embeddings, features, rotary, rows)
+        for layer in self.layers.values():
+            if isinstance(layer, Eagle3Layer):
+                hidden = layer(embeddings, hidden, rotary, rows)
+            else:
+                hidden = layer(hidden, position_embeddings=rotary, use_cache=False, rows=rows)
         return self.norm(hidden) if self.norm_output else hidden
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
-        return self.lm_head(hidden if self.norm_output else self.norm(hidden))
+    def logits(
+        self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
+    ) -> Float[Tensor, "*rows Dv"]:
+        normed = hidden if self.norm_output else self.norm(hidden)
+        return target_logits(normed) if self.lm_head is None else self.lm_head(normed)
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer whose queries, keys and values read the normed embedding concatenated with the normed feature.
+class PEagleHead(Eagle3Head):
+    """P-EAGLE: an EAGLE-3 head that drafts all levels in one pass, with masks for what is not known yet.
 
-    The residual is the feature, or the normed feature if the config has `norm_before_residual` (speculators' heads).
+    Rows after the root's pair read the embedding of `mask_token_id` and, for a feature of the
+    target, `mask_hidden`.
+
+    Args:
+        mask_shape: shape of mask_hidden, which has as many numbers as the target's feature.
+        sizes: as for Eagle3Head.
     """
 
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, 0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self.self_attn, name, wide)
-        self.self_attn.o_proj.register_parameter("bias", None)
-        self.norm_before_residual = getattr(config, "norm_before_residual", False)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+    method = "peagle"
 
-    def forward(
-        self,
-        embeddings: Float[Tensor, "B T H"],
-        hidden: Float[Tensor, "B T H"],
-        rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
-        rows: AttentionMetadata | None,
-    ) -> Float[Tensor, "B T H"]:
-        normed = self.hidden_norm(hidden)
-        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        residual = normed if self.norm_before_residual else hidden
-        hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def __init__(
+        self, config: LlamaConfig, *, mask_token_id: int, mask_shape: tuple[int, ...], **sizes: Any
+    ):
+        super().__init__(config, **sizes)
+        self.mask_token_id = mask_token_id
+        self.mask_hidden = nn.Parameter(torch.zeros(mask_shape))
 
 
 def _input_norm(config: LlamaConfig, feature_size: int) -> LlamaRMSNorm | None:
     """Return the norm over all features together, if the config has one."""
-    return LlamaRMSNorm(feature_size, eps=config.rms_norm_eps) if getattr(config, "norm_before_fc", False) else None
+    if not getattr(config, "norm_before_fc", False):
+        return None
+    return LlamaRMSNorm(feature_size, eps=config.rms_norm_eps)
 
 
 def _fc_norm(config: LlamaConfig, feature_size: int, num_features: int) -> nn.ModuleList | None:
@@ -270,30 +300,11 @@ def _fc_norm(config: LlamaConfig, feature_size: int, num_features: int) -> nn.Mo
     return nn.ModuleList(LlamaRMSNorm(width, eps=config.rms_norm_eps) for _ in range(num_features))
 
 
-def _kv_spec(config: LlamaConfig) -> KVSpec:
-    """Return the spec of one layer, whatever number of layers the config has."""
-    return KVSpec(1, config.num_key_value_heads or config.num_attention_heads, *head_dims(config))
-
-
-class _Rotary(LlamaRotaryEmbedding):
-    """Rotary embedding with frequencies in fp32, as in transformers' targets: in bf16 angles err by half a radian at
-    500.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
-        exact = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
-
-
-def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
-    """Return the rotary embedding with real tables even on the meta device, since no file contains them."""
-    with torch.device("cpu"):
-        return _Rotary(cast(LlamaConfig, config))  # it reads what Qwen3Config has, too
+def _kv_spec(config: LlamaConfig, num_layers: int = 1) -> KVSpec:
+    """Return the spec of `num_layers` layers, whatever number of layers the config has."""
+    return KVSpec(
+        num_layers, config.num_key_value_heads or config.num_attention_heads, *head_dims(config)
+    )
 
 
 HeadForward = Callable[
@@ -313,13 +324,16 @@ def head_forward(head: nn.Module) -> HeadForward:
 @head_forward.register
 def _(head: EagleHead) -> HeadForward:
     """One layer without an input norm, over fc(embedding, feature)."""
-    module = cast(LlamaDecoderLayer, head.layers[0])
+    module = cast(HeadLayer, head.layers[0])
     if not is_llama_layer(module):
         return head_forward.dispatch(object)(head)
-    ops, angles = ops_for(module.post_attention_layernorm.weight), Angles(head.rotary)
+    ops = ops_for(module.post_attention_layernorm.weight)
+    angles = Angles(head.rotary)
     layer = Layer.of(module, ops)
 
-    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
+    def run(
+        embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata
+    ) -> Tensor:
         hidden = head.fc(torch.cat([embeddings, features], -1))
         return hidden + layer(hidden, hidden, angles(positions), layout)
 
@@ -332,18 +346,47 @@ def _(head: Eagle3Head) -> HeadForward:
 
     The head's last norm comes here if it has norm_output, and otherwise in its logits.
     """
-    module = head.midlayer
-    if not is_llama_layer(module):
+    modules = [head.midlayer, *head.layers.values()]
+    if not all(is_llama_layer(module) for module in modules):
         return head_forward.dispatch(object)(head)
-    ops, angles = ops_for(module.hidden_norm.weight), Angles(head.rotary)
-    layer = Layer.of(module, ops)
+    ops = ops_for(head.midlayer.hidden_norm.weight)
+    angles = Angles(head.rotary)
+    layers = [_Pass(module, Layer.of(module, ops)) for module in modules]
 
-    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
-        hidden = features.clone()
-        normed = normed_sum(ops, hidden, None, module.hidden_norm)
-        both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), normed], -1)
-        residual = normed if module.norm_before_residual else hidden
-        delta = layer(residual, both, angles(positions), layout)
-        return normed_sum(ops, residual, delta, head.norm) if head.norm_output else residual + delta
+    def run(
+        embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata
+    ) -> Tensor:
+        rotary = angles(positions)
+        hidden, delta = features.clone(), None
+        for layer in layers:
+            hidden, delta = layer(embeddings, hidden, delta, rotary, layout)
+        assert delta is not None, "a head has a layer"
+        return normed_sum(ops, hidden, delta, head.norm) if head.norm_output else hidden + delta
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One layer of an EAGLE-3 head over packed rows."""
+
+    module: nn.Module
+    layer: Layer
+
+    def __call__(
+        self,
+        embeddings: Float[Tensor, "R H"],
+        hidden: Float[Tensor, "R H"],
+        delta: Float[Tensor, "R H"] | None,
+        rotary: Rotary,
+        layout: AttentionMetadata,
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R H"]]:
+        """Add delta to hidden. Return the residual stream and what the layer's MLP adds to it."""
+        module, ops = self.module, self.layer.ops
+        if not isinstance(module, Eagle3Layer):
+            normed = self.layer.normed_input(hidden, delta)
+            return hidden, self.layer(hidden, normed, rotary, layout)
+        feature = normed_sum(ops, hidden, delta, module.hidden_norm)
+        both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), feature], -1)
+        residual = feature if module.norm_before_residual else hidden
+        return residual, self.layer(residual, both, rotary, layout)

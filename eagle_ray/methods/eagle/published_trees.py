@@ -4,8 +4,8 @@
     SequoiaPlanner(acceptance, max_nodes=60)                 # recomputed now and then from the acceptance so far
     RulePlanner(TreeBounds(max_nodes=60, max_depth=11, top_k=10), ddd_stops)
 
-A static tree has the same nodes by rank for every sequence at every step, so it is best on average. A dynamic tree also
-uses what the drafter knows in this step.
+A static tree has the same nodes by rank for every sequence at every step, so it is best on average.
+A dynamic tree also uses what the drafter knows in this step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from eagle_ray.methods.eagle.heads import DraftHead
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
+from eagle_ray.tree.best_tree import best_tree
 from eagle_ray.tree.budget import Budget, static
-from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
-from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree, best_tree
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan, PartialDraft
+from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree
 
 FIRST_REVIEW = 8  # steps; after it the time to the next review doubles, up to
-LONGEST = 256
+MAX_PUBLISHED_NODES = 256
 SAMPLE_MEMORY = 2000  # picks of a level after which a pick counts 1/e
 PRIOR = 4.0  # picks that a guess is worth
-FIRST_GUESS = 0.5  # of the first child of a root; each further child is picked GUESS_RATIO times as often
+# Rate of a root's first child; each further child is picked GUESS_RATIO times as often.
+FIRST_GUESS = 0.5
 GUESS_RATIO = 0.4
 MIN_BEAM_PROBABILITY = 0.3  # DDD: of all paths of the beam together
 MIN_GAIN = 0.2  # OPT-Tree: expected accepted drafts that a level adds
@@ -45,11 +47,19 @@ StopRule = Callable[[PartialDraft], Bool[Tensor, " B"]]
 
 
 class StaticPlanner:
-    """width: children drawn of every node that has any; at least tree.width, which is the default."""
+    """Drafts and verifies one fixed tree.
+
+    Args:
+        width: children drawn for each node that has any; at least tree.width, the default.
+    """
 
     def __init__(self, tree: StaticTree, width: int | None = None):
         self.tree = tree
-        self._plan = DraftPlan(tree.depth, width or tree.width, static_tree=tree) if tree.paths else PLAIN
+        self._plan = (
+            DraftPlan(tree.depth, width or tree.width, static_tree=tree)
+            if tree.paths
+            else PLAIN_PLAN
+        )
         self._policy = static(tree.paths)
 
     @property
@@ -62,7 +72,9 @@ class StaticPlanner:
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         num_nodes = min(1 + len(self.tree.paths), draft.tree.num_nodes)
         num_rows = len(batch) * num_nodes
-        return Allocation(self._policy(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+        return Allocation(
+            self._policy(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows
+        )
 
     def observe(self, outcome: StepOutcome) -> None:
         pass
@@ -73,17 +85,19 @@ class RankAcceptance(Calibration):
 
         measured = RankAcceptance(levels=6, width=10)
         ...                                               # a drafter calibrates with it and reports the samples
-        measured.rates()[0][2]                            # of the third child of a root
+        measured.rates()[0][2]                            # rate of the third child of a root
 
-    A sample after a node that was reached tells about all its drafted children, verified or not. Counted on the device
-    and read now and then.
+    A sample after a node that was reached tells about all its drafted children, verified or not.
+    Counted on the device and read now and then.
 
-    width: ranks that are counted; children past it are not.
+    Args:
+        width: ranks that are counted; children past it are not.
     """
 
     def __init__(self, levels: int, width: int, device: torch.device | str = "cpu"):
         super().__init__(levels, device)
-        self._picked = torch.zeros(levels, width + 1, device=device)  # by rank; then nodes that were reached
+        # By rank; then nodes that were reached.
+        self._picked = torch.zeros(levels, width + 1, device=device)
         self._width = width
 
     def update(
@@ -95,32 +109,43 @@ class RankAcceptance(Calibration):
         confidence: Float[Tensor, "L B"] | None = None,
     ) -> None:
         super().update(kinds, log_probs, picked, reached, confidence)
-        counts, news = self._picked[: len(picked)], (picked & reached[:, :, None]).sum(1)[:, : self._width]
+        counts = self._picked[: len(picked)]
+        news = (picked & reached[:, :, None]).sum(1)[:, : self._width]
         counts *= (1 - reached.sum(1) / SAMPLE_MEMORY).clamp(min=0)[:, None]
         counts[:, : news.shape[1]] += news
         counts[:, -1] += reached.sum(1)
 
     def rates(self) -> list[list[float]]:
-        """Return rates by [depth][rank]; a level that was seldom reached is shrunk towards the one above it. Syncs
-        once.
+        """Return rates by [depth][rank]; a level that was seldom reached is shrunk towards the one
+        above it. Syncs once.
 
         The initial guess counts as PRIOR samples, on the first level only.
         """
-        rates, guess = [], [FIRST_GUESS * GUESS_RATIO**rank for rank in range(self._width)]
+        rates = []
+        guess = [FIRST_GUESS * GUESS_RATIO**rank for rank in range(self._width)]
         for *picked, reached in self._picked.tolist():
-            guess = [(n + PRIOR * before) / (reached + PRIOR) for n, before in zip(picked, guess, strict=True)]
+            total = reached + PRIOR
+            pairs = zip(picked, guess, strict=True)
+            guess = [(n + PRIOR * before) / total for n, before in pairs]
             rates.append(guess)
         return rates
 
 
 class SequoiaPlanner:
-    """measured: what the drafter learns from the target's picks. max_nodes: drafted nodes, root excluded."""
+    """Plans the best fixed tree by measured acceptance.
+
+    Args:
+        measured: what the drafter learns from the target's picks.
+        max_nodes: drafted nodes, root excluded.
+    """
 
     will_draft = True
 
     def __init__(self, measured: RankAcceptance, max_nodes: int):
-        self._measured, self._max_nodes = measured, max_nodes
-        self._num_steps, self._next_review = 0, FIRST_REVIEW
+        self._measured = measured
+        self._max_nodes = max_nodes
+        self._num_steps = 0
+        self._next_review = FIRST_REVIEW
         self._static = self._planned()
 
     @property
@@ -129,7 +154,7 @@ class SequoiaPlanner:
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self._num_steps >= self._next_review:
-            self._next_review += min(self._num_steps, LONGEST)
+            self._next_review += min(self._num_steps, MAX_PUBLISHED_NODES)
             self._static = self._planned()
         return self._static.plan(batch)
 
@@ -146,11 +171,15 @@ class SequoiaPlanner:
 
 
 class RulePlanner(UniformPlanner):
-    """Drafts trees within bounds; rule: which sequences need no further level.
+    """Drafts trees within bounds.
 
-    The rules look at EAGLE-2's draft between two levels and know nothing of costs: their thresholds stand for them. A
-    batch is drafted together, so it ends when every sequence's rule says so. The host reads the answer after every
-    level. The papers tune both thresholds by target; the ones here are ours.
+    The rules look at EAGLE-2's draft between two levels and know nothing of costs: their thresholds
+    stand for them. A batch is drafted together, so it ends when every sequence's rule says so. The
+    host reads the answer after every level. The papers tune both thresholds by target; the ones
+    here are ours.
+
+    Args:
+        rule: which sequences need no further level.
     """
 
     def __init__(self, bounds: TreeBounds, rule: StopRule):
@@ -179,23 +208,30 @@ def _gains_too_little(max_nodes: int, builder: PartialDraft) -> Bool[Tensor, " B
 def _expected(levels: list[Float[Tensor, "B _"]], max_nodes: int) -> Float[Tensor, " B"]:
     """Return the expected accepted drafts: the sum of the best max_nodes nodes' path probabilities."""
     if not levels:
-        return torch.zeros(())  # of the root alone
+        return torch.zeros(())  # the root's alone
     values = torch.cat(levels, 1)
-    return values.topk(min(max_nodes, values.shape[1]), dim=1).values.sum(1)
+    best = values.topk(min(max_nodes, values.shape[1]), dim=1).values
+    return best.sum(1)
 
 
-def make_published_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
-    """Return a drafter for rules that are published over the head's own probabilities."""
+def make_published_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: DraftHead
+) -> EagleDrafter:
+    """Return a drafter whose trees follow a published rule and use the head's uncalibrated probabilities."""
     return EagleDrafter(weights, target, token_ids=offered_tokens(speculative, target, weights))
 
 
-def make_sequoia_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+def make_sequoia_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: DraftHead
+) -> EagleDrafter:
     """Return a drafter that measures the acceptance of each rank, from which `sequoia_planner` makes its trees."""
     width = min(speculative.top_k, target.vocab_size)
     acceptance = RankAcceptance(speculative.max_depth, width, target.device)
     _, coupling = corrections(speculative, target.device)
     token_ids = offered_tokens(speculative, target, weights)
-    return EagleDrafter(weights, target, calibration=acceptance, coupling=coupling, token_ids=token_ids)
+    return EagleDrafter(
+        weights, target, calibration=acceptance, coupling=coupling, token_ids=token_ids
+    )
 
 
 def eagle1_planner(speculative: DraftSettings, drafter: EagleDrafter) -> StaticPlanner:

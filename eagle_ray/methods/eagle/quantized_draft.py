@@ -1,26 +1,32 @@
-"""QuantizedDraft: a draft of an EAGLE-3 head with quantised weights on a CPU, in two C++ calls a level.
+"""QuantizedDraft: a draft of an EAGLE head with quantised weights on a CPU, in one C++ call or in two a level.
 
-    draft = QuantizedDraft.of(head, embedding, cache, queue, max_depth)      # None for a head that torch has to run
+    draft = QuantizedDraft.of(head, embedding, target_logits, cache, queue, max_depth)  # None if torch has to run it
     draft.start(at, spans, roots, sampling, plan, calibration)
-    while draft.depth < plan.max_depth:
-        draft.grow(ranking)
+    draft.grow_all(plan, token_ids)
     tree = draft.tree
 
-It fills DraftBuffers as PaddedDraft does by torch, by the functions that compute a pass layer by layer
-(kernels/draft_head.cpp). `EagleDrafter._expand` is the reference: the nodes are the same, within the rounding of fp32.
+or level by level, where Python ranks the children or decides where to stop:
+
+    while draft.depth < plan.max_depth:
+        draft.grow(ranking)
+
+It fills DraftBuffers as PaddedDraft does by torch, by the functions that compute a pass layer by
+layer (kernels/draft_head.cpp). `EagleDrafter._expand` is the reference: the nodes are the same,
+within the rounding of fp32.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
-from typing import Any, cast
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import ALL_KINDS, SamplingBatch
@@ -30,34 +36,45 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
-from eagle_ray.methods.eagle.heads import Eagle3Head
+from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead, PEagleHead
 from eagle_ray.methods.pair_drafter import FeatureBuffer
-from eagle_ray.models.decoder import Angles, Layer, Mlp, is_llama_layer, ops_for
+from eagle_ray.models.decoder import Angles, Layer, Mlp, Norm, is_llama_layer, ops_for
 from eagle_ray.models.quantized_linear import QuantizedLinear
+from eagle_ray.models.target import OfferedLogits
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import DraftPlan, Frontier
+from eagle_ray.tree.expand import DraftPlan, Frontier, PriceRule
 
-PROJECTIONS = ("fc", "qkv", "output", "gate_up", "down", "lm_head")
+HEAD_PROJECTIONS = ("fc", "qkv", "output", "gate_up", "down", "lm_head")
 NORMS = ("embedding", "feature", "post", "last")
 
 
 class _Head(Structure):
     _fields_ = [
-        *((name, LayerProjection) for name in PROJECTIONS),
+        *((name, LayerProjection) for name in HEAD_PROJECTIONS),
         ("embedding", c_void_p),
         *((f"{name}_norm", c_void_p) for name in NORMS),
         *((f"{name}_eps", c_float) for name in NORMS),
-        *((name, c_void_p) for name in ("cosine", "sine")),
+        *((name, c_void_p) for name in ("cosine", "sine", "q_norm", "k_norm")),
+        ("head_eps", c_float),
         ("norm_before_residual", c_int32),
         ("norm_output", c_int32),
         ("hidden_size", c_int64),
         ("first_position", c_int64),
+        ("window", c_int64),
         *((name, c_void_p) for name in ("keys", "values")),
         ("heads", AttentionHeads),
     ]
 
 
-OF_NODES = ("tokens", "parents", "log_values", "draft_log_probs", "frontier_nodes", "frontier_values", "words")
+OF_NODES = (
+    "tokens",
+    "parents",
+    "log_values",
+    "draft_log_probs",
+    "frontier_nodes",
+    "frontier_values",
+    "words",
+)
 OF_LEVELS = ("frontier_tokens", "parent_rows", "offered", "scores", "features")
 
 
@@ -75,56 +92,91 @@ class _Drafts(Structure):
     ]
 
 
+class _PriceRule(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_depths", "num_ranks")),
+        ("children", POINTER(c_double)),
+        *((name, c_double) for name in ("accuracy", "level_price", "row_price")),
+        ("num_more", c_int64),
+    ]
+
+
 class QuantizedDraft:
     """The draft in the making. One at a time; the results of a draft are overwritten by the next one.
 
     Args:
-        parts: the head's projections, by the names in PROJECTIONS.
+        parts: the head's projections, by the names in HEAD_PROJECTIONS.
         max_depth: levels of the deepest draft.
     """
 
     def __init__(
         self,
-        head: Eagle3Head,
-        layer: Layer,
+        modules: _Modules,
         parts: dict[str, QuantizedLinear],
         embedding: Float[Tensor, "V H"],
         cache: KVCache,
         queue: FeatureBuffer,
         max_depth: int,
     ):
-        self._owned = head, layer, parts, embedding, cache, queue  # what the structures point to
+        # Objects that the structures point to.
+        self._owned = (
+            modules,
+            parts,
+            embedding,
+            cache,
+            queue,
+        )
         self._cache, self._queue, self._max_depth = cache, queue, max_depth
+        head = modules.head
         self._hidden_size, self._num_tokens = head.config.hidden_size, parts["lm_head"].out_features
         self._rotary = Angles(head.rotary)(torch.arange(cache.capacity + max_depth + 1))
-        self._head = self._head_structure(head, layer, parts, embedding)
-        self._buffers: dict[tuple[int, int], tuple[DraftBuffers, _Drafts]] = {}  # by children and ends
-        self._padded: dict[tuple[int, int, int, int], PaddedDraft] = {}  # by these, sequences and width
+        self._head = self._head_structure(modules, parts, embedding)
+        # By children and ends.
+        self._buffers: dict[tuple[int, int], tuple[DraftBuffers, _Drafts]] = {}
+        # By these, sequences and width.
+        self._padded: dict[tuple[int, int, int, int], PaddedDraft] = {}
         self.depth = 0  # levels so far
 
     @classmethod
     def of(
-        cls, head: nn.Module, embedding: nn.Module, cache: KVCache, queue: FeatureBuffer, max_depth: int
+        cls,
+        head: nn.Module,
+        embedding: nn.Module,
+        target_logits: OfferedLogits,
+        cache: KVCache,
+        queue: FeatureBuffer,
+        max_depth: int,
     ) -> QuantizedDraft | None:
-        """Return what drafts by the head, or None if it is not an EAGLE-3 head that these calls compute."""
-        if not isinstance(head, Eagle3Head) or not is_llama_layer(head.midlayer) or max_depth < 1:
+        """Return a drafter in C++ for an EAGLE head, or None if the C++ does not support the head.
+
+        Args:
+            target_logits: what a head without an lm_head of its own offers.
+        """
+        modules = _modules_of(head, target_logits)
+        if modules is None or max_depth < 1:
             return None
-        ops = ops_for(head.midlayer.hidden_norm.weight)
-        layer = Layer.of(head.midlayer, ops)
-        mlp, attention = cast(Mlp, layer.mlp), layer.attention
-        modules = head.fc, attention.qkv, attention.output, mlp.gate_up, mlp.down, head.lm_head
+        layer = modules.layer
+        attention, mlp = layer.attention, cast(Mlp, layer.mlp)
+        projections = modules.fc, attention.qkv, attention.output, mlp.gate_up, mlp.down
         parts = {
             name: module
-            for name, module in zip(PROJECTIONS, modules, strict=True)
-            if isinstance(module, QuantizedLinear) and module.dtype is torch.float32 and module.order is None
+            for name, module in zip(HEAD_PROJECTIONS, (*projections, modules.lm_head), strict=True)
+            if isinstance(module, QuantizedLinear)
+            and module.dtype is torch.float32
+            and module.order is None
         }
-        shape, has_norms = attention.shape, head.input_norm is not None or head.fc_norm is not None
+        shape = attention.shape
         weight = cast(nn.Embedding, embedding).weight
         is_plain = type(embedding) is nn.Embedding and weight.dtype is torch.float32
-        is_known = shape.window is None and shape.q_norm is None and cache.keys.dtype is torch.float32
-        if ops is not cpu_ops or len(parts) < len(PROJECTIONS) or has_norms or not is_plain or not is_known:
+        norms = [norm for norm in (shape.q_norm, shape.k_norm) if norm is not None]
+        is_known = all(each.dtype is torch.float32 for each in (cache.keys, *norms))
+        if (
+            layer.ops is not cpu_ops
+            or len(parts) < len(HEAD_PROJECTIONS)
+            or not (is_plain and is_known)
+        ):
             return None
-        return cls(head, layer, parts, weight.detach().contiguous(), cache, queue, max_depth)
+        return cls(modules, parts, weight.detach().contiguous(), cache, queue, max_depth)
 
     def start(
         self,
@@ -149,16 +201,23 @@ class QuantizedDraft:
         self._draft = self._padded[key]
         parameters = None if calibration is None else calibration.fit.parameters
         ends, temperature = sampling.ends.contiguous(), sampling.temperature.contiguous()
-        tensors = {"slots": at.slots, "lengths": at.lengths, "roots": roots, "ends": ends, "temperature": temperature}
+        tensors = {
+            "slots": at.slots,
+            "lengths": at.lengths,
+            "roots": roots,
+            "ends": ends,
+            "temperature": temperature,
+        }
         self._started = tensors, spans, parameters  # which the structure points to
         for name, tensor in tensors.items():
             assert tensor.is_contiguous()
             setattr(drafts, name, tensor.data_ptr())
-        drafts.first, drafts.starts = (row.ctypes.data for row in spans)
+        drafts.first = spans.ctypes.data
+        drafts.starts = drafts.first + spans.strides[0]
         drafts.calibration = address(parameters)
         drafts.batch, drafts.width, drafts.level = self._num, plan.width, 0
-        self._head.heads.threads = torch.get_num_threads()
-        self._drafts, self._kinds = drafts, (temperature > 0).long()
+        self._head.heads.threads = cpu_ops.num_threads()
+        self._drafts = drafts
 
     def grow(self, ranking: CandidateRanker) -> None:
         """Run the head on the frontier, or on the unread pairs at first, and add the ranked children."""
@@ -167,11 +226,34 @@ class QuantizedDraft:
         drafts.level = self.depth
         of_drafts = ctypes.addressof(drafts)
         logits = torch.empty(self._num, num_parents, self._num_tokens)
-        cpu_ops.function_for("draft_head_pass")(ctypes.addressof(self._head), of_drafts, logits.data_ptr())
+        cpu_ops.function_for("draft_head_pass")(
+            ctypes.addressof(self._head), of_drafts, logits.data_ptr()
+        )
         ranked = ranking.rank_logits(self.depth, logits, drafts.children)
         tokens, scores, own = (part.contiguous() for part in ranked)
-        cpu_ops.function_for("append_level")(of_drafts, tokens.data_ptr(), scores.data_ptr(), own.data_ptr())
+        cpu_ops.function_for("append_level")(
+            of_drafts, tokens.data_ptr(), scores.data_ptr(), own.data_ptr()
+        )
         self.depth += 1
+
+    def grow_all(self, plan: DraftPlan, token_ids: Int[Tensor, " D"] | None) -> None:
+        """Draft all levels of the started plan: the head's likeliest children, until its rule ends the draft.
+
+        Args:
+            token_ids: tokens of the head's logits; None is all of the vocabulary.
+        """
+        assert token_ids is None or token_ids.is_contiguous()
+        rule = None
+        if plan.price_rule is not None:
+            rule = _price_rule(plan.price_rule)
+        cpu_ops.function_for("draft_levels")(
+            ctypes.addressof(self._head),
+            ctypes.addressof(self._drafts),
+            address(token_ids),
+            None if rule is None else ctypes.addressof(rule),
+            plan.max_depth,
+        )
+        self.depth = self._drafts.level
 
     # What a plan's should_stop reads between two levels, as from a TreeBuilder.
 
@@ -189,10 +271,16 @@ class QuantizedDraft:
         return self._draft.tree(self._num, self.depth)
 
     def feedback(self, started: RankingFeedback) -> RankingFeedback:
-        """Return from what ranking learns. started: of the same sequences, as `CandidateRanker.start` made it."""
-        offered = self._draft.offered(self._kinds, self._num, self.depth)
+        """Return the inputs of the draft for the ranker's update.
+
+        Args:
+            started: the feedback that `CandidateRanker.start` made for these sequences.
+        """
+        offered = self._draft.offered(started.offered.kinds, self._num, self.depth)
         features = self._draft.features(self._num, self.depth)
-        return RankingFeedback(started.members, started.sampling, started.lengths, features, offered)
+        return RankingFeedback(
+            started.members, started.sampling, started.lengths, features, offered
+        )
 
     def _buffers_of(self, children: int, num_ends: int) -> tuple[DraftBuffers, _Drafts]:
         key = children, num_ends
@@ -223,33 +311,97 @@ class QuantizedDraft:
         return drafts
 
     def _head_structure(
-        self, head: Eagle3Head, layer: Layer, parts: dict[str, QuantizedLinear], embedding: Tensor
+        self, modules: _Modules, parts: dict[str, QuantizedLinear], embedding: Tensor
     ) -> _Head:
-        shape, (keys, values) = layer.attention.shape, self._cache.layer(0)
+        shape, (keys, values) = modules.layer.attention.shape, self._cache.layer(0)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         dims = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, width, shape.head_dim
         structure = _Head(
             embedding=embedding.data_ptr(),
             cosine=self._rotary.cosine.data_ptr(),
             sine=self._rotary.sine.data_ptr(),
-            norm_before_residual=head.midlayer.norm_before_residual,
-            norm_output=head.norm_output,
+            norm_before_residual=modules.norm_before_residual,
+            norm_output=modules.norm_output,
             hidden_size=self._hidden_size,
-            first_position=head.first_position,
+            first_position=modules.head.first_position,
+            window=shape.window or 0,
+            q_norm=address(shape.q_norm),
+            k_norm=address(shape.k_norm),
+            head_eps=shape.norm_eps,
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             heads=AttentionHeads(*dims, shape.scaling, 0.0, 1),
         )
         for name, projection in parts.items():
             part = getattr(structure, name)
-            part.weight, part.bias = ctypes.addressof(projection.packed.descriptor), address(projection.bias)
-        for name, norm in self._norms(head):
+            part.weight, part.bias = (
+                ctypes.addressof(projection.packed.descriptor),
+                address(projection.bias),
+            )
+        for name, norm in modules.norms.items():
             setattr(structure, f"{name}_norm", norm.weight.data_ptr())
             setattr(structure, f"{name}_eps", norm.variance_epsilon)
         return structure
 
-    @staticmethod
-    def _norms(head: Eagle3Head) -> Iterator[tuple[str, Any]]:
-        layer = head.midlayer
-        norms = layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm
-        yield from zip(NORMS, norms, strict=True)
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """The modules of a head.
+
+    Attributes:
+        norms: by names in NORMS; a head of EAGLE-1 or 2 has the one behind its attention alone.
+    """
+
+    head: EagleHead | Eagle3Head
+    layer: Layer
+    fc: nn.Module
+    lm_head: nn.Module | None
+    norms: dict[str, Norm]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def _modules_of(head: nn.Module, target_logits: OfferedLogits) -> _Modules | None:
+    """Return the modules of a supported head, or None for any other head."""
+    if isinstance(head, EagleHead) and is_llama_layer(head.layers[0]):
+        module = cast(LlamaDecoderLayer, head.layers[0])
+        post_norm: Norm = module.post_attention_layernorm
+        layer = Layer.of(module, ops_for(module.post_attention_layernorm.weight))
+        lm_head = target_logits.linear if head.lm_head is None else head.lm_head
+        return _Modules(head, layer, head.fc, lm_head, {"post": post_norm})
+    if not isinstance(head, Eagle3Head) or not is_llama_layer(head.midlayer):
+        return None
+    if head.layers or head.lm_head is None or isinstance(head, PEagleHead):
+        return None
+    if head.input_norm is not None or head.fc_norm is not None:
+        return None
+    eagle3 = head.midlayer
+    layer = Layer.of(eagle3, ops_for(eagle3.hidden_norm.weight))
+    norms: dict[str, Norm] = {
+        "embedding": eagle3.input_layernorm,
+        "feature": eagle3.hidden_norm,
+        "post": eagle3.post_attention_layernorm,
+        "last": head.norm,
+    }
+    switches = eagle3.norm_before_residual, head.norm_output
+    return _Modules(head, layer, head.fc, head.lm_head, norms, *switches)
+
+
+def _price_rule(rule: PriceRule) -> _PriceRule:
+    """Return the rule as C++ reads it. Shorter levels are padded with 0, which no row's price is below."""
+    num_ranks = max(map(len, rule.children))
+    padded = [
+        probability
+        for level in rule.children
+        for probability in (*level, *[0.0] * (num_ranks - len(level)))
+    ]
+    children = (c_double * len(padded))(*padded)  # the structure keeps it
+    return _PriceRule(
+        num_depths=len(rule.children),
+        num_ranks=num_ranks,
+        children=children,
+        accuracy=rule.accuracy,
+        level_price=rule.level_price,
+        row_price=rule.row_price,
+        num_more=rule.num_more,
+    )

@@ -1,7 +1,7 @@
 """LookupDrafter: propose continuations of earlier occurrences of the current suffix, on the host; no model runs.
 
-An index makes one reader per sequence, which reads its tokens as they are committed. A reader's cursor is at the end
-of the text; it returns the likeliest next tokens and moves over one of them:
+An index makes one reader per sequence, which reads its tokens as they are committed. A reader's
+cursor is at the end of the text; it returns the likeliest next tokens and moves over one of them:
 
     reader = index.reader()
     reader.read([5, 9, 7, 5, 9])
@@ -9,12 +9,13 @@ of the text; it returns the likeliest next tokens and moves over one of them:
     cursor.children(width=2)             # [(7, 0.6)]
     cursor.after(7).children(width=2)    # continuations of 5 9 7
 
-Trees are grown best first (best_first.py). The target's samples are taken from the committed texts at a later draft, so
-a step does not sync with the device.
+Trees are grown best first (best_first.py). The target's samples are taken from the committed texts
+at a later draft, so a step does not sync with the device.
 
-An index scores next tokens from counts after contexts of falling length (prediction by partial matching). The longest
-context has weight m / (m + 1), where m is its number of tokens, divided by its counts. The rest of the probability goes
-to the next shorter context, and so on (Cleary and Witten 1984):
+An index scores next tokens from counts after contexts of falling length (prediction by partial
+matching). The longest context has weight m / (m + 1), where m is its number of tokens, divided by
+its counts. The rest of the probability goes to the next shorter context, and so on (Cleary and
+Witten 1984):
 
     >>> interpolate([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
     [(7, 0.84375), (9, 0.03125)]
@@ -35,7 +36,14 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import WARMUP_STEPS, Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.lookup.best_first import Children, Cursor, GrownTrees, GrowthRequest, Texts, grow_trees
+from eagle_ray.methods.lookup.best_first import (
+    Children,
+    Cursor,
+    GrownTrees,
+    GrowthRequest,
+    Texts,
+    grow_trees,
+)
 from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.method import DraftSettings, parts_of
 from eagle_ray.models.target import TargetModel
@@ -45,8 +53,9 @@ from eagle_ray.tree.expand import DraftPlan
 LONGEST_NGRAM = 4  # tokens of a context
 MIN_LEFT = 1 / 16  # probability that longer contexts leave to shorter ones, or these are not asked
 CALIBRATION_INTERVAL = 32  # steps between updates after the warm-up
-MAX_STATE_TOKENS = 500_000  # of the texts in a drafter's state: 2 MB
-Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
+MAX_STATE_TOKENS = 500_000  # tokens of the texts in a drafter's state: 2 MB
+# For each n-gram the tokens that followed it, and how often.
+Counts = dict[tuple[int, ...], dict[int, int]]
 
 
 @runtime_checkable
@@ -66,7 +75,7 @@ class LookupIndex(Protocol):
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        """Return what the cost of a look-up depends on, as JSON."""
+        """Return everything that the cost of a lookup depends on, as JSON."""
 
     def reader(self) -> Any:
         """Return the reader of a new sequence."""
@@ -74,14 +83,20 @@ class LookupIndex(Protocol):
     def read(self, readers: Sequence[Any], news: Sequence[list[int]]) -> None:
         """Read further tokens of each reader's sequence."""
 
-    def grow(self, readers: Sequence[Any], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
-        """Return the trees after the tokens read. roots: the last token of each sequence."""
+    def grow(
+        self, readers: Sequence[Any], roots: Sequence[int], request: GrowthRequest
+    ) -> GrownTrees:
+        """Return the trees after the tokens read.
+
+        Args:
+            roots: the last token of each sequence.
+        """
 
     def reset(self) -> None:
-        """Discard what was read; earlier readers are not used again."""
+        """Discard the indexed texts. Earlier readers must not be used again."""
 
     def lookup_hits(self) -> tuple[int, int] | None:
-        """Return the tokens read so far and those of them that had followed the same run before; None: not counted."""
+        """Return the tokens read so far, and how many of them a lookup would have predicted. None if not counted."""
 
     def texts(self) -> Texts | None:
         """Return the texts that all sequences share, the oldest first; None if they share none."""
@@ -92,18 +107,24 @@ def newest_texts(texts: Texts, max_tokens: int) -> dict[str, Tensor]:
     lengths, tokens = texts
     num_texts = int((lengths.flip(0).cumsum(0) <= max_tokens).sum())
     newest = lengths[len(lengths) - num_texts :]
-    return {"lengths": newest, "tokens": tokens[len(tokens) - int(newest.sum()) :]}
+    num_tokens = int(newest.sum())
+    return {"lengths": newest, "tokens": tokens[len(tokens) - num_tokens :]}
 
 
 def checked_texts(state: Mapping[str, Tensor], vocab_size: int | None) -> list[list[int]]:
     """Return the texts of a state. Raises ValueError if they are damaged or of another vocabulary."""
-    lengths, tokens = state.get("lengths"), state.get("tokens")
-    if lengths is None or tokens is None or lengths.dtype != torch.int64 or tokens.dtype != torch.int32:
+    lengths = state.get("lengths")
+    tokens = state.get("tokens")
+    if lengths is None or tokens is None:
+        raise ValueError("it holds no texts")
+    if lengths.dtype != torch.int64 or tokens.dtype != torch.int32:
         raise ValueError("it holds no texts")
     if lengths.dim() != 1 or tokens.dim() != 1 or _num_tokens(lengths) != len(tokens):
         raise ValueError("the lengths of its texts do not fit their tokens")
-    if len(tokens) and (int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size)):
-        raise ValueError(f"it holds token ids outside of the vocabulary of {vocab_size}")
+    if len(tokens):
+        is_above = vocab_size is not None and int(tokens.max()) >= vocab_size
+        if is_above or int(tokens.min()) < 0:
+            raise ValueError(f"it holds token ids outside of the vocabulary of {vocab_size}")
     return [text.tolist() for text in tokens.split(lengths.tolist())]
 
 
@@ -121,7 +142,9 @@ class CursorIndex:
             if token_ids:
                 reader.read(token_ids)
 
-    def grow(self, readers: Sequence[Reader], roots: Sequence[int], request: GrowthRequest) -> GrownTrees:
+    def grow(
+        self, readers: Sequence[Reader], roots: Sequence[int], request: GrowthRequest
+    ) -> GrownTrees:
         return grow_trees([reader.cursor() for reader in readers], roots, request)
 
     def lookup_hits(self) -> tuple[int, int] | None:
@@ -134,7 +157,8 @@ class CursorIndex:
 def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
     """Return the `width` likeliest next tokens, ties to the lower id; their probabilities sum to less than 1.
 
-    contexts: the length of each, longest first, and how often each token has followed it.
+    Args:
+        contexts: the length of each, longest first, and how often each token has followed it.
     """
     children: dict[int, float] = {}
     left = 1.0
@@ -163,7 +187,7 @@ class _Drafted:
     """The trees of the last step, from which the calibration is updated once their sequences went on."""
 
     texts: list[TokenSequence]
-    lengths: list[int]  # of the texts then
+    lengths: list[int]  # lengths of the texts then
     tree: DraftTree
     kinds: list[int]
 
@@ -171,12 +195,13 @@ class _Drafted:
 class LookupDrafter(NullDrafter):
     """Trees are grown best first (best_first.py), so `plan.width` and `plan.should_stop` are not read.
 
-    With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
+    With graphs the target's passes are replayed, and a step is launched ahead only if it drafts
+    nothing.
 
     Args:
         bounds: bounds of each sequence's tree; a plan may ask for fewer levels.
-        calibration: on the CPU, from the index's probabilities to the target's sampling rates; None leaves them as
-            they are.
+        calibration: on the CPU, from the index's probabilities to the target's sampling rates; None
+            leaves them as they are.
         vocab_size: vocabulary size of the target; a state with other token ids is refused.
     """
 
@@ -189,7 +214,9 @@ class LookupDrafter(NullDrafter):
         calibration: Calibration | None = None,
         vocab_size: int | None = None,
     ):
-        self.source, self.bounds, self._vocab_size = source, bounds, vocab_size
+        self.source = source
+        self.bounds = bounds
+        self._vocab_size = vocab_size
         self._calibration = calibration
         self._reads: dict[int, _SequenceState] = {}  # by slot
         self._drafted: _Drafted | None = None
@@ -208,10 +235,14 @@ class LookupDrafter(NullDrafter):
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """Look up trees of at most plan.max_depth levels."""
+        # Read what was committed since the last look-up.
         members = list(range(len(texts)) if plan.members is None else plan.members)
-        reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
+        slots = [batch.host_slots[i] for i in members]
+        reads = self._register(slots, [texts[i] for i in members])
         num_read = self._catch_up(reads)
         self._update_calibration()
+
+        # Grow the trees on the host.
         sampled = set(sampling.sampled)
         kinds = [int(i in sampled) for i in members]
         ends = sampling.ends if plan.members is None else sampling.ends[members]
@@ -221,7 +252,9 @@ class LookupDrafter(NullDrafter):
         if not grown.levels:
             return Draft(Draft.empty(roots).tree, [], 0, num_read, is_exhausted=True)
         self._keep(reads, grown.tree, kinds)
-        tree, levels = grown.tree, grown.levels
+
+        tree = grown.tree
+        levels = grown.levels
         if roots.device.type != "cpu":
             tree = tree.to(roots.device)
             levels = [level.to(roots.device, non_blocking=True) for level in levels]
@@ -248,7 +281,9 @@ class LookupDrafter(NullDrafter):
         bounds = TreeBounds(max_nodes, max_depth, self.bounds.top_k)
         return self._grow(reads, GrowthRequest(bounds, ends, is_padded=True)).tree
 
-    def lookup_hits(self, batch: DecodeSlots, texts: Sequence[TokenSequence]) -> tuple[int, int] | None:
+    def lookup_hits(
+        self, batch: DecodeSlots, texts: Sequence[TokenSequence]
+    ) -> tuple[int, int] | None:
         if self.source.lookup_hits() is None:
             return None
         self._catch_up(self._register(batch.host_slots, list(texts)))
@@ -258,7 +293,9 @@ class LookupDrafter(NullDrafter):
         if self._calibration is not None:
             self._calibration.fit.reset()
         self.source.reset()
-        self._reads, self._drafted, self._num_taught = {}, None, 0
+        self._reads = {}
+        self._drafted = None
+        self._num_taught = 0
 
     def state(self) -> dict[str, Tensor]:
         """Return the newest texts of the index, if all sequences share one, and the calibration."""
@@ -271,11 +308,14 @@ class LookupDrafter(NullDrafter):
         texts = [] if self.source.texts() is None else checked_texts(state, self._vocab_size)
         if self._calibration is not None:
             self._calibration.fit.load_state(state)
+            self._num_taught = max(self._num_taught, WARMUP_STEPS)
         for text in texts:
             self.source.read([self.source.reader()], [text])
 
     def _grow(self, reads: list[_SequenceState], request: GrowthRequest) -> GrownTrees:
-        return self.source.grow([read.reader for read in reads], [read.last for read in reads], request)
+        readers = [read.reader for read in reads]
+        roots = [read.last for read in reads]
+        return self.source.grow(readers, roots, request)
 
     def _catch_up(self, reads: list[_SequenceState]) -> int:
         """Read the newly committed tokens and return their number."""
@@ -290,32 +330,39 @@ class LookupDrafter(NullDrafter):
         return num_read
 
     def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
-        """Register these sequences; sequences that left their slots are read to their ends first."""
-        states = [self._reads.get(slot) for slot in slots]
-        reads = [state for state, text in zip(states, texts, strict=True) if state is not None and state.text is text]
-        if len(reads) == len(texts):
-            return reads
+        """Register sequences. Sequences that have left their slots are read to their ends first."""
         known = {id(read.text): read for read in self._reads.values()}
+        has_changed = False
         for slot, text in zip(slots, texts, strict=True):
-            if slot not in self._reads or self._reads[slot].text is not text:
-                self._reads[slot] = known.get(id(text)) or _SequenceState(text, self.source.reader())
-        left = known.keys() - {id(read.text) for read in self._reads.values()}
-        self._catch_up([known[gone] for gone in sorted(left)])
+            read = self._reads.get(slot)
+            if read is None or read.text is not text:
+                has_changed = True
+                # A sequence may have moved to another slot.
+                self._reads[slot] = known.get(id(text)) or _SequenceState(
+                    text, self.source.reader()
+                )
+        if has_changed:
+            left = known.keys() - {id(read.text) for read in self._reads.values()}
+            self._catch_up([known[gone] for gone in sorted(left)])
         return [self._reads[slot] for slot in slots]
 
     def _keep(self, reads: list[_SequenceState], tree: DraftTree, kinds: list[int]) -> None:
         """Keep a step's trees if the calibration is to learn from them."""
         self._num_taught += 1
-        due = self._num_taught <= WARMUP_STEPS or self._num_taught % CALIBRATION_INTERVAL == 0
-        if self._calibration is not None and due:
-            self._drafted = _Drafted([r.text for r in reads], [r.num_tokens for r in reads], tree, kinds)
+        is_due = self._num_taught <= WARMUP_STEPS or self._num_taught % CALIBRATION_INTERVAL == 0
+        if self._calibration is not None and is_due:
+            texts = [read.text for read in reads]
+            lengths = [read.num_tokens for read in reads]
+            self._drafted = _Drafted(texts, lengths, tree, kinds)
 
     def _update_calibration(self) -> None:
         """Update the calibration with the target's tokens after the drafts that were kept, from the committed texts."""
-        drafted, self._drafted = self._drafted, None
+        drafted = self._drafted
+        self._drafted = None
         if drafted is None or self._calibration is None:
             return
-        later = [text.token_ids_from(length) for text, length in zip(drafted.texts, drafted.lengths, strict=True)]
+        pairs = zip(drafted.texts, drafted.lengths, strict=True)
+        later = [text.token_ids_from(length) for text, length in pairs]
         offered = offered_on_path(drafted.tree, later, len(self._calibration.fit.parameters))
         if offered is not None:
             self._calibration.update(torch.tensor(drafted.kinds), *offered)
@@ -330,14 +377,15 @@ def offered_on_path(
         later: the tokens that followed each root.
 
     Returns:
-        The log-probabilities of the children of each level's node, which of them has the next token, and whether the
-        level was reached; None if nothing was proposed.
+        The log-probabilities of the children of each level's node, which of them has the next
+        token, and whether the level was reached; None if nothing was proposed.
     """
     rows = [_offered(tree, m, tokens[:num_levels]) for m, tokens in enumerate(later)]
     depth = max(map(len, rows))
-    width = max((len(log_probs) for row in rows for log_probs, _ in row), default=0)
-    if not depth:
+    if depth == 0:
         return None
+
+    width = max(len(values) for row in rows for values, _ in row)
     log_probs = torch.full((depth, len(rows), width), -torch.inf)
     picked = torch.zeros(depth, len(rows), width, dtype=torch.bool)
     for m, row in enumerate(rows):
@@ -350,25 +398,30 @@ def offered_on_path(
 
 def _offered(tree: DraftTree, m: int, later: list[int]) -> list[tuple[list[float], int | None]]:
     """Return the log-probabilities of each level's children on one text's path, and the index of the next token."""
-    tokens, parents, log_probs = tree.tokens[m].tolist(), tree.parents[m].tolist(), tree.draft_log_probs[m].tolist()
-    node, levels = 0, []
+    tokens = tree.tokens[m].tolist()
+    parents = tree.parents[m].tolist()
+    log_probs = tree.draft_log_probs[m].tolist()
+    node = 0
+    levels = []
     for token in later:
         children = [i for i in range(node + 1, len(parents)) if parents[i] == node]
         if not children:
             break
-        taken = [k for k, child in enumerate(children) if tokens[child] == token]
-        levels.append(([log_probs[child] for child in children], taken[0] if taken else None))
-        if not taken:
+        child_tokens = [tokens[child] for child in children]
+        taken = child_tokens.index(token) if token in child_tokens else None
+        levels.append(([log_probs[child] for child in children], taken))
+        if taken is None:
             break
-        node = children[taken[0]]
+        node = children[taken]
     return levels
 
 
 class NgramIndex(CursorIndex):
-    """Continuations of the last few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
+    """Continuations of n-grams that occurred earlier in their own sequence (prompt lookup, Saxena 2023).
 
-    Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted
-    with the token after it; if several tokens have followed, all are proposed. Sequences share nothing.
+    Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a
+    sequence is counted with the token after it; if several tokens have followed, all are proposed.
+    Sequences share nothing.
     """
 
     cost_key: ClassVar[dict[str, Any]] = {"longest": LONGEST_NGRAM}
@@ -394,7 +447,9 @@ class NgramReader:
         return NgramCursor(self._counts, self._tail)
 
 
-def count_ngrams(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]) -> tuple[int, ...]:
+def count_ngrams(
+    counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]
+) -> tuple[int, ...]:
     """Count the token after each n-gram that ends at the tail."""
     for token in token_ids:
         for start in range(len(tail)):
@@ -406,14 +461,20 @@ def count_ngrams(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]
 
 @dataclass(frozen=True, slots=True)
 class NgramCursor:
-    """counts: counts of the sequence. tail: its last tokens, drafted ones included."""
+    """A position in the n-grams of a sequence.
+
+    Attributes:
+        counts: counts of the sequence.
+        tail: its last tokens, drafted ones included.
+    """
 
     counts: Counts
     tail: tuple[int, ...]
 
     def children(self, width: int) -> Children:
-        contexts = (self.tail[start:] for start in range(len(self.tail)))
-        return interpolate(((len(c), self.counts[c]) for c in contexts if c in self.counts), width)
+        contexts = [self.tail[start:] for start in range(len(self.tail))]
+        known = [(len(c), self.counts[c]) for c in contexts if c in self.counts]
+        return interpolate(known, width)
 
     def after(self, token: int) -> NgramCursor:
         return NgramCursor(self.counts, (*self.tail, token)[-LONGEST_NGRAM:])
@@ -423,7 +484,9 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None)
     return lookup_drafter(native_index("ngram") or NgramIndex(), speculative, target)
 
 
-def lookup_drafter(source: LookupIndex, speculative: DraftSettings, target: TargetModel) -> LookupDrafter:
+def lookup_drafter(
+    source: LookupIndex, speculative: DraftSettings, target: TargetModel
+) -> LookupDrafter:
     """Return the drafter over an index. What is merged with others is calibrated there."""
     is_merged = len(parts_of(speculative.merged_methods)) > 1
     calibration = None if is_merged else Calibration(speculative.max_depth)

@@ -1,8 +1,9 @@
 """LookaheadDrafter: the target guesses ahead of itself while it verifies (lookahead decoding, arXiv 2402.02057).
 
-In addition to drafts each tree holds a window of guesses: W chains of R tokens, the tops of the chains one after the
-other. The pick after a chain makes it a run of R + 1 tokens as the target would go on; the run joins the pool, its
-last R tokens are the chain of the next step, and what the pool knows to follow the text is drafted.
+In addition to drafts each tree holds a window of guesses: W chains of R tokens, the tops of the
+chains one after the other. The pick after a chain makes it a run of R + 1 tokens as the target
+would go on; the run joins the pool, its last R tokens are the chain of the next step, and what the
+pool knows to follow the text is drafted.
 
     root - a - b - c           chains   a d f     runs  a d f p
            |   |   |                    b e g           b e g q     p, q, r: the target's picks after f, g, h
@@ -10,7 +11,8 @@ last R tokens are the chain of the next step, and what the pool knows to follow 
            |   |   |
            f   g   h
 
-A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess verified so far.
+A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess
+verified so far.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import extra_log_values, merge_trees, path_hashes
 
-MAX_CONTEXTS = 100_000  # in the pool; then it is reset
-FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of a guess starts from
+MAX_POOL_CONTEXTS = 100_000  # in the pool; then it is reset
+# Guesses and tokens that the worth of a guess starts from.
+FIRST_GUESSES = 50.0
+FIRST_EARNED = 1.0
 MAX_WORTH = 0.1
 
 
@@ -66,7 +70,7 @@ class Pool(CursorIndex):
         self.counts = {}
 
     def add(self, run: Sequence[int]) -> None:
-        if len(self.counts) >= MAX_CONTEXTS:
+        if len(self.counts) >= MAX_POOL_CONTEXTS:
             self.reset()
         count_ngrams(self.counts, (), run)
 
@@ -103,15 +107,22 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """bounds: sizes of the trees of continuations and of the window, whose R rows have max_depth + 1 - R chains."""
+    """Verifies guesses together with drafts, and proposes what the target continued from them.
+
+    Args:
+        bounds: sizes of the trees of continuations and of the window, whose R rows have
+            max_depth + 1 - R chains.
+    """
 
     supports_graphs = False
+    reads_logits = True
     _guessed: _Guessed | None
 
     def __init__(self, bounds: TreeBounds, calibration: Calibration | None = None):
         self._pool = Pool()
         self._drafter = LookupDrafter(self._pool, bounds, calibration)
-        self._max_depth, self._num_rows = bounds.max_depth, max(bounds.max_depth // 2, 1)
+        self._max_depth = bounds.max_depth
+        self._num_rows = max(bounds.max_depth // 2, 1)
         self._num_chains = bounds.max_depth + 1 - self._num_rows
         positions = [(r, i) for r in range(self._num_rows) for i in range(self._num_chains)]
         self._positions = sorted(positions, key=sum)  # a position's depth is 1 + r + i
@@ -134,30 +145,51 @@ class LookaheadDrafter(NullDrafter):
         positions = [(r, i) for r, i in self._positions if i <= plan.max_depth - self._num_rows]
         if not positions:
             return draft
+
+        # The windows as trees, and where their chains end.
         chosen = range(len(texts)) if plan.members is None else plan.members
         windows = [self._window(batch.host_slots[i], texts[i]) for i in chosen]
         members = torch.tensor(list(chosen), device=roots.device)
         guesses = self._tree(roots[members], windows, positions)
         ends = [1 + k for k, (r, _) in enumerate(positions) if r == self._num_rows - 1]
-        self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
+        hashes = path_hashes(guesses, plan.max_depth)
+        self._guessed = _Guessed(windows, members, hashes[:, ends])
+
         merged = merge_trees([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
-        others = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
-        return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
+        from_pool = merged.log_probs_by_drafter[..., 0]
+        others = extra_log_values(from_pool, merged.tree, plan.max_depth, plan)
+        return Draft(
+            merged.tree,
+            draft.levels or [nothing],
+            0,
+            draft.num_catch_up,
+            draft.is_exhausted,
+            others,
+        )
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Turn each verified chain and the target's token after it into a run and into the next chain."""
-        guessed, self._guessed = self._guessed, None
+        guessed = self._guessed
+        self._guessed = None
         if guessed is None:
             return
-        codes = path_hashes(verified.tree, self._max_depth)[guessed.members]
-        matches = (guessed.ends[:, :, None] == codes[:, None]) & verified.tree.valid[guessed.members][:, None]
-        rows = verified.rows.row_of[guessed.members].gather(1, matches.long().argmax(2))
+
+        # Find the ends of the chains among the verified nodes.
+        members = guessed.members
+        codes = path_hashes(verified.tree, self._max_depth)[members]
+        valid = verified.tree.valid[members]
+        matches = (guessed.ends[:, :, None] == codes[:, None]) & valid[:, None]
+
+        # The target's token after each chain, -1 if the chain was not verified.
+        assert verified.logits is not None, "reads_logits asks for them"
+        rows = verified.rows.row_of[members].gather(1, matches.long().argmax(2))
         picks = torch.where(matches.any(2), verified.logits.argmax(-1)[rows], -1)
-        accepted = verified.result.num_accepted[guessed.members]
-        for window, (num_accepted, *row) in zip(
-            guessed.windows, torch.cat([accepted[:, None], picks], 1).tolist(), strict=True
-        ):
+
+        # Read from the device in one copy.
+        accepted = verified.result.num_accepted[members]
+        numbers = torch.cat([accepted[:, None], picks], 1).tolist()
+        for window, (num_accepted, *row) in zip(guessed.windows, numbers, strict=True):
             self._earned += num_accepted
             self._slide(window, row)
 
@@ -169,29 +201,54 @@ class LookaheadDrafter(NullDrafter):
         self._windows: dict[int, _Window] = {}
         self._guessed = None
         self._random = Random(0)
-        self._num_guesses, self._earned = FIRST_GUESSES, FIRST_EARNED
+        self._num_guesses = FIRST_GUESSES
+        self._earned = FIRST_EARNED
 
     def _window(self, slot: int, text: TokenSequence) -> _Window:
         """Return a new sequence's first window, filled with tokens of its own."""
         if slot not in self._windows or self._windows[slot].text is not text:
-            chains = [tuple(self._random.choices(text.token_ids, k=self._num_rows)) for _ in range(self._num_chains)]
+            chains = [
+                tuple(self._random.choices(text.token_ids, k=self._num_rows))
+                for _ in range(self._num_chains)
+            ]
             self._windows[slot] = _Window(text, chains)
         return self._windows[slot]
 
-    def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window], positions: list[tuple[int, int]]) -> DraftTree:
-        """Return these positions of the windows as trees; every guess, and so its whole path, has one value."""
+    def _tree(
+        self, roots: Int[Tensor, " M"], windows: list[_Window], positions: list[tuple[int, int]]
+    ) -> DraftTree:
+        """Return these positions of the windows as trees in which all nodes have one value."""
+        device = roots.device
+        guesses = [[window.chains[i][r] for r, i in positions] for window in windows]
+        tokens = torch.cat([roots[:, None], torch.tensor(guesses, device=device)], 1)
+
+        # A position is below the row before it, and the first row's below the chain before it.
         index = {position: 1 + k for k, position in enumerate(positions)}
-        above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in positions]
-        tokens = torch.tensor([[w.chains[i][r] for r, i in positions] for w in windows], device=roots.device)
-        tokens = torch.cat([roots[:, None], tokens], 1)
-        parents = torch.tensor([-1, *above], device=roots.device).expand_as(tokens)
-        depths = torch.tensor([0, *(1 + r + i for r, i in positions)], device=roots.device).expand_as(tokens)
-        log_values = torch.where(depths > 0, log(min(self._earned / self._num_guesses, MAX_WORTH)), 0.0)
-        conditional = torch.where(depths == 1, log_values, 0.0)
-        return DraftTree(tokens, parents, depths, log_values, conditional, torch.ones_like(tokens, dtype=torch.bool))
+        parents = [-1]
+        depths = [0]
+        for r, i in positions:
+            above = (r - 1, i) if r else (0, i - 1)
+            parents.append(index.get(above, 0))
+            depths.append(1 + r + i)
+
+        depths_of = torch.tensor(depths, device=device).expand_as(tokens)
+        worth = min(self._earned / self._num_guesses, MAX_WORTH)
+        log_values = torch.where(depths_of > 0, log(worth), 0.0)
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.tensor(parents, device=device).expand_as(tokens),
+            depths=depths_of,
+            log_values=log_values,
+            draft_log_probs=torch.where(depths_of == 1, log_values, 0.0),
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+        )
 
     def _slide(self, window: _Window, picks: list[int]) -> None:
-        """Advance the window. picks: the target's token after each chain, -1 if it was not verified."""
+        """Advance the window.
+
+        Args:
+            picks: the target's token after each chain, -1 if it was not verified.
+        """
         for i, token in enumerate(picks):
             if token >= 0:
                 run = (*window.chains[i], token)
@@ -200,5 +257,7 @@ class LookaheadDrafter(NullDrafter):
                 window.chains[i] = run[1:]
 
 
-def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookaheadDrafter:
+def make_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: None
+) -> LookaheadDrafter:
     return LookaheadDrafter(speculative.tree_bounds, Calibration(speculative.max_depth))

@@ -1,14 +1,16 @@
 """RestIndex: continuations of the current suffix in a datastore of texts (REST, arXiv 2311.08252).
 
-The datastore is built beforehand from outputs like the expected ones and never changes. A cursor holds the interval of
-occurrences of every suffix of the text, shortest first.
+The datastore is built beforehand from outputs like the expected ones and never changes. A cursor
+holds the interval of occurrences of every suffix of the text, shortest first.
 
-SuffixArray holds all positions of many texts, sorted by the tokens that follow, so that equal runs are adjacent:
+SuffixArray holds all positions of many texts, sorted by the tokens that follow, so that equal runs
+are adjacent:
 
     texts   [[5, 9, 7], [5, 9, 8]]
     5 9 occurs at an interval of positions; narrowing it by 7 leaves the positions of 5 9 7
 
-It is built by prefix doubling (Manber and Myers 1990), which ends once runs of `longest` tokens are sorted.
+It is built by prefix doubling (Manber and Myers 1990), which ends once runs of `longest` tokens are
+sorted.
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ from eagle_ray.methods.lookup.best_first import Children
 from eagle_ray.methods.lookup.drafter import CursorIndex, LookupDrafter, interpolate, lookup_drafter
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
-from eagle_ray.storage.checked_parquet import read_datastore
+from eagle_ray.storage.datastore import read_datastore
 
-END = -1  # after each text
+TEXT_END = -1  # after each text
 Interval = tuple[int, int]  # places [first, last)
 
 
 class SuffixArray:
-    """longest: length in tokens of the longest run to look up, plus one following token."""
+    """A suffix array over a datastore.
+
+    Attributes:
+        longest: maximum length of a run to look up, in tokens, plus the token after it.
+    """
 
     def __init__(self, texts: Sequence[Sequence[int]], longest: int):
-        tokens = torch.tensor(list(chain.from_iterable((*text, END) for text in texts)), dtype=torch.int64)
-        self._tokens = array("q", [*tokens.tolist(), *[END] * (longest + 1)])
+        tokens = torch.tensor(
+            list(chain.from_iterable((*text, TEXT_END) for text in texts)), dtype=torch.int64
+        )
+        self._tokens = array("q", [*tokens.tolist(), *[TEXT_END] * (longest + 1)])
         self._positions = array("q", _sorted_positions(tokens, longest + 1).tolist())
 
     @property
@@ -49,9 +57,15 @@ class SuffixArray:
 
     def narrowed(self, interval: Interval, length: int, token: int) -> Interval:
         """Return the occurrences of a run of `length` tokens that this token follows."""
-        positions, following = range(*interval), lambda i: self._tokens[self._positions[i] + length]
-        first, last = (bisect(positions, token, key=following) for bisect in (bisect_left, bisect_right))
-        return interval[0] + first, interval[0] + last
+
+        def following(i: int) -> int:
+            return self._tokens[self._positions[i] + length]
+
+        begin, end = interval
+        positions = range(begin, end)
+        first = bisect_left(positions, token, key=following)
+        last = bisect_right(positions, token, key=following)
+        return begin + first, begin + last
 
     def follows(self, interval: Interval, length: int, max_positions: int) -> dict[int, int]:
         """Return the tokens that follow a run of `length` tokens, with counts; many occurrences are sampled evenly."""
@@ -59,14 +73,15 @@ class SuffixArray:
         counts: dict[int, int] = {}
         for i in range(first, last, max(1, (last - first) // max_positions)):
             token = self._tokens[self._positions[i] + length]
-            if token != END:
+            if token != TEXT_END:
                 counts[token] = counts.get(token, 0) + 1
         return counts
 
 
 def _sorted_positions(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " N"]:
     """Return all positions, sorted by at least the `longest` tokens from there on."""
-    ranks, length = tokens.unique(return_inverse=True)[1], 1
+    ranks = tokens.unique(return_inverse=True)[1]
+    length = 1
     while length < longest:
         later = torch.cat([ranks[length:] + 1, ranks.new_zeros(min(length, len(ranks)))])
         ranks = (ranks * (len(ranks) + 1) + later).unique(return_inverse=True)[1]
@@ -74,16 +89,20 @@ def _sorted_positions(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " 
     return ranks.sort(stable=True).indices
 
 
-LONGEST = 16  # tokens of a context, as in the paper
-TRIED = 4  # contexts of falling length that are asked for children
-MAX_POSITIONS = 64  # of a context that are looked at
+MAX_CONTEXT_TOKENS = 16  # tokens of a context, as in the paper
+REST_CONTEXTS_TRIED = 4  # contexts of falling length that are asked for children
+MAX_POSITIONS = 64  # positions of a context that are looked at
 
 
 class RestIndex(CursorIndex):
-    """texts: token ids of the target's vocabulary."""
+    """An index of texts that were given, not of sequences.
+
+    Args:
+        texts: token ids of the target's vocabulary.
+    """
 
     def __init__(self, texts: Sequence[Sequence[int]]):
-        self._datastore = SuffixArray(texts, LONGEST)
+        self._datastore = SuffixArray(texts, MAX_CONTEXT_TOKENS)
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -100,12 +119,13 @@ class RestReader:
     """Keeps a sequence's last tokens."""
 
     def __init__(self, start: RestCursor):
-        self._start = self._cursor = start
+        self._start = start
+        self._cursor = start
 
     def read(self, token_ids: list[int]) -> None:
-        if len(token_ids) >= LONGEST:
+        if len(token_ids) >= MAX_CONTEXT_TOKENS:
             self._cursor = self._start
-        for token in token_ids[-LONGEST:]:
+        for token in token_ids[-MAX_CONTEXT_TOKENS:]:
             self._cursor = self._cursor.after(token)
 
     def cursor(self) -> RestCursor:
@@ -120,13 +140,15 @@ class RestCursor:
     intervals: tuple[Interval, ...]
 
     def children(self, width: int) -> Children:
-        lengths = range(len(self.intervals) - 1, 0, -1)[:TRIED]
-        contexts = ((m, self.datastore.follows(self.intervals[m], m, MAX_POSITIONS)) for m in lengths)
+        lengths = range(len(self.intervals) - 1, 0, -1)[:REST_CONTEXTS_TRIED]
+        contexts = (
+            (m, self.datastore.follows(self.intervals[m], m, MAX_POSITIONS)) for m in lengths
+        )
         return interpolate((context for context in contexts if context[1]), width)
 
     def after(self, token: int) -> RestCursor:
         intervals = [self.datastore.all]
-        for length, interval in enumerate(self.intervals[:LONGEST]):
+        for length, interval in enumerate(self.intervals[:MAX_CONTEXT_TOKENS]):
             first, last = self.datastore.narrowed(interval, length, token)
             if first == last:
                 break

@@ -1,18 +1,20 @@
 """SuffixIndex: continuations of the longest suffix that occurred before, in this sequence or any other.
 
-One automaton holds every prompt and output that the drafter has read, so a job with similar rows drafts from its own
-earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it is full, the older
-half is discarded. What runs is lookup_index.cpp; the classes here are its reference, and run where it was not built.
+One automaton holds every prompt and output that the drafter has read, so a job with similar rows
+drafts from its own earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv
+2411.10666). When it is full, the older half is discarded. What runs is lookup_index.cpp; the
+classes here are its reference, and run where it was not built.
 
-SuffixAutomaton holds every run of tokens in several growing texts, and how often each token has followed it. A state
-stands for the runs that end at the same positions; `link` leads to the longest shorter run that ends at more positions
-(Blumer et al. 1985). Appending a token takes constant time on average, also if several texts grow by turns:
+SuffixAutomaton holds every run of tokens in several growing texts, and how often each token has
+followed it. A state stands for the runs that end at the same positions; `link` leads to the longest
+shorter run that ends at more positions (Blumer et al. 1985). Appending a token takes constant time
+on average, also if several texts grow by turns:
 
     automaton = SuffixAutomaton()
-    state = ROOT
+    state = ROOT_NODE
     for token in (5, 9, 7, 5, 9):
         state = automaton.append(state, token)
-    automaton.follows(automaton.link[state])       # of the longest run seen before, 5 9: {7: 1}
+    automaton.follows(automaton.link[state])       # followers of the longest run seen before, 5 9: {7: 1}
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ from eagle_ray.methods.lookup.native_index import native_index
 from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 
-ROOT = 0
+ROOT_NODE = 0
 MAX_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
 
 
 class SuffixAutomaton:
-    """States by number, the root first. longest: length of a state's longest run. link: -1 for the root."""
+    """A suffix automaton over token ids. States are numbers; the root is the first.
+
+    Attributes:
+        longest: length of each state's longest run.
+        link: suffix link of each state; -1 for the root.
+    """
 
     def __init__(self) -> None:
         self.longest: list[int] = [0]
@@ -45,7 +52,7 @@ class SuffixAutomaton:
         self._counts: list[int] = [0]  # how often a state's runs have been read
 
     def append(self, state: int, token: int) -> int:
-        """Return the state of a whole text from that of all but its last token; ROOT is the empty text's."""
+        """Return the state of a whole text from that of all but its last token; ROOT_NODE is the empty text's."""
         self.num_tokens += 1
         known = self._next[state].get(token)
         if known is not None:
@@ -56,7 +63,10 @@ class SuffixAutomaton:
             while at >= 0 and token not in self._next[at]:
                 self._next[at][token] = grown
                 at = self.link[at]
-            self.link[grown] = ROOT if at < 0 else self._of_length(at, token, self._next[at][token])
+            if at < 0:
+                self.link[grown] = ROOT_NODE
+            else:
+                self.link[grown] = self._of_length(at, token, self._next[at][token])
         self._count(grown)
         return grown
 
@@ -66,20 +76,22 @@ class SuffixAutomaton:
 
     def follows(self, state: int) -> dict[int, int]:
         """Return the tokens that have followed the state's longest run, with counts."""
-        return {token: max(self._counts[there], 1) for token, there in self._next[state].items()}
+        following = self._next[state].items()
+        return {token: max(self._counts[there], 1) for token, there in following}
 
     def num_following(self, state: int) -> int:
         """Return how many different tokens have followed it."""
         return len(self._next[state])
 
     def _of_length(self, state: int, token: int, there: int) -> int:
-        """Return the state of exactly the state's longest run and the token; split it if it stands for
-        longer runs too.
+        """Return the state of exactly the state's longest run and the token; split it if it stands
+        for longer runs too.
         """
         if self.longest[there] == self.longest[state] + 1:
             return there
         split = self._new(self.longest[state] + 1, dict(self._next[there]))
-        self.link[split], self._counts[split] = self.link[there], self._counts[there]
+        self.link[split] = self.link[there]
+        self._counts[split] = self._counts[there]
         self.link[there] = split
         while state >= 0 and self._next[state].get(token) == there:
             self._next[state][token] = split
@@ -88,7 +100,7 @@ class SuffixAutomaton:
 
     def _new(self, longest: int, follows: dict[int, int]) -> int:
         self.longest.append(longest)
-        self.link.append(ROOT)
+        self.link.append(ROOT_NODE)
         self._next.append(follows)
         self._counts.append(0)
         return len(self.longest) - 1
@@ -96,15 +108,15 @@ class SuffixAutomaton:
     def _count(self, state: int) -> None:
         """Count one more occurrence of the state's runs and of all shorter runs that end there."""
         for _ in range(MAX_COUNTED):
-            if state == ROOT:
+            if state == ROOT_NODE:
                 return
             self._counts[state] += 1
             state = self.link[state]
 
 
-CAPACITY = 200_000  # tokens of the index in Python, at about 460 bytes each
+PYTHON_CAPACITY = 200_000  # tokens of the index in Python, at about 460 bytes each
 BELIEVED = 64  # tokens of a context past which a longer one is no surer
-TRIED = 4  # contexts of falling length that are asked for children
+SUFFIX_CONTEXTS_TRIED = 4  # contexts of falling length that are asked for children
 LONG_RUN = 4  # tokens of a run whose continuation counts as a hit
 VAGUE = 256  # different tokens after a context that make it too vague to ask
 
@@ -112,17 +124,19 @@ VAGUE = 256  # different tokens after a context that make it too vague to ask
 class SuffixIndex(CursorIndex):
     """Two automata: a young one that is read into, and an old one that is only asked. NativeIndex in Python.
 
-    When the young one has half of the capacity, it becomes the old one, so that the older half of the texts goes.
+    When the young one has half of the capacity, it becomes the old one, so that the older half of
+    the texts goes.
 
     Args:
         capacity: maximum number of tokens.
     """
 
-    cost_key: ClassVar[dict[str, Any]] = {"tried": TRIED}
+    cost_key: ClassVar[dict[str, Any]] = {"tried": SUFFIX_CONTEXTS_TRIED}
 
-    def __init__(self, capacity: int = CAPACITY):
+    def __init__(self, capacity: int = PYTHON_CAPACITY):
         self._half = max(1, capacity // 2)
-        self.num_read = self.num_hits = 0
+        self.num_read = 0
+        self.num_hits = 0
         self.reset()
 
     def reader(self) -> SuffixReader:
@@ -144,7 +158,9 @@ class SuffixIndex(CursorIndex):
     def texts(self) -> Texts:
         texts = [*self.old.texts, *self.young.texts]
         tokens = [token for text in texts for token in text]
-        return torch.tensor([len(text) for text in texts], dtype=torch.int64), torch.tensor(tokens, dtype=torch.int32)
+        return torch.tensor([len(text) for text in texts], dtype=torch.int64), torch.tensor(
+            tokens, dtype=torch.int32
+        )
 
 
 class Generation:
@@ -156,14 +172,15 @@ class Generation:
 
 
 class SuffixReader:
-    """One sequence: its state in the young automaton, and what matches its end in the old one."""
+    """A sequence's state in the young automaton, and the match of its end in the old one."""
 
     def __init__(self, source: SuffixIndex):
         self._source = source
         self._generation = source.young
-        self._text: list[int] | None = None  # of the young generation, once it is read into
-        self._state = ROOT
-        self._match = SuffixCursor(source.old.automaton, ROOT, 0)
+        # The text in the young generation, once it is read into.
+        self._text: list[int] | None = None
+        self._state = ROOT_NODE
+        self._match = SuffixCursor(source.old.automaton, ROOT_NODE, 0)
 
     def read(self, token_ids: list[int]) -> None:
         self._source.rotate()
@@ -181,9 +198,13 @@ class SuffixReader:
 
     def _is_hit(self, token: int) -> bool:
         """Return whether the token has followed a run of LONG_RUN tokens or more that ends here."""
-        young, old = self._generation.automaton, self._match
+        young = self._generation.automaton
+        old = self._match
         runs = [state for state in (self._state, young.link[self._state]) if state >= 0]
-        if any(young.longest[state] >= LONG_RUN and young.step(state, token) is not None for state in runs):
+        if any(
+            young.longest[state] >= LONG_RUN and young.step(state, token) is not None
+            for state in runs
+        ):
             return True
         return old.length >= LONG_RUN and old.automaton.step(old.state, token) is not None
 
@@ -198,11 +219,11 @@ class SuffixReader:
         if self._generation is self._source.old:
             self._begin(self._young_cursor())
         else:
-            self._begin(SuffixCursor(self._source.old.automaton, ROOT, 0))
+            self._begin(SuffixCursor(self._source.old.automaton, ROOT_NODE, 0))
 
     def _begin(self, match: SuffixCursor) -> None:
         self._generation = self._source.young
-        self._state = ROOT
+        self._state = ROOT_NODE
         self._match = match
         self._text = None
 
@@ -213,7 +234,11 @@ class SuffixReader:
 
 @dataclass(frozen=True, slots=True)
 class SuffixCursor:
-    """length: length of the run, among the state's, that ends the text and the drafted path."""
+    """A state of the automaton.
+
+    Attributes:
+        length: length of the run of this state that ends the text and the drafted path.
+    """
 
     automaton: SuffixAutomaton
     state: int
@@ -224,16 +249,21 @@ class SuffixCursor:
             there = self.automaton.step(state, token)
             if there is not None:
                 return SuffixCursor(self.automaton, there, length + 1)
-        return SuffixCursor(self.automaton, ROOT, 0)
+        return SuffixCursor(self.automaton, ROOT_NODE, 0)
 
     def informative(self) -> list[tuple[int, dict[int, int]]]:
         """Return the first contexts that are worth asking, with their lengths and what followed them."""
-        worth = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
-        return [(n, self.automaton.follows(s)) for s, n in islice(worth, TRIED)]
+        worth = (
+            (s, n)
+            for s, n in self._contexts()
+            if n and 0 < self.automaton.num_following(s) <= VAGUE
+        )
+        return [(n, self.automaton.follows(s)) for s, n in islice(worth, SUFFIX_CONTEXTS_TRIED)]
 
     def _contexts(self) -> Iterator[tuple[int, int]]:
         """Return the states of ever shorter runs that end here, with their lengths."""
-        state, length = self.state, self.length
+        state = self.state
+        length = self.length
         while state >= 0:
             yield state, length
             state = self.automaton.link[state]
@@ -249,7 +279,7 @@ class TwoCursors:
 
     def children(self, width: int) -> Children:
         contexts = [*self.young.informative(), *self.old.informative()]
-        longest = sorted(contexts, key=lambda context: -context[0])[:TRIED]
+        longest = sorted(contexts, key=lambda context: -context[0])[:SUFFIX_CONTEXTS_TRIED]
         return interpolate(((min(n, BELIEVED), follows) for n, follows in longest), width)
 
     def after(self, token: int) -> TwoCursors:

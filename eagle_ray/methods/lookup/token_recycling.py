@@ -1,7 +1,7 @@
 """RecyclingDrafter: the target's own runners-up after each token, proposed again later (Token Recycling, 2408.08696).
 
-The logits of every verified row rank the tokens after its token. The best K are kept per token, accepted or not; a
-tree grows by looking up each node's token:
+The logits of every verified row rank the tokens after its token. The best K are kept per token,
+accepted or not; a tree grows by looking up each node's token:
 
     tokens   [V, K]   the best tokens after token v when it was last verified
     scores   [V, K]   their log-probabilities; -inf if v was never verified
@@ -28,9 +28,14 @@ from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 
 class RecyclingDrafter(NullDrafter):
-    """max_children: K, the most children of a node."""
+    """Proposes the tokens that the target ranked highest after each token.
+
+    Args:
+        max_children: K, the most children of a node.
+    """
 
     supports_graphs = False
+    reads_logits = True
 
     def __init__(
         self,
@@ -40,7 +45,8 @@ class RecyclingDrafter(NullDrafter):
         calibration: Calibration | None = None,
     ):
         self._offers = ProposalRecorder(calibration)
-        shape = vocab_size + 1, min(max_children, vocab_size)  # the last row takes what padding rows say
+        # The last row takes what padding rows say.
+        shape = (vocab_size + 1, min(max_children, vocab_size))
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._scores = torch.full(shape, -torch.inf, device=device)
         self._members: Int[Tensor, " M"] | slice = slice(None)
@@ -64,42 +70,60 @@ class RecyclingDrafter(NullDrafter):
             return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         self._members = slice(None) if members is None else members
-        tokens, frontier = roots[self._members][:, None], None
+        tokens = roots[self._members][:, None]
+        frontier = None
         builder = TreeBuilder(tokens[:, 0], plan.width, ends=sampling.ends[self._members])
         self._offers.begin((sampling.temperature > 0).long()[self._members])
         self._is_untaught = True
-        while builder.depth < plan.max_depth and not (builder.depth and plan.should_stop and plan.should_stop(builder)):
+
+        while builder.depth < plan.max_depth:
             if builder.depth:
+                if plan.should_stop and plan.should_stop(builder):
+                    break
                 frontier = builder.frontier()
                 tokens = frontier.tokens
-            children, scores = (table[tokens][..., : plan.children] for table in (self._tokens, self._scores))
-            builder.grow(self._offers.add(frontier, children, scores), children, scores)
+            children = self._tokens[tokens][..., : plan.children]
+            scores = self._scores[tokens][..., : plan.children]
+            log_probs = self._offers.add(frontier, children, scores)
+            builder.grow(log_probs, children, scores)
+
         tree = builder.build()
         tree = tree.rerank(tree.valid, tree.num_nodes)
-        tree = tree if members is None else tree.spread(members, roots)
+        if members is not None:
+            tree = tree.spread(members, roots)
         return Draft(tree, builder.levels, 0, len(tokens))
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Keep the best tokens of every row; of several rows with one token, those of the last."""
-        rows, result = verified.rows, verified.result
-        best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
+        """Store the best tokens of every verified row. Later rows overwrite earlier ones with the same token."""
+        rows = verified.rows
+        assert verified.logits is not None, "reads_logits asks for them"
+        log_probs = verified.logits.float().log_softmax(-1)
+        best = log_probs.topk(self._tokens.shape[1], -1)
+
+        # The last row of each token, so that rows with one token write one thing, in any order.
         index = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
         row = torch.arange(len(index), device=index.device)
-        last = torch.zeros_like(self._tokens[:, 0]).scatter_reduce(0, index, row, "amax")[index]
-        self._tokens.index_copy_(0, index, best.indices[last])  # rows with one token write one thing, in any order
+        last_row = torch.zeros_like(self._tokens[:, 0]).scatter_reduce(0, index, row, "amax")
+        last = last_row[index]
+        self._tokens.index_copy_(0, index, best.indices[last])
         self._scores.index_copy_(0, index, best.values[last])
         self._is_empty = False
+
         if self._is_untaught:
-            picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+            picks = verified.result.tokens[self._members]
+            num_accepted = verified.result.num_accepted[self._members]
             self._offers.update(picks, num_accepted)
         self._is_untaught = False
 
     def reset_learning(self) -> None:
         self._offers.reset()
         self._scores.fill_(-torch.inf)
-        self._is_empty, self._is_untaught = True, False
+        self._is_empty = True
+        self._is_untaught = False
 
 
-def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> RecyclingDrafter:
+def make_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: None
+) -> RecyclingDrafter:
     calibration = Calibration(speculative.max_depth, target.device)
     return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)

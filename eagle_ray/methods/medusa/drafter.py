@@ -1,8 +1,9 @@
-"""MedusaDrafter: heads that read one feature of the target, and the drafted path if they use it, on EAGLE-2's dynamic
-tree.
+"""MedusaDrafter: heads that read one feature of the target, and the drafted path if they use it, on
+EAGLE-2's dynamic tree.
 
-The only state per sequence is the feature after its last cached token: what the target's lm_head read when the root
-was sampled. There is no cache and no catching up: plain steps leave the newest feature behind, too.
+The only state per sequence is the feature after its last cached token: what the target's lm_head
+read when the root was sampled. There is no cache and no catching up: plain steps leave the newest
+feature behind, too.
 
     feature  root | level 1 | level 2         head 0 ranks level 1 from (feature, root), head 1 level 2 from
                                               (feature, root, level-1 node), ... Medusa's from the feature alone
@@ -31,7 +32,12 @@ from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
 
 class MedusaDrafter(NullDrafter):
-    """heads: Medusa's or Hydra's. calibration, coupling: see CandidateRanker."""
+    """Drafts with Medusa or Hydra heads.
+
+    Args:
+        heads: Medusa's or Hydra's heads.
+        calibration, coupling: see CandidateRanker.
+    """
 
     supports_graphs = False
     has_model = True
@@ -44,9 +50,8 @@ class MedusaDrafter(NullDrafter):
         coupling: Coupling | None = None,
     ):
         self.heads = heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        self.ranking = CandidateRanker(
-            nn.Identity(), calibration, coupling
-        )  # the heads differ by level: it is given logits
+        # The heads differ by level: it is given logits.
+        self.ranking = CandidateRanker(nn.Identity(), calibration, coupling)
         self._target = target
         self._features = torch.zeros(
             target.cache.num_slots, target.feature_size, dtype=target.dtype, device=target.device
@@ -67,14 +72,22 @@ class MedusaDrafter(NullDrafter):
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """Expand the most valuable nodes of each level; at most one level per head."""
-        members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
-        at = batch if plan.members is None else batch.select(plan.members)
-        theirs, ends = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
-        builder = TreeBuilder(theirs, plan.width, plan.static_tree, ends)
+        at = batch
+        own_roots = roots
+        ends = sampling.ends
+        members = None
+        if plan.members is not None:
+            members = torch.tensor(plan.members, device=roots.device)
+            at = batch.select(plan.members)
+            own_roots = roots[members]
+            ends = ends[members]
+
+        builder = TreeBuilder(own_roots, plan.width, plan.static_tree, ends)
         self.ranking.start(sampling, at.lengths, plan.members)
-        self._grow(builder, at, plan, theirs)
+        self._grow(builder, at, plan, own_roots)
         tree = builder.build()
-        tree = tree if members is None else tree.spread(members, roots)
+        if members is not None:
+            tree = tree.spread(members, roots)
         return Draft(tree, builder.levels, builder.depth, len(at.host_slots))
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
@@ -95,9 +108,12 @@ class MedusaDrafter(NullDrafter):
     def cost_key(self) -> dict[str, Any]:
         return self.heads.shape
 
-    def _grow(self, builder: TreeBuilder, at: DecodeSlots, plan: DraftPlan, roots: Int[Tensor, " M"]) -> None:
+    def _grow(
+        self, builder: TreeBuilder, at: DecodeSlots, plan: DraftPlan, roots: Int[Tensor, " M"]
+    ) -> None:
         """Grow levels until the plan is fulfilled or no head is left."""
-        feature, frontier = self._features[at.slots], None
+        feature = self._features[at.slots]
+        frontier = None
         path = self._target.embed_tokens(roots)[:, None, None]
         while builder.depth < min(plan.max_depth, self.heads.num_levels):
             if builder.depth:
@@ -109,12 +125,18 @@ class MedusaDrafter(NullDrafter):
             children = self.ranking.children(logits, frontier, plan.children)
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
-    def _extended(self, path: Float[Tensor, "B P L H"], frontier: Frontier) -> Float[Tensor, "B F L1 H"]:
+    def _extended(
+        self, path: Float[Tensor, "B P L H"], frontier: Frontier
+    ) -> Float[Tensor, "B F L1 H"]:
         """Return the embeddings of the paths to a frontier's nodes, from those to their parents."""
-        parents = frontier.parent_rows[:, :, None, None].expand(-1, -1, *path.shape[2:])
-        return torch.cat([path.gather(1, parents), self._target.embed_tokens(frontier.tokens)[:, :, None]], 2)
+        rows = frontier.parent_rows[:, :, None, None].expand(-1, -1, *path.shape[2:])
+        parents = path.gather(1, rows)
+        embeddings = self._target.embed_tokens(frontier.tokens)
+        return torch.cat([parents, embeddings[:, :, None]], 2)
 
 
-def make_drafter(speculative: DraftSettings, target: TargetModel, weights: MedusaHeads | HydraHeads) -> MedusaDrafter:
+def make_drafter(
+    speculative: DraftSettings, target: TargetModel, weights: MedusaHeads | HydraHeads
+) -> MedusaDrafter:
     """Return the drafter over loaded heads."""
     return MedusaDrafter(weights, target, *corrections(speculative, target.device))

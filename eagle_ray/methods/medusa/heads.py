@@ -19,8 +19,11 @@ from eagle_ray.models.supported_models import LogitsOf
 
 
 class MedusaHeads(nn.ModuleList):
-    """num_layers: residual blocks per head. own_lm_head: each head has its own lm_head; otherwise the
-    target's is used.
+    """Heads that read one feature of the target.
+
+    Args:
+        num_layers: residual blocks per head.
+        own_lm_head: each head has its own lm_head; otherwise the target's is used.
 
     Attributes:
         num_levels: the longest path that can be drafted.
@@ -29,7 +32,15 @@ class MedusaHeads(nn.ModuleList):
 
     method = "medusa"
 
-    def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, *, own_lm_head: bool):
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        own_lm_head: bool,
+    ):
         lm_head = [vocab_size] if own_lm_head else []
         super().__init__(
             nn.Sequential(
@@ -38,7 +49,8 @@ class MedusaHeads(nn.ModuleList):
             )
             for _ in range(num_heads)
         )
-        self.num_levels, self._own_lm_head = num_heads, own_lm_head
+        self.num_levels = num_heads
+        self._own_lm_head = own_lm_head
         self.shape = {"medusa": [num_heads, num_layers, hidden_size, vocab_size]}
 
     def feature_layers(self, num_layers: int) -> None:
@@ -63,7 +75,11 @@ class MedusaHeads(nn.ModuleList):
 
 
 class HydraHeads(nn.Module):
-    """num_layers: residual blocks per head; the first one maps feature and path to hidden_size."""
+    """Heads that read the feature and the drafted path.
+
+    Args:
+        num_layers: residual blocks per head; the first maps feature and path to hidden_size.
+    """
 
     method = "hydra"
 
@@ -76,7 +92,9 @@ class HydraHeads(nn.Module):
             )
             for level in range(num_heads)
         )
-        self.hydra_lm_head = nn.ModuleList(nn.Linear(hidden_size, vocab_size) for _ in range(num_heads))
+        self.hydra_lm_head = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size) for _ in range(num_heads)
+        )
         self.num_levels = num_heads
         self.shape = {"hydra": [num_heads, num_layers, hidden_size, vocab_size]}
 
@@ -101,7 +119,9 @@ class ResidualBlock(nn.Module):
     def __init__(self, size: int, num_inputs: int = 1):
         super().__init__()
         self.linear = nn.Linear(num_inputs * size, size)
-        self.res_connection = nn.Linear(num_inputs * size, size) if num_inputs > 1 else nn.Identity()
+        self.res_connection = (
+            nn.Linear(num_inputs * size, size) if num_inputs > 1 else nn.Identity()
+        )
 
     def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows H"]:
         return self.res_connection(x) + silu(self.linear(x))
