@@ -1,37 +1,56 @@
 """Read the blocks of a GGUF tensor as codes and the scale and offset of each group of codes.
 
-    value = scale * code + offset           # of tensor.data, one row of blocks for each output
+    value = scale * code + offset           # tensor.data has one row of blocks for each output
 
 Codes are unsigned. A code of 5 or 6 bits takes a whole byte, as one of 8 bits does.
 
-    type    values of a block   group   bits   scale    offset      scale and offset are stored as
-    Q4_0           32             32      4    d        -8 d        fp16
-    Q4_1           32             32      4    d        m           fp16
-    Q5_0           32             32      8    d        -16 d       fp16
-    Q5_1           32             32      8    d        m           fp16
-    Q8_0           32             32      8    d        -128 d      fp16
-    Q4_K          256             32      4    d sc     -dmin m     fp32
-    Q5_K          256             32      8    d sc     -dmin m     fp32
-    Q6_K          256             16      8    d sc     -32 d sc    fp32
+    type      values of a block   group   bits   scale    offset      scale and offset are stored as
+    Q4_0             32             32      4    d        -8 d        fp16
+    Q4_1             32             32      4    d        m           fp16
+    Q5_0             32             32      8    d        -16 d       fp16
+    Q5_1             32             32      8    d        m           fp16
+    Q8_0             32             32      8    d        -128 d      fp16
+    Q2_K            256             16      4    d sc     -dmin m     fp32
+    Q3_K            256             16      4    d sc     -4 d sc     fp32
+    Q4_K            256             32      4    d sc     -dmin m     fp32
+    Q5_K            256             32      8    d sc     -dmin m     fp32
+    Q6_K            256             16      8    d sc     -32 d sc    fp32
+    IQ4_NL           32             32      8    d        -128 d      fp16
+    IQ4_XS          256             32      8    d sc     -128 d sc   fp32
+    MXFP4            32             32      8    2^e      -128 2^e    fp32
+    IQ3_XXS         256             32      8    d sc     -128 d sc   fp32
+    IQ3_S           256             32      8    d sc     -128 d sc   fp32
+    IQ2_XXS         256             32      8    d sc     -128 d sc   fp32
+    IQ2_XS, IQ2_S   256             16      8    d sc     -128 d sc   fp32
 
-Here d, m and dmin are fp16 numbers of a block. In Q4_K and Q5_K, sc and m are integers of 6 bits for each group; in
-Q6_K, sc is one of 8 bits. Every product has at most 24 significant bits, which fp32 holds exactly. Hence
-scale * code + offset in fp32 has the same bits as gguf's own dequantize.
+Here d, m and dmin are fp16 numbers of a block. In types of K, sc and m are small integers of each
+group, of at most 8 bits; in those of IQ, sc is an integer, or half of one. Values of the last seven
+types are numbers of a table, which have 7 bits and a sign: their codes are these numbers plus 128.
+Every product has at most 24 significant bits, which fp32 holds exactly. Hence scale * code + offset
+in fp32 has the same bits as gguf's own dequantize.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, ReaderTensor
+from gguf.quants import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 
 from eagle_ray.core.errors import EngineError
 
 DENSE = ("F32", "F16", "BF16")
-LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)  # of 8 bytes
+ZERO_CODE = 128  # code of the value 0 where values are those of a table
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those of E2M1
+LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)  # mask of the low 4 bits of 8 bytes
+PAIR_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)  # shifts to the four pairs of bits of a byte
+PLANE_SHIFTS = np.arange(8, dtype=np.uint8)[:, None]  # shifts to the bits of a byte
 Array = np.ndarray
+Groups = tuple[Array, Array, Array]  # codes, and the scale and offset of each group of them
 
 
 class GGUFError(EngineError):
@@ -54,114 +73,390 @@ class BlockValues:
     bits: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of blocks that is read.
+
+    Attributes:
+        bits: 4 or 8, of a code.
+        group: number of inputs that share a scale.
+        read: codes, scale and offset of blocks.
+        has_half_scales: whether scales and offsets are fp16 numbers.
+    """
+
+    bits: int
+    group: int
+    read: Callable[[Array], Groups]
+    has_half_scales: bool = False
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Return the bytes that a weight takes in memory, its share of a scale and an offset among them."""
+        bytes_per_group = 4 if self.has_half_scales else 8
+        return self.bits / 8 + bytes_per_group / self.group
+
+
 def read_blocks(tensor: ReaderTensor) -> BlockValues:
     """Return a quantised matrix. Raises GGUFError if its type is not read or its blocks are broken."""
     kind = tensor.tensor_type
     if kind.name not in READERS:
         raise GGUFError(
-            f"tensor {tensor.name}: type {kind.name} is not read. "
-            f"Requantise the file to {', '.join(READERS)}, or store it as {', '.join(DENSE)}"
+            f"tensor {tensor.name}: type {kind.name} is not read. Take a file of another quantisation, such as Q4_K_M: "
+            f"{', '.join(READERS)} and {', '.join(DENSE)} are read"
         )
     if tensor.data.ndim != 2:
-        raise GGUFError(f"tensor {tensor.name}: has {tensor.data.ndim} axes, wanted 2 of a matrix. Download it again")
-    bits, read = READERS[kind.name]
+        raise GGUFError(
+            f"tensor {tensor.name}: has {tensor.data.ndim} axes, wanted 2 of a matrix. Download it again"
+        )
+    block_type = READERS[kind.name]
     num_rows = tensor.data.shape[0]
     blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    codes, scale, offset = (part.reshape(num_rows, -1) for part in read(blocks))
-    if not (np.isfinite(scale).all() and np.isfinite(offset).all()):
-        raise GGUFError(f"tensor {tensor.name}: a block's scale is not a finite number. Download the file again")
-    return BlockValues(codes, *_as_fp16(kind, scale, offset), bits)
+    groups = block_type.read(blocks)
+    codes, scale, offset = (part.reshape(num_rows, -1) for part in groups)
+    is_finite = np.isfinite(scale).all() and np.isfinite(offset).all()
+    if not is_finite:
+        raise GGUFError(
+            f"tensor {tensor.name}: a block's scale is not a finite number. Download the file again"
+        )
+    scale, offset = _as_fp16(kind, scale, offset)
+    return BlockValues(codes, scale, offset, block_type.bits)
 
 
 def _as_fp16(kind: GGMLQuantizationType, scale: Array, offset: Array) -> tuple[Array, Array]:
-    """Return both in fp16 if that is exact: for blocks whose scales are fp16 numbers, unless an offset is too large."""
-    if kind.name.endswith("_K"):
+    """Return both in fp16 if that is exact: if the type has such scales, unless an offset is too large."""
+    if not READERS[kind.name].has_half_scales:
         return scale, offset
     with np.errstate(over="ignore"):
-        halves = scale.astype(np.float16), offset.astype(np.float16)
-    return halves if np.isfinite(halves[1]).all() else (scale, offset)
+        half_scale = scale.astype(np.float16)
+        half_offset = offset.astype(np.float16)
+    if not np.isfinite(half_offset).all():
+        return scale, offset
+    return half_scale, half_offset
 
 
-def _q4_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scale = _fp16(blocks[:, :2])
-    return _halves(blocks[:, 2:]), scale, -8 * scale
+def _q4_0(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    codes = _halves(blocks[:, 2:])
+    return codes, scale, -8 * scale
 
 
-def _q4_1(blocks: Array) -> tuple[Array, Array, Array]:
-    return _halves(blocks[:, 4:]), _fp16(blocks[:, :2]), _fp16(blocks[:, 2:4])
+def _q4_1(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    offset = _fp16(blocks, 2)
+    codes = _halves(blocks[:, 4:])
+    return codes, scale, offset
 
 
-def _q5_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scale = _fp16(blocks[:, :2])
-    codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+def _q5_0(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    high = _fifth_bits(blocks[:, 2:6])
+    codes = _halves(blocks[:, 6:]) | high
     return codes, scale, -16 * scale
 
 
-def _q5_1(blocks: Array) -> tuple[Array, Array, Array]:
-    codes = _halves(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return codes, _fp16(blocks[:, :2]), _fp16(blocks[:, 2:4])
+def _q5_1(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    offset = _fp16(blocks, 2)
+    high = _fifth_bits(blocks[:, 4:8])
+    codes = _halves(blocks[:, 8:]) | high
+    return codes, scale, offset
 
 
-def _q8_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scale = _fp16(blocks[:, :2])
-    return blocks[:, 2:] ^ np.uint8(128), scale, -128 * scale  # a signed byte + 128 is its sign bit, turned
+def _q8_0(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    # Adding 128 to a signed byte turns its sign bit.
+    codes = blocks[:, 2:] ^ np.uint8(128)
+    return codes, scale, -128 * scale
 
 
-def _q4_k(blocks: Array) -> tuple[Array, Array, Array]:
+def _q4_k(blocks: Array) -> Groups:
     scale, offset = _scales_of_k(blocks)
-    return _halves(blocks[:, 16:], run=32), scale, offset
+    codes = _halves(blocks[:, 16:], run=32)
+    return codes, scale, offset
 
 
-def _q5_k(blocks: Array) -> tuple[Array, Array, Array]:
+def _q5_k(blocks: Array) -> Groups:
     scale, offset = _scales_of_k(blocks)
-    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # bit g of byte i: input i of group g
-    return _halves(blocks[:, 48:], run=32) | bits.reshape(len(blocks), -1) << 4, scale, offset
+    low = _halves(blocks[:, 48:], run=32)
+    # Bit g of byte i belongs to input i of group g.
+    fifth = blocks[:, 16:48]
+    high = _bit_planes(fifth)
+    codes = low | high << 4
+    return codes, scale, offset
 
 
-def _q6_k(blocks: Array) -> tuple[Array, Array, Array]:
-    """Of each 128 values, the low 4 bits lie in runs of 64 bytes and the high 2 bits in runs of 32 bytes."""
+def _q2_k(blocks: Array) -> Groups:
+    """Read Q2_K: byte g has the scale of group g in its low half and its minimum in its high half."""
+    codes = _quarters(blocks[:, 16:80])
+    packed = blocks[:, :16]
+    factors = packed & 15
+    minima = packed >> 4
+    scale = _fp16(blocks, 80) * factors
+    offset = -_fp16(blocks, 82) * minima
+    return codes, scale, offset
+
+
+def _q3_k(blocks: Array) -> Groups:
+    """Read Q3_K: the third bits of 32 values lie in a run of 32 bytes, those of each run in bits of their own.
+
+    Of 16 scales of 6 bits, the first 8 have their low halves in the low halves of bytes 96 to 103,
+    the others in their high halves; of each fourth one, the high 2 bits are in one byte.
+    """
+    third = _bit_planes(blocks[:, :32])
+    low_pair = _quarters(blocks[:, 32:96])
+    codes = low_pair | third << 2
+
+    packed = blocks[:, 96:104]
+    low = np.concatenate([packed & 15, packed >> 4], 1)
+    high = _pairs_of_bits(blocks[:, None, 104:108])
+    factors = _six_bits(low, high)
+    scale = _fp16(blocks, 108) * factors
+    return codes, scale, -4 * scale
+
+
+def _q6_k(blocks: Array) -> Groups:
+    """Read Q6_K: of 128 values, the low 4 bits lie in runs of 64 bytes and the high 2 bits in runs of 32 bytes."""
     low = _halves(blocks[:, :128], run=64)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    scale = _fp16(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8)
-    return low | pairs.reshape(len(blocks), -1) << 4, scale, -32 * scale
+    high = _quarters(blocks[:, 128:192])
+    codes = low | high << 4
+
+    factors = blocks[:, 192:208].view(np.int8)
+    scale = _fp16(blocks, 208) * factors
+    return codes, scale, -32 * scale
 
 
-def _fp16(pairs: Array) -> Array:
-    """Return the fp16 number in two bytes of each block, in fp32."""
-    return np.ascontiguousarray(pairs).view("<f2").astype(np.float32)
+def _iq4_nl(blocks: Array) -> Groups:
+    scale = _fp16(blocks, 0)
+    numbers = _halves(blocks[:, 2:])
+    return _of_table(IQ4_VALUES, numbers, scale)
+
+
+def _iq4_xs(blocks: Array) -> Groups:
+    """Read IQ4_XS: scales of 6 bits have their low halves in bytes 4 to 7, and their high 2 bits in two bytes."""
+    low = _nibbles(blocks[:, 4:8])
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    pairs = _two_bytes(blocks[:, 2:4])
+    high = pairs >> shifts & 3
+    factors = _six_bits(low, high.astype(np.uint8))
+    scale = _fp16(blocks, 0) * factors
+    numbers = _halves(blocks[:, 8:])
+    return _of_table(IQ4_VALUES, numbers, scale)
+
+
+def _mxfp4(blocks: Array) -> Groups:
+    """Read MXFP4: byte 0 is the exponent of a scale, and FP4_VALUES are twice the values."""
+    exponent = blocks[:, :1].astype(np.int32)
+    scale = np.ldexp(np.float32(1), exponent - 128)
+    numbers = _halves(blocks[:, 1:])
+    return _of_table(FP4_VALUES, numbers, scale)
+
+
+def _iq3_xxs(blocks: Array) -> Groups:
+    """Read IQ3_XXS: of 32 values, 8 bytes are numbers of four of the grid, and a word has their signs and the scale."""
+    words = _words(blocks[:, 66:])
+    numbers = blocks[:, 2:66]
+    factors = _half_steps(words >> 28)
+    scale = _fp16(blocks, 0) * factors * np.float32(0.5)
+    signs = _parity_signs(words)
+    return _of_grid(IQ3_XXS, numbers, signs, scale)
+
+
+def _iq3_s(blocks: Array) -> Groups:
+    """Read IQ3_S: numbers of the grid have a ninth bit, and signs have a bit of their own."""
+    low = blocks[:, 2:66].astype(np.uint16)
+    ninth = _bits(blocks[:, 66:74]).astype(np.uint16)
+    odd = _nibbles(blocks[:, 106:110])
+    factors = 1 + 2 * odd
+    scale = _fp16(blocks, 0) * factors
+    signs = _bits(blocks[:, 74:106])
+    return _of_grid(IQ3_S, low | ninth << 8, signs, scale)
+
+
+def _iq2_xxs(blocks: Array) -> Groups:
+    """Read IQ2_XXS: of 32 values, a word has 4 numbers of eight of the grid, the next their signs and the scale."""
+    pairs = blocks[:, 2:].reshape(len(blocks), 8, 8)
+    numbers = pairs[:, :, :4]
+    words = _words(pairs[:, :, 4:])[..., 0]
+    factors = _half_steps(words >> 28)
+    scale = _fp16(blocks, 0) * factors * np.float32(0.25)
+    signs = _parity_signs(words)
+    return _of_grid(IQ2_XXS, numbers, signs, scale)
+
+
+def _iq2_xs(blocks: Array) -> Groups:
+    """Read IQ2_XS: two bytes have a number of eight of the grid in 9 bits, and 7 bits of signs."""
+    pairs = _two_bytes(blocks[:, 2:66])
+    signs = _with_parity(pairs >> 9)
+    scale = _quarter_scales(blocks, blocks[:, 66:])
+    return _of_grid(IQ2_XS, pairs & 511, signs, scale)
+
+
+def _iq2_s(blocks: Array) -> Groups:
+    """Read IQ2_S: numbers of the grid have two more bits, and signs have a bit of their own."""
+    low = blocks[:, 2:34].astype(np.uint16)
+    packed = blocks[:, 66:74, None]
+    high = packed >> PAIR_SHIFTS & 3
+    high = high.reshape(len(blocks), -1).astype(np.uint16)
+    signs = _bits(blocks[:, 34:66])
+    scale = _quarter_scales(blocks, blocks[:, 74:])
+    return _of_grid(IQ2_S, low | high << 8, signs, scale)
+
+
+def _of_table(values: tuple[int, ...], numbers: Array, scale: Array) -> Groups:
+    """Return codes of a table's values.
+
+    Args:
+        numbers: places in the table.
+    """
+    table = [ZERO_CODE + value for value in values]
+    codes = np.array(table, np.uint8)
+    return codes[numbers], scale, -ZERO_CODE * scale
+
+
+def _of_grid(kind: Any, numbers: Array, signs: Array, scale: Array) -> Groups:
+    """Return codes of the values that a type of the package gguf has in its table, several for each number.
+
+    Args:
+        signs: 1 for a negative value, else 0.
+    """
+    kind.init_grid()
+    grid: Array = kind.grid.reshape(kind.grid_shape)
+    values = grid.astype(np.uint8)[numbers]
+    values = values.reshape(len(numbers), -1)
+    codes = np.where(signs == 1, ZERO_CODE - values, ZERO_CODE + values)
+    return codes.astype(np.uint8), scale, -ZERO_CODE * scale
+
+
+def _with_parity(sevens: Array) -> Array:
+    """Return the signs of eight values for each 7 bits: the eighth one makes the number of minus signs even."""
+    shifts = np.arange(7, dtype=sevens.dtype)
+    bits = sevens[..., None] >> shifts & 1
+    eighth = bits.sum(-1, keepdims=True) & 1
+    signs = np.concatenate([bits, eighth], -1)
+    return signs.reshape(len(sevens), -1)
+
+
+def _parity_signs(words: Array) -> Array:
+    """Return the signs of 32 values for each word, which has 7 bits for each eight of them."""
+    shifts = np.arange(0, 28, 7, dtype=np.uint32)
+    sevens = words[..., None] >> shifts & 127
+    return _with_parity(sevens.reshape(len(words), -1))
+
+
+def _half_steps(numbers: Array) -> Array:
+    """Return integers plus a half."""
+    return numbers.astype(np.float32) + 0.5
+
+
+def _quarter_scales(blocks: Array, packed: Array) -> Array:
+    """Return scales of 16 values each: quarters of 4-bit integers plus a half, times the block's own scale."""
+    factors = _half_steps(_nibbles(packed))
+    return _fp16(blocks, 0) * factors * np.float32(0.25)
+
+
+def _six_bits(low: Array, high: Array) -> Array:
+    """Return signed integers of 6 bits, which are stored with 32 added, by their low 4 and high 2 bits."""
+    return (low | high << 4).astype(np.int8) - np.int8(32)
+
+
+def _bits(packed: Array) -> Array:
+    """Return the bits of bytes, the lowest first."""
+    contiguous = np.ascontiguousarray(packed)
+    return np.unpackbits(contiguous, axis=1, bitorder="little")
+
+
+def _bit_planes(packed: Array) -> Array:
+    """Return the lowest bit of each byte of a block, then the next bit of each, up to the highest."""
+    planes = packed[:, None] >> PLANE_SHIFTS & 1
+    return planes.reshape(len(packed), -1)
+
+
+def _nibbles(packed: Array) -> Array:
+    """Return the low half of each byte and then its high half."""
+    pairs = np.stack([packed & 15, packed >> 4], 2)
+    return pairs.reshape(len(packed), -1)
+
+
+def _quarters(packed: Array) -> Array:
+    """Return the lowest 2 bits of a run of 32 bytes, then the next ones, run after run."""
+    runs = packed.reshape(len(packed), -1, 1, 32)
+    return _pairs_of_bits(runs)
+
+
+def _pairs_of_bits(runs: Array) -> Array:
+    """Return the lowest 2 bits of each byte of the last axis, then the next ones."""
+    pairs = runs >> PAIR_SHIFTS[:, None] & 3
+    return pairs.reshape(len(runs), -1)
+
+
+def _two_bytes(packed: Array) -> Array:
+    return np.ascontiguousarray(packed).view("<u2")
+
+
+def _words(packed: Array) -> Array:
+    return np.ascontiguousarray(packed).view("<u4")
+
+
+def _fp16(blocks: Array, place: int) -> Array:
+    """Return the fp16 number at a byte of each block, in fp32."""
+    pairs = np.ascontiguousarray(blocks[:, place : place + 2])
+    return pairs.view("<f2").astype(np.float32)
 
 
 def _halves(packed: Array, run: int = 16) -> Array:
     """Return the low halves of a run of bytes, then their high halves, run after run."""
-    runs = np.ascontiguousarray(packed).view("<u8").reshape(len(packed), -1, run // 8)  # 8 bytes at once
-    halves = np.stack([runs & LOW_HALVES, runs >> np.uint64(4) & LOW_HALVES], 2)
+    # The halves of 8 bytes at once.
+    words = np.ascontiguousarray(packed).view("<u8")
+    runs = words.reshape(len(packed), -1, run // 8)
+    low = runs & LOW_HALVES
+    high = runs >> np.uint64(4) & LOW_HALVES
+    halves = np.stack([low, high], 2)
     return halves.view(np.uint8).reshape(len(packed), -1)
 
 
 def _fifth_bits(packed: Array) -> Array:
     """Return bit i of each block's 4 bytes as bit 4 of code i."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    return _bits(packed) << 4
 
 
 def _scales_of_k(blocks: Array) -> tuple[Array, Array]:
     """Return the scale and offset of the 8 groups of Q4_K and Q5_K blocks.
 
-    Bytes 4 to 15 hold 8 scales and 8 minima of 6 bits. The first 4 of each lie in the low 6 bits of bytes 4 to 11. The
-    last 4 have their low 4 bits in bytes 12 to 15, and their high 2 bits on top of the first.
+    Bytes 4 to 15 hold 8 scales and 8 minima of 6 bits. The first 4 of each lie in the low 6 bits of
+    bytes 4 to 11. The last 4 have their low 4 bits in bytes 12 to 15, and their high 2 bits on top
+    of the first.
     """
-    first_scales, first_minima, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([first_scales & 63, low & 15 | first_scales >> 6 << 4], 1)
-    minima = np.concatenate([first_minima & 63, low >> 4 | first_minima >> 6 << 4], 1)
-    return _fp16(blocks[:, :2]) * scales, -_fp16(blocks[:, 2:4]) * minima
+    first_scales = blocks[:, 4:8]
+    first_minima = blocks[:, 8:12]
+    low = blocks[:, 12:16]
+    high_scales = first_scales >> 6 << 4
+    high_minima = first_minima >> 6 << 4
+    last_scales = low & 15 | high_scales
+    last_minima = low >> 4 | high_minima
+    scales = np.concatenate([first_scales & 63, last_scales], 1)
+    minima = np.concatenate([first_minima & 63, last_minima], 1)
+    d = _fp16(blocks, 0)
+    dmin = _fp16(blocks, 2)
+    return d * scales, -dmin * minima
 
 
-READERS: dict[str, tuple[int, Callable[[Array], tuple[Array, Array, Array]]]] = {  # bits, and what reads blocks
-    "Q4_0": (4, _q4_0),
-    "Q4_1": (4, _q4_1),
-    "Q5_0": (8, _q5_0),
-    "Q5_1": (8, _q5_1),
-    "Q8_0": (8, _q8_0),
-    "Q4_K": (4, _q4_k),
-    "Q5_K": (8, _q5_k),
-    "Q6_K": (8, _q6_k),
+READERS = {  # by the name of a type
+    "Q4_0": BlockType(4, 32, _q4_0, has_half_scales=True),
+    "Q4_1": BlockType(4, 32, _q4_1, has_half_scales=True),
+    "Q5_0": BlockType(8, 32, _q5_0, has_half_scales=True),
+    "Q5_1": BlockType(8, 32, _q5_1, has_half_scales=True),
+    "Q8_0": BlockType(8, 32, _q8_0, has_half_scales=True),
+    "Q2_K": BlockType(4, 16, _q2_k),
+    "Q3_K": BlockType(4, 16, _q3_k),
+    "Q4_K": BlockType(4, 32, _q4_k),
+    "Q5_K": BlockType(8, 32, _q5_k),
+    "Q6_K": BlockType(8, 16, _q6_k),
+    "IQ4_NL": BlockType(8, 32, _iq4_nl, has_half_scales=True),
+    "IQ4_XS": BlockType(8, 32, _iq4_xs),
+    "MXFP4": BlockType(8, 32, _mxfp4),
+    "IQ3_XXS": BlockType(8, 32, _iq3_xxs),
+    "IQ3_S": BlockType(8, 32, _iq3_s),
+    "IQ2_XXS": BlockType(8, 32, _iq2_xxs),
+    "IQ2_XS": BlockType(8, 16, _iq2_xs),
+    "IQ2_S": BlockType(8, 16, _iq2_s),
 }

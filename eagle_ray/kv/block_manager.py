@@ -1,19 +1,20 @@
 """BlockManager: which block of the KV pool holds which positions of which slot.
 
-Position p of a slot is in block block_table[slot, p // size], at offset p % size. Blocks are allocated as sequences
-grow. Full blocks of a prompt enter the prefix cache: a later slot that starts with the same tokens attaches them
-instead of computing them. Only full blocks are shared, so no slot writes to a block that another reads.
+Position p of a slot is in block block_table[slot, p // size], at offset p % size. Blocks are
+allocated as sequences grow. Full blocks of a prompt enter the prefix cache: a later slot that
+starts with the same tokens attaches them instead of computing them. Only full blocks are shared, so
+no slot writes to a block that another reads.
 
     slot 0   [ 7 | 2 | 5 | null ...]      blocks 7 and 2 hold a prompt that slot 1 starts with too
     slot 1   [ 7 | 2 | 9 | null ...]
 
-One block manager serves all caches of an engine: a block number means the same positions in each of them.
+One block manager serves all caches of an engine: a block number means the same positions in each of
+them.
 """
 
 from __future__ import annotations
 
 import heapq
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,15 +23,17 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from eagle_ray.core.device import copy_to_device
+from eagle_ray.kv.prefix_cache import PrefixCache
 
-BLOCK_SIZE = 32  # positions: small enough to waste little, large enough that gathering is as fast as reading
+# Positions: small enough to waste little, large enough that gathering is as fast as reading.
+BLOCK_SIZE = 32
 
 
 class BlockManager:
     """Block tables of num_slots slots over a pool of num_blocks blocks.
 
-    Positions that are not reserved map to the null block `num_blocks`. It takes padding rows and its content is never
-    used.
+    Positions that are not reserved map to the null block `num_blocks`. It takes padding rows and
+    its content is never used.
 
     Args:
         capacity: maximum positions of a slot.
@@ -49,18 +52,23 @@ class BlockManager:
         device: torch.device | str = "cpu",
         size: int = BLOCK_SIZE,
     ):
-        self.num_slots, self.capacity, self.size = num_slots, capacity, size
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.size = size
         blocks_per_slot = self.blocks_for(capacity)
         self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
         self.null_slot = num_slots
-        shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: null_position is there
+        # The last entry of a slot is never reserved: null_position is there.
+        shape = (num_slots + 1, blocks_per_slot + 1)
         self._table = torch.full(shape, self.num_blocks, dtype=torch.int64, device=device)
-        self._changed: dict[int, tuple[int, int]] = {}  # slot -> the entries [first, last) that the device lacks
+        # The entries [first, last) of each slot that the device lacks.
+        self._changed: dict[int, tuple[int, int]] = {}
         self.null_position = blocks_per_slot * size
         self._slot_blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._num_slot_blocks = np.zeros(num_slots, dtype=np.int64)  # their lengths
         self._references = [0] * self.num_blocks
-        self.free_blocks = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous
+        # A heap: low blocks first keeps slots contiguous.
+        self.free_blocks = list(range(self.num_blocks))
         self._prefixes = PrefixCache()
 
     @property
@@ -79,7 +87,9 @@ class BlockManager:
         for slot, (first, last) in self._changed.items():
             indices.append(np.arange(slot * width + first, slot * width + last))
             slot_blocks = self._slot_blocks[slot][first:last]
-            blocks += slot_blocks + [self.num_blocks] * (last - first - len(slot_blocks))
+            num_released = last - first - len(slot_blocks)
+            blocks += slot_blocks
+            blocks += [self.num_blocks] * num_released
         self._changed.clear()
         both = torch.from_numpy(np.stack([np.concatenate(indices), np.array(blocks)]))
         index, values = copy_to_device(both, self._table.device)
@@ -87,7 +97,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Return how many blocks `reserve` can allocate: free ones, and cached ones that no slot holds."""
+        """Return the number of blocks that can be allocated: free ones, and cached ones without a slot."""
         return len(self.free_blocks) + self._prefixes.num_evictable
 
     def blocks_for(self, num_positions: int) -> int:
@@ -100,11 +110,10 @@ class BlockManager:
     def contiguous_start(self, slot: int, width: int) -> int | None:
         """Return the slot's first block if its first `width` blocks are contiguous in the pool, else None."""
         slot_blocks = self._slot_blocks[slot][:width]
-        return (
-            slot_blocks[0]
-            if slot_blocks and slot_blocks == list(range(slot_blocks[0], slot_blocks[0] + width))
-            else None
-        )
+        if not slot_blocks:
+            return None
+        first = slot_blocks[0]
+        return first if slot_blocks == list(range(first, first + width)) else None
 
     def blocks_needed(self, slot: int, num_positions: int) -> int:
         """Return how many blocks the slot lacks to hold `num_positions` positions."""
@@ -124,8 +133,8 @@ class BlockManager:
         return np.maximum(wanted - self._num_slot_blocks[np.asarray(slots, np.int64)], 0)
 
     def reserve_each(self, slots: ArrayLike, num_positions: ArrayLike) -> bool:
-        """Reserve the first num_positions[i] positions of slots[i]. Return False, and change nothing, if blocks do not
-        suffice.
+        """Reserve the first num_positions[i] positions of slots[i]. Return False, and change
+        nothing, if blocks do not suffice.
         """
         slots = np.asarray(slots, np.int64)
         missing = self.num_missing(slots, num_positions)
@@ -139,7 +148,8 @@ class BlockManager:
     def num_growing(self) -> int:
         """Return how many slots hold blocks and are not full."""
         full = self.blocks_for(self.capacity)
-        return int(np.count_nonzero((self._num_slot_blocks > 0) & (self._num_slot_blocks < full)))
+        is_growing = (self._num_slot_blocks > 0) & (self._num_slot_blocks < full)
+        return int(np.count_nonzero(is_growing))
 
     def trim(self, slot: int, num_positions: int) -> None:
         """Release the blocks past the slot's first `num_positions` positions."""
@@ -162,7 +172,8 @@ class BlockManager:
 
         At least one token is left to compute, because its row yields the first logits.
         """
-        blocks = self._prefixes.match(tokens, self.size)[: (len(tokens) - 1) // self.size]
+        max_blocks = (len(tokens) - 1) // self.size
+        blocks = self._prefixes.match(tokens, self.size)[:max_blocks]
         for block in blocks:
             self._ref(block)
         self._extend(slot, blocks)
@@ -193,8 +204,12 @@ class BlockManager:
         assert counts == self._references, "reference counts"
         idle = [block for block in range(self.num_blocks) if self._prefixes.is_evictable(block)]
         unused = [block for block, count in enumerate(counts) if count == 0]
-        assert sorted([*self.free_blocks, *idle]) == unused, f"free {self.free_blocks}, idle {idle}, unused {unused}"
-        assert self.block_table[self.null_slot].eq(self.num_blocks).all(), "the slot that never holds anything"
+        assert sorted([*self.free_blocks, *idle]) == unused, (
+            f"free {self.free_blocks}, idle {idle}, unused {unused}"
+        )
+        assert self.block_table[self.null_slot].eq(self.num_blocks).all(), (
+            "the slot that never holds anything"
+        )
         self._prefixes.check_integrity()
 
     def _extend(self, slot: int, blocks: list[int]) -> None:
@@ -206,10 +221,11 @@ class BlockManager:
         self._num_slot_blocks[slot] = len(slot_blocks)
 
     def _mark_changed(self, slot: int, first: int, last: int) -> None:
-        before = self._changed.get(slot, (first, last))
-        self._changed[slot] = min(first, before[0]), max(last, before[1])
+        old_first, old_last = self._changed.get(slot, (first, last))
+        self._changed[slot] = min(first, old_first), max(last, old_last)
 
     def _allocate(self) -> int:
+        """Return a free block, or a cached one that no slot holds."""
         block = heapq.heappop(self.free_blocks) if self.free_blocks else self._prefixes.evict()
         self._references[block] = 1
         return block
@@ -223,78 +239,3 @@ class BlockManager:
         self._references[block] -= 1
         if self._references[block] == 0 and not self._prefixes.release(block):
             heapq.heappush(self.free_blocks, block)
-
-
-_START = -1  # the block "before" a first one
-_Key = tuple[int, tuple[int, ...]]
-
-
-class PrefixCache:
-    """Full blocks by the tokens that they hold, with the unused ones in least-recently-used order: a trie.
-
-    A block's key is the block before it and its own token ids, so equal keys mean equal tokens from the start: no block
-    is found by a hash alone. A slot that holds a block holds those before it and releases the last one first, so a
-    block is always evicted before the one that it follows. Idle blocks are held by no slot and may be evicted.
-    """
-
-    def __init__(self):
-        self._block_of: dict[_Key, int] = {}
-        self._key_of: dict[int, _Key] = {}
-        self._idle: dict[int, None] = {}  # least recently used first
-
-    @property
-    def num_evictable(self) -> int:
-        return len(self._idle)
-
-    def is_evictable(self, block: int) -> bool:
-        return block in self._idle
-
-    def match(self, tokens: list[int], size: int) -> list[int]:
-        """Return the cached blocks of `size` tokens that hold the longest prefix of `tokens`."""
-        matched: list[int] = []
-        for part in split_blocks(tokens, size):
-            block = self._block_of.get((matched[-1] if matched else _START, part))
-            if block is None:
-                break
-            matched.append(block)
-        return matched
-
-    def add(self, tokens: list[int], blocks: list[int], size: int) -> None:
-        """Add the blocks that hold `tokens`, up to the first whose tokens another block holds already."""
-        before = _START
-        for part, block in zip(split_blocks(tokens, size), blocks, strict=False):
-            if self._block_of.setdefault((before, part), block) != block:
-                return
-            self._key_of[block] = before, part
-            before = block
-
-    def release(self, block: int) -> bool:
-        """Mark a block as idle. Return False if it is not cached, so that it is simply free."""
-        if block in self._key_of:
-            self._idle[block] = None
-        return block in self._key_of
-
-    def acquire(self, block: int) -> None:
-        """Mark an idle block as held."""
-        del self._idle[block]
-
-    def evict(self) -> int:
-        """Remove and return the least recently used idle block. There must be one."""
-        block = next(iter(self._idle))
-        del self._idle[block], self._block_of[self._key_of.pop(block)]
-        return block
-
-    def check_integrity(self) -> None:
-        """Assert that both maps agree and that a block becomes idle only after those that follow it."""
-        assert {key: block for block, key in self._key_of.items()} == self._block_of
-        order = {block: i for i, block in enumerate(self._idle)}
-        for block, (before, _) in self._key_of.items():
-            assert before == _START or before in self._key_of, f"block {block} follows the evicted {before}"
-            if before in order:
-                assert order.get(block, len(order)) < order[before], f"block {before} would go before {block}"
-
-
-def split_blocks(tokens: list[int], size: int) -> list[tuple[int, ...]]:
-    """Return the full blocks of `size` tokens."""
-    ends = range(0, len(tokens) + 1, size)
-    return [tuple(tokens[start:end]) for start, end in pairwise(ends)]

@@ -1,10 +1,12 @@
 """KVCache: the keys and values of one model, in the blocks that a BlockManager gives to slots.
 
-A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the accepted path. What is not
-committed is overwritten by the next pass, so a rejected tree leaves no trace.
+A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the
+accepted path. What is not committed is overwritten by the next pass, so a rejected tree leaves no
+trace.
 
-A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they are written, and
-read in the rows' dtype. FP8 has no scale here: keys and values of language models lie far within its range.
+A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they
+are written, and read in the rows' dtype. FP8 has no scale here: keys and values of language models
+lie far within its range.
 """
 
 from __future__ import annotations
@@ -44,16 +46,18 @@ class KVCache:
         value_dim: int | None = None,
         stored: torch.dtype | None = None,
     ):
-        self.blocks, self.dtype = blocks, dtype
+        self.blocks = blocks
+        self.dtype = dtype
         shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
-        dims = head_dim, value_dim or head_dim
-        self.keys, self.values = (mapped_zeros((*shape, dim), stored or dtype, device) for dim in dims)
+        self.keys = mapped_zeros((*shape, head_dim), stored or dtype, device)
+        self.values = mapped_zeros((*shape, value_dim or head_dim), stored or dtype, device)
+
+        # Views of both, made once: by index instead of block, and by layer.
         self._movable = movable(self.keys), movable(self.values)
-        self._flat = tuple(part.flatten(1, 2) for part in self._movable)  # views: [layers, indices, kv_heads, head_dim]
-        self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
-        self._blocks_of = list(zip(*(part.unbind(0) for part in self._movable), strict=True))
-        flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)
-        self._stored_of = list(zip(*(part.unbind(0) for part in flat), strict=True))
+        self._flat = tuple(part.flatten(1, 2) for part in self._movable)
+        self._flat_of = _by_layer(*self._flat)
+        self._blocks_of = _by_layer(*self._movable)
+        self._stored_of = _by_layer(self.keys.flatten(1, 2), self.values.flatten(1, 2))
 
     @property
     def num_slots(self) -> int:
@@ -70,12 +74,14 @@ class KVCache:
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether what is read may differ from what was written."""
+        """Return whether the cache stores rounded values."""
         return self.keys.dtype is not self.dtype
 
     def layer(
         self, layer: int
-    ) -> tuple[Float[Tensor, "indices kv_heads head_dim"], Float[Tensor, "indices kv_heads value_dim"]]:
+    ) -> tuple[
+        Float[Tensor, "indices kv_heads head_dim"], Float[Tensor, "indices kv_heads value_dim"]
+    ]:
         """Return a layer's keys and values by index, as stored: views."""
         return self._stored_of[layer]
 
@@ -83,13 +89,18 @@ class KVCache:
         self, layer: int, slot_mapping: Int[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N kv_heads head_dim"], Float[Tensor, "N kv_heads value_dim"]]:
         """Return the keys and values at these indices, copied."""
-        keys, values = (self._loaded(flat.index_select(0, slot_mapping)) for flat in self._flat_of[layer])
-        return keys, values
+        flat_keys, flat_values = self._flat_of[layer]
+        keys = flat_keys.index_select(0, slot_mapping)
+        values = flat_values.index_select(0, slot_mapping)
+        return self._loaded(keys), self._loaded(values)
 
-    def slot_mapping(self, slots: Int[Tensor, "..."], positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def slot_mapping(
+        self, slots: Int[Tensor, "..."], positions: Int[Tensor, "..."]
+    ) -> Int[Tensor, "..."]:
         """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
         size = self.blocks.size
-        block = self.blocks.block_table[slots, torch.div(positions, size, rounding_mode="floor")]
+        index = torch.div(positions, size, rounding_mode="floor")
+        block = self.blocks.block_table[slots, index]
         return block * size + positions % size
 
     def write(
@@ -109,16 +120,20 @@ class KVCache:
         return min(batch.max_length + more, self.blocks.null_position)
 
     def block_index(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
-        """Return the blocks of each sequence's positions and `more` after them, for `read`; the same for all layers.
+        """Return the blocks of each sequence's positions and of `more` positions after them, for `read`.
 
-        One sequence in contiguous blocks gets a slice, whose read is a view. Shorter sequences of a batch are padded
-        with the null block, which stays in the CPU's cache (1 % of a plain step of 16 sequences).
+        One sequence in contiguous blocks gets a slice, whose read is a view. Shorter sequences of a
+        batch are padded with the null block, which stays in the CPU's cache (1 % of a plain step of
+        16 sequences).
         """
-        num_positions, size = self.num_positions(batch, more), self.blocks.size
+        num_positions = self.num_positions(batch, more)
+        size = self.blocks.size
         width = self.blocks.blocks_for(num_positions)
-        first = self.blocks.contiguous_start(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
-        if first is not None:
-            return slice(first * size, first * size + num_positions)
+        if len(batch.host_slots) == 1:
+            first = self.blocks.contiguous_start(batch.host_slots[0], width)
+            if first is not None:
+                return slice(first * size, first * size + num_positions)
+
         begins = torch.arange(0, width * size, size, device=batch.lengths.device)
         has = begins < (batch.lengths + more)[:, None]
         return self.blocks.block_table[batch.slots, :width].where(has, self.blocks.num_blocks)
@@ -128,12 +143,13 @@ class KVCache:
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
         """Return the first num_positions positions of each sequence; past the reserved ones values are arbitrary."""
         if isinstance(where, slice):
-            keys, values = (flat[None, where] for flat in self._flat_of[layer])
+            flat_keys, flat_values = self._flat_of[layer]
+            keys = flat_keys[None, where]
+            values = flat_values[None, where]
         else:
-            keys, values = (
-                pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_positions]
-                for pool in self._blocks_of[layer]
-            )
+            key_blocks, value_blocks = self._blocks_of[layer]
+            keys = _gather_blocks(key_blocks, where)[:, :num_positions]
+            values = _gather_blocks(value_blocks, where)[:, :num_positions]
         return self._loaded(keys).transpose(1, 2), self._loaded(values).transpose(1, 2)
 
     def _rounded(self, rows: Float[Tensor, "..."]) -> Tensor:
@@ -141,13 +157,14 @@ class KVCache:
         return movable(to_fp8(rows)) if self.keys.dtype is FP8 else rows.to(self.keys.dtype)
 
     def _loaded(self, stored: Tensor) -> Float[Tensor, "..."]:
-        """Return what `_flat` stores in the dtype of rows."""
+        """Return stored values in the dtype of rows; the inverse of `_flat`."""
         return stored.view(self.keys.dtype).to(self.dtype)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Move the accepted path of each tree to the positions right after its committed tokens, in every layer.
 
-        Tree node i was written at position length + i; the j-th accepted node belongs at length + j <= length + i.
+        Tree node i was written at position length + i; the j-th accepted node belongs at length + j
+        <= length + i.
         """
         longest = result.accepted_nodes.shape[1]
         if longest == 1:
@@ -155,27 +172,50 @@ class KVCache:
         if use_triton(self.keys.device):
             return self._commit_fused(batch, result)
         if tree_ops.available(self.keys.device):
-            blocks, nodes = self.blocks, result.accepted_nodes
+            table = self.blocks.block_table
+            size = self.blocks.size
+            nodes = result.accepted_nodes
             for numbers in self._flat:
-                tree_ops.move_rows(numbers, blocks.block_table, blocks.size, batch.slots, batch.lengths, nodes)
+                tree_ops.move_rows(numbers, table, size, batch.slots, batch.lengths, nodes)
             return None
         return self.commit_portably(batch, result)
 
     def commit_portably(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        """Do what `commit` does by torch, on any device."""
+        """Run `commit` with torch operations, on any device."""
         longest = result.accepted_nodes.shape[1]
         offset = torch.arange(1, longest, device=batch.slots.device)  # the root stays
         accepted = result.accepted_nodes[:, 1:]
-        moved = torch.where(accepted >= 0, accepted, offset)
-        slots, first = batch.slots[:, None], batch.lengths[:, None]
-        source, target = (self.slot_mapping(slots, first + positions).flatten() for positions in (moved, offset))
+        moved = torch.where(accepted >= 0, accepted, offset)  # padding moves onto itself
+        slots = batch.slots[:, None]
+        first = batch.lengths[:, None]
+        source = self.slot_mapping(slots, first + moved).flatten()
+        target = self.slot_mapping(slots, first + offset).flatten()
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
 
     def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
         from eagle_ray.kernels import fused_layer as kernel
 
-        kernel.commit(*self._movable, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes)
+        kernel.commit(
+            *self._movable,
+            self.blocks.block_table,
+            batch.slots,
+            batch.lengths,
+            result.accepted_nodes,
+        )
+
+
+def _by_layer(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return views of each layer's keys and values."""
+    return list(zip(keys.unbind(0), values.unbind(0), strict=True))
+
+
+def _gather_blocks(
+    pool: Float[Tensor, "blocks size kv_heads d"], where: Int[Tensor, "B W"]
+) -> Float[Tensor, "B W*size kv_heads d"]:
+    """Return the rows of each sequence's blocks, copied."""
+    rows = pool.index_select(0, where.flatten())
+    return rows.view(where.shape[0], -1, *pool.shape[2:])
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -10,12 +10,15 @@ Each row goes through the top_k experts that its router scores highest:
     delta = sum over j of weights[j] * expert[chosen[j]](normed)    in this order, whatever the other rows are
     delta += sigmoid(normed @ w_gate) * shared(normed)           Qwen2-MoE's expert that every row goes through
 
-The pairs (row, choice) are sorted by expert once, and each expert multiplies its pairs together. Where Triton runs,
-that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or, where that would copy to the host and so
-could not be captured in a CUDA graph, each expert multiplies every row. Which of the three is known from device, dtype
-and sizes, before a capture starts. Weights are those of the transformers modules, in their memory. A rank has some of
-the `I` numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose alike. That is
-tried at the start (`checksum`), since no step's checksum sees it.
+Llama 4 weighs by sigmoid(normed @ W_router), and what an expert reads in place of its output.
+
+The pairs (row, choice) are sorted by expert once, and each expert multiplies its pairs together.
+Where Triton runs, that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or,
+where that would copy to the host and so could not be captured in a CUDA graph, each expert
+multiplies every row. Which of the three is known from device, dtype and sizes, before a capture
+starts. Weights are those of the transformers modules, in their memory. A rank has some of the `I`
+numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose
+alike. That is tried at the start (`checksum`), since no step's checksum sees it.
 """
 
 from __future__ import annotations
@@ -31,22 +34,24 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.families import FAMILIES
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import ReducedBlock
 
-ROUNDED = (
-    "OlmoeSparseMoeBlock",
-    "Qwen2MoeSparseMoeBlock",
-    "Qwen3MoeSparseMoeBlock",
-)  # to the model's dtype are the weights of their experts
-BLOCKS = ("MixtralSparseMoeBlock", *ROUNDED)
-FAST_GPUS = (9, 10)  # major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device
+# By the class of a block.
+MIXTURE_OF_BLOCK = {
+    family.mixture.block: family.mixture
+    for family in FAMILIES.values()
+    if family.mixture is not None
+}
+# Major compute capabilities whose grouped_mm in bf16 reads the groups' sizes on the device.
+FAST_GPUS = (9, 10)
 ALIGNED = 16  # bytes: the rows that torch's grouped_mm reads are multiples of this
-TRIED_ROWS = (1, 33)  # of the passes whose routes ranks compare
-MAX_NUMBERS = 1 << 26  # that are computed together where every expert multiplies every row
+TRIED_ROWS = (1, 33)  # rows of the passes whose routes ranks compare
+MAX_NUMBERS = 1 << 26  # numbers computed together where every expert multiplies every row
 grouped_mm: Callable[..., Tensor] = F.grouped_mm
 
 
@@ -55,11 +60,16 @@ class Experts:
     """The experts of one layer and their router, between its norm and the residual.
 
     Attributes:
-        reader: the router: a logit for each expert and then, if there is a shared expert, the logit of its share.
-        gate_up, down: weights of all experts; gate_up[e] is gate, then up.
+        reader: the router: a logit for each expert and then, if there is a shared expert, the logit
+            of its share.
+        gate_up: weights of all experts; gate_up[e] is gate, then up.
+        down: weights of all experts.
+        shared: what runs the block's shared expert, if it has one.
         weights_dtype: to which the weights of the chosen experts are rounded.
         is_normalized: whether the weights of a row's experts add up to 1.
-        ranks: that each have some of the numbers of every expert and of `shared`; None if this process has all.
+        scales_inputs: as in MixtureForm.
+        ranks: that each have some of the numbers of every expert and of `shared`; None if this
+            process has all.
     """
 
     reader: Projection
@@ -71,26 +81,35 @@ class Experts:
     weights_dtype: torch.dtype
     ops: ModuleType
     ranks: RankGroup | None = None
+    scales_inputs: bool = False
 
     @classmethod
-    def of(cls, module: nn.Module, ops: ModuleType, shared: Callable[[Tensor], Tensor] | None) -> Experts:
+    def of(
+        cls, module: nn.Module, ops: ModuleType, shared: Callable[[Tensor], Tensor] | None
+    ) -> Experts:
         """Build from a module for which is_moe_block is true.
 
-        shared: what runs the block's shared expert, if it has one.
+        Args:
+            shared: what runs the block's shared expert, if it has one.
         """
         block = cast(Any, _block_of(module))
-        router = block.gate
-        is_rounded = type(block).__name__ in ROUNDED
+        mixture = MIXTURE_OF_BLOCK[type(block).__name__]
+        router = block.router if mixture.scales_inputs else block.gate
+        gate_up = block.experts.gate_up_proj.detach()
+        down = block.experts.down_proj.detach()
+        if mixture.scales_inputs:  # stored inputs first
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         return cls(
-            reader=_router_of(block),
-            gate_up=block.experts.gate_up_proj.detach(),
-            down=block.experts.down_proj.detach(),
+            reader=_router_of(block, router),
+            gate_up=gate_up,
+            down=down,
             shared=shared,
             top_k=router.top_k,
             is_normalized=getattr(router, "norm_topk_prob", True),
-            weights_dtype=router.weight.dtype if is_rounded else torch.float32,
+            weights_dtype=router.weight.dtype if mixture.rounds_weights else torch.float32,
             ops=ops,
             ranks=module.ranks if isinstance(module, ReducedBlock) else None,
+            scales_inputs=mixture.scales_inputs,
         )
 
     def __call__(self, normed: Tensor | ScaledRows) -> Float[Tensor, "R H"]:
@@ -101,36 +120,54 @@ class Experts:
     @torch.inference_mode()
     def checksum(self) -> int:
         """Return a checksum of what the router says of some rows, to the last bit."""
-        numbers = self.gate_up.shape[2]
-        rows = torch.randn(max(TRIED_ROWS), numbers, generator=torch.Generator().manual_seed(numbers))
+        width = self.gate_up.shape[2]
+        generator = torch.Generator().manual_seed(width)  # all ranks have equal rows
+        rows = torch.randn(max(TRIED_ROWS), width, generator=generator)
         rows = rows.to(self.gate_up.device, self.gate_up.dtype)
         logits = torch.cat([self.reader(rows[:num_rows]) for num_rows in TRIED_ROWS])
-        return crc32(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        data = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        return crc32(data)
 
     def _delta(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
-        """Return what this process's numbers of the experts add."""
+        """Return this rank's part of the experts' output."""
         logits = self.reader(normed)
         shared = None if self.shared is None else self.shared(normed)
-        if use_triton(normed.device):
+        if use_triton(normed.device) and not self.scales_inputs:
             return self._fused(normed, logits, shared)
         weights, chosen = self._route(logits)
         outputs = self._grouped if self._has_grouped_mm else self._every_expert
         total = outputs(normed, weights, chosen)
-        return total if shared is None else total + logits[:, -1:].sigmoid() * shared
+        if shared is None:
+            return total
+        if logits.shape[1] == len(self.down):
+            return total + shared  # its share is 1
+        share = logits[:, -1:].sigmoid()
+        return total + share * shared
 
     def _fused(
-        self, normed: Float[Tensor, "R H"], logits: Float[Tensor, "R L"], shared: Float[Tensor, "R H"] | None
+        self,
+        normed: Float[Tensor, "R H"],
+        logits: Float[Tensor, "R L"],
+        shared: Float[Tensor, "R H"] | None,
     ) -> Float[Tensor, "R H"]:
+        """Compute `_delta` with Triton's kernels."""
         from eagle_ray.kernels import grouped_experts
 
-        choices = grouped_experts.route(logits, len(self.down), self.top_k, self.is_normalized, self.weights_dtype)
+        choices = grouped_experts.route(
+            logits, len(self.down), self.top_k, self.is_normalized, self.weights_dtype
+        )
         groups = grouped_experts.group_pairs(choices.experts, len(self.down))
         inner = grouped_experts.gated_products(normed, self.gate_up, groups, self.top_k)
         outputs = grouped_experts.products(inner, self.down, groups)
         return grouped_experts.weighted_sum(outputs, choices.weights, shared, logits[:, -1])
 
-    def _route(self, logits: Float[Tensor, "R L"]) -> tuple[Float[Tensor, "R k"], Int[Tensor, "R k"]]:
+    def _route(
+        self, logits: Float[Tensor, "R L"]
+    ) -> tuple[Float[Tensor, "R k"], Int[Tensor, "R k"]]:
         """Return the weights of each row's experts and their numbers, the likeliest first."""
+        if self.scales_inputs:
+            highest, chosen = logits.topk(self.top_k, -1)
+            return highest.float().sigmoid().to(self.weights_dtype), chosen
         shares = torch.softmax(logits[:, : len(self.down)], -1, dtype=torch.float32)
         weights, chosen = shares.topk(self.top_k, -1)
         if self.is_normalized:
@@ -140,7 +177,8 @@ class Experts:
     @property
     def _has_grouped_mm(self) -> bool:
         """Return whether torch multiplies groups without reading their sizes on a GPU's host."""
-        device, dtype = self.down.device, self.down.dtype
+        device = self.down.device
+        dtype = self.down.dtype
         if any(width * dtype.itemsize % ALIGNED for width in self.down.shape[1:]):
             return False
         if device.type != "cuda":
@@ -148,45 +186,69 @@ class Experts:
         return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
 
     def _grouped(
-        self, normed: Float[Tensor, "R H"], weights: Float[Tensor, "R k"], chosen: Int[Tensor, "R k"]
+        self,
+        normed: Float[Tensor, "R H"],
+        weights: Float[Tensor, "R k"],
+        chosen: Int[Tensor, "R k"],
     ) -> Float[Tensor, "R H"]:
         """Let each expert multiply the rows that chose it."""
+        # Sort the pairs (row, choice) by expert.
         by_expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(len(self.down), device=normed.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+
         gathered = normed[order // self.top_k]
-        inner = self.ops.silu_mul(grouped_mm(gathered, self.gate_up.transpose(1, 2), offs=ends))
+        if self.scales_inputs:
+            gathered = gathered * weights.flatten()[order, None]
+            weights = torch.ones_like(weights)
+        both = grouped_mm(gathered, self.gate_up.transpose(1, 2), offs=ends)
+        inner = self.ops.silu_mul(both)
         sorted_outputs = grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+
+        # Restore the order of the pairs, in which each row adds up its choices.
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
         weighted = outputs.view(len(normed), self.top_k, -1) * weights[:, :, None]
         return weighted.sum(1, dtype=torch.float32).to(normed.dtype)
 
     def _every_expert(
-        self, normed: Float[Tensor, "R H"], weights: Float[Tensor, "R k"], chosen: Int[Tensor, "R k"]
+        self,
+        normed: Float[Tensor, "R H"],
+        weights: Float[Tensor, "R k"],
+        chosen: Int[Tensor, "R k"],
     ) -> Float[Tensor, "R H"]:
         """Let every expert multiply every row, some experts at a time, and weigh those that were not chosen by 0."""
         num_experts, hidden_size, _ = self.down.shape
-        shares = weights.new_zeros(len(normed), num_experts).scatter_(1, chosen, weights)
-        total = normed.new_zeros(len(normed), hidden_size, dtype=torch.float32)
-        together = max(MAX_NUMBERS // (len(normed) * self.gate_up.shape[1]), 1)
-        parts = (part.split(together) for part in (self.gate_up, self.down, shares.T))
-        for gate_up, down, share in zip(*parts, strict=True):
-            both = torch.matmul(normed, gate_up.transpose(1, 2))
+        num_rows = len(normed)
+        weights_by_expert = weights.new_zeros(num_rows, num_experts).scatter_(1, chosen, weights)
+        total = normed.new_zeros(num_rows, hidden_size, dtype=torch.float32)
+
+        # As many experts at a time as their products fit into MAX_NUMBERS.
+        together = max(MAX_NUMBERS // (num_rows * self.gate_up.shape[1]), 1)
+        gate_ups = self.gate_up.split(together)
+        downs = self.down.split(together)
+        shares = weights_by_expert.T.split(together)
+        for gate_up, down, share in zip(gate_ups, downs, shares, strict=True):
+            share = share[:, :, None]
+            rows = normed * share if self.scales_inputs else normed
+            both = torch.matmul(rows, gate_up.transpose(1, 2))
             inner = self.ops.silu_mul(both.flatten(0, 1)).view(*both.shape[:2], -1)
             outputs = torch.bmm(inner, down.transpose(1, 2))
-            outputs = outputs.masked_fill_(share[:, :, None] == 0, 0.0)  # 0 times infinity is not 0
-            total += (outputs * share[:, :, None]).sum(0, dtype=torch.float32)
+            outputs = outputs.masked_fill_(share == 0, 0.0)  # 0 times infinity is not 0
+            weighted = outputs if self.scales_inputs else outputs * share
+            total += weighted.sum(0, dtype=torch.float32)
         return total.to(normed.dtype)
 
 
 def is_moe_block(module: nn.Module) -> bool:
-    """Return whether Experts computes what this module of a decoder layer does, or a rank's part of it."""
+    """Return whether Experts can run this module of a decoder layer, or a rank's part of it."""
     block = cast(Any, _block_of(module))
-    if type(block).__name__ not in BLOCKS:
+    if type(block).__name__ not in MIXTURE_OF_BLOCK:
         return False
     names = {name for name, _ in block.experts.named_parameters()}
-    shared = getattr(block, "shared_expert_gate", None)
-    return names == {"gate_up_proj", "down_proj"} and (shared is None or is_projection(shared))
+    if names != {"gate_up_proj", "down_proj"}:
+        return False
+    gate = getattr(block, "shared_expert_gate", None)
+    return gate is None or is_projection(gate)
 
 
 def shared_expert_of(module: nn.Module) -> nn.Module | None:
@@ -199,9 +261,9 @@ def _block_of(module: nn.Module) -> nn.Module:
     return module.part if isinstance(module, ReducedBlock) else module
 
 
-def _router_of(block: Any) -> Projection:
-    """Return the router as a linear layer in its own memory, joined with the shared expert's gate if there is one."""
-    weight = block.gate.weight
+def _router_of(block: Any, module: nn.Module) -> Projection:
+    """Return the router as a linear layer, joined with the gate of the shared expert if there is one."""
+    weight = cast(Any, module).weight
     with torch.device("meta"):
         router = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     router.weight = weight

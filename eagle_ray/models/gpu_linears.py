@@ -1,19 +1,20 @@
 """Frozen linear layers whose weights stay quantised on a GPU.
 
-    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # of a QuantizedWeight or an Fp8Weight of a checkpoint
+    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # from a checkpoint's QuantizedWeight or Fp8Weight
     quantize_fp8(model.base_model.layers)                 # dense layers, rounded to FP8
     outputs = layer(rows)
 
-Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with a scale for each
-row, so a row's numbers do not depend on the batch. The operation before it rounds the rows if it can:
+Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with
+a scale for each row, so a row's numbers do not depend on the batch. The operation before it rounds
+the rows if it can:
 
     outputs = layer(layer_ops.add_rms_norm_fp8(...))          # one product, and no launch more
 
-Int4Linear multiplies up to INT4_ROWS rows by weights of 4 bits with torch's own kernel, whose sums have one order
-whatever the number of rows. For more rows it restores the weight in bf16 first.
+Int4Linear multiplies up to INT4_ROWS rows by weights of 4 bits with torch's own kernel, whose sums
+have one order whatever the number of rows. For more rows it restores the weight in bf16 first.
 
-Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they move with the module,
-and count as its memory.
+Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they
+move with the module, and count as its memory.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 
 log = logging.getLogger("eagle_ray")
 
-FP8_MULTIPLE = 16  # of in_features and out_features, which torch's product by rows asks for
+FP8_MULTIPLE = 16  # torch's product needs in_features and out_features to be multiples of it
 INT4_GROUPS = (256, 128, 64, 32)  # inputs of a scale that torch's kernel knows
-INT4_OUTPUTS = 8  # of a tile; the kernel multiplies one by 16 rows
-INT4_INPUTS = (128, 64, 32)  # of a run of tiles: 16 bytes of a lane, or 8, or 4
-INT4_ROWS = (
-    32  # an estimate: the kernel reads the rows again for each tile of outputs, so it is bound by them from 16 on
-)
+INT4_OUTPUTS = 8  # outputs of a tile; the kernel multiplies one by 16 rows
+INT4_INPUTS = (128, 64, 32)  # inputs of a run of tiles: 16 bytes of a lane, or 8, or 4
+# An estimate: the kernel reads the rows again for each tile of outputs, so it is bound by them from
+# 16 on.
+INT4_ROWS = 32
 
 
 class GpuLinear(nn.Module):
@@ -63,8 +64,11 @@ class GpuLinear(nn.Module):
         raise NotImplementedError
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
-        """Return whether `merged` takes these layers, of which this is one."""
-        return all(type(part) is type(self) and (part.bias is None) == (self.bias is None) for part in parts)
+        """Return whether `merged` can join these layers."""
+        return all(
+            type(part) is type(self) and (part.bias is None) == (self.bias is None)
+            for part in parts
+        )
 
     def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
         """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
@@ -76,7 +80,9 @@ class GpuLinear(nn.Module):
 
     def rows(self, index: Int[Tensor, " D"]) -> nn.Linear:
         """Return a dense layer with some of the outputs, in the given order."""
-        return dense_linear(self.dequantize()[index], None if self.bias is None else self.bias[index])
+        return dense_linear(
+            self.dequantize()[index], None if self.bias is None else self.bias[index]
+        )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -119,7 +125,14 @@ class Fp8Linear(GpuLinear):
         by_row = ScalingType.RowWise
         weight, scale = self.values.t(), self.scale.t()
         return scaled_mm(
-            rows.values, weight, rows.scale, by_row, scale, by_row, bias=self.bias, output_dtype=rows.dtype
+            rows.values,
+            weight,
+            rows.scale,
+            by_row,
+            scale,
+            by_row,
+            bias=self.bias,
+            output_dtype=rows.dtype,
         )
 
 
@@ -145,16 +158,22 @@ class Int4Linear(GpuLinear):
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         layers = cast(Sequence[Int4Linear], parts)
         return super().can_merge(parts) and all(
-            x.packed.shape[1:] == self.packed.shape[1:] and len(x.scales) == len(self.scales) and x.order is self.order
+            x.packed.shape[1:] == self.packed.shape[1:]
+            and len(x.scales) == len(self.scales)
+            and x.order is self.order
             for x in layers
         )
 
     def merged(self, parts: Sequence[GpuLinear]) -> Int4Linear:
         layers = cast(Sequence[Int4Linear], parts)
         whole = Int4Linear.__new__(Int4Linear)
-        GpuLinear.__init__(whole, sum(x.out_features for x in layers), self.in_features, _joined_biases(layers))
+        GpuLinear.__init__(
+            whole, sum(x.out_features for x in layers), self.in_features, _joined_biases(layers)
+        )
         scales = torch.cat([x.scales for x in layers], 1)
-        for part, view in zip(layers, scales.split([x.out_features for x in layers], 1), strict=True):
+        for part, view in zip(
+            layers, scales.split([x.out_features for x in layers], 1), strict=True
+        ):
             part.scales.data = view
         whole.register_buffer("packed", _joined([x.packed for x in layers]), persistent=False)
         whole.register_buffer("scales", scales, persistent=False)
@@ -196,17 +215,23 @@ class Int4Linear(GpuLinear):
 
 
 def gpu_linear(
-    weight: QuantizedWeight | Fp8Weight, bias: Float[Tensor, " O"] | None, dtype: torch.dtype, device: torch.device
+    weight: QuantizedWeight | Fp8Weight,
+    bias: Float[Tensor, " O"] | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> GpuLinear | nn.Linear:
     """Return a layer over a checkpoint's weight: quantised if a kernel of the device takes it, else dense in `dtype`.
 
-    The layer is where the weight is; it may move to the device later. A reason why it is dense is logged once.
+    The layer is where the weight is; it may move to the device later. A reason why it is dense is
+    logged once.
     """
     is_fp8 = isinstance(weight, Fp8Weight)
     reason = _why_not_fp8(weight) if isinstance(weight, Fp8Weight) else why_not_int4(weight)
     reason = reason or _why_not_here(dtype, device, is_fp8)
     if reason is None:
-        return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
+        return (
+            Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
+        )
     log_dense(reason)
     return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
 
@@ -216,7 +241,9 @@ def dense_linear(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None)
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    layer.register_parameter(
+        "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+    )
     return layer
 
 
@@ -237,7 +264,11 @@ def _why_not_here(dtype: torch.dtype, device: torch.device, is_fp8: bool) -> str
         return f"rows are {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16"
     if is_fp8:
         return why_no_fp8(device)
-    return None if knows_layout(device) else "this torch packs weights of 4 bits in a layout that is not known here"
+    return (
+        None
+        if knows_layout(device)
+        else "this torch packs weights of 4 bits in a layout that is not known here"
+    )
 
 
 def _why_not_fp8(weight: Fp8Weight) -> str | None:
@@ -288,7 +319,9 @@ def quantize_fp8(module: nn.Module, device: torch.device | str | None = None) ->
             )
         weight, bias = linear.weight.detach().to(device), linear.bias
         parent, _, own = name.rpartition(".")
-        quantised = Fp8Linear(fp8_weight(weight), None if bias is None else bias.detach().to(device))
+        quantised = Fp8Linear(
+            fp8_weight(weight), None if bias is None else bias.detach().to(device)
+        )
         setattr(module.get_submodule(parent), own, quantised)
 
 
@@ -304,24 +337,29 @@ def int4_product(
 
 @cache
 def knows_layout(device: torch.device) -> bool:
-    """Return whether torch packs weights on this device as `tile_packed` does; its own packing is for CUDA alone."""
+    """Return whether torch packs 4-bit weights on this device in the layout of `tile_packed`."""
     if device.type != "cuda":
         return True
     codes = torch.arange(64 * 128, device=device).mul(7).remainder(16).to(torch.uint8).view(64, 128)
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
-    packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _run_inputs(codes.shape[1]) // 16)
+    packed = torch.ops.aten._convert_weight_to_int4pack(
+        pairs.contiguous(), _run_inputs(codes.shape[1]) // 16
+    )
     return torch.equal(packed, tile_packed(codes))
 
 
 def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
     """Return codes as torch's kernel of 4 bits reads them: eight outputs in a tile, 32 lanes in a run of its inputs.
 
-    A word holds eight codes of one output, of 32 inputs of which four lanes hold a pair in each quarter. Lane
-    4 * output + pair has them in its bits from the lowest on: the even inputs of the four quarters, then the odd ones.
+    A word holds eight codes of one output, of 32 inputs of which four lanes hold a pair in each
+    quarter. Lane 4 * output + pair has them in its bits from the lowest on: the even inputs of the
+    four quarters, then the odd ones.
     """
     run = _run_inputs(codes.shape[1])
-    tiles = codes.view(len(codes) // 8, 8, -1, run // 32, 4, 4, 2)  # tile, output, run, word, quarter, pair, odd
-    nibbles = tiles.permute(0, 2, 1, 5, 3, 6, 4).flatten(5).long()  # tile, run, output, pair, word, (odd, quarter)
+    # Tile, output, run, word, quarter, pair, odd.
+    tiles = codes.view(len(codes) // 8, 8, -1, run // 32, 4, 4, 2)
+    # Tile, run, output, pair, word, (odd, quarter).
+    nibbles = tiles.permute(0, 2, 1, 5, 3, 6, 4).flatten(5).long()
     words = (nibbles << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     return signed.flatten(2, 3).contiguous()
@@ -331,7 +369,8 @@ def tile_unpacked(packed: Int32[Tensor, "tiles runs 32 words"]) -> Int32[Tensor,
     """Return the codes that `tile_packed` packed."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     nibbles = (packed[..., None] >> shifts) & 15
-    parts = nibbles.unflatten(-1, (2, 4)).unflatten(2, (8, 4))  # tile, run, output, pair, word, odd, quarter
+    # Tile, run, output, pair, word, odd, quarter.
+    parts = nibbles.unflatten(-1, (2, 4)).unflatten(2, (8, 4))
     return parts.permute(0, 2, 1, 4, 6, 3, 5).flatten(2).flatten(0, 1)
 
 

@@ -4,21 +4,24 @@
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-The keys are few, at most MAX_AHEAD for up to 512 slots: at 256 there are 19 plain passes by batch size, 38 passes over
-trees by rows and trees, and 40 parts of drafts, by rows or by sequences and width. `graph_warmup` captures all of them
-before the first request; on an H200 a capture takes 0.02 to 0.1 s once its kernels are compiled. Any other key is
-captured at its first use, after two warm-up runs on a side stream, all of them on padding alone, so a capture leaves
-nothing in the KV cache. Captures of one pool may reuse the memory of earlier captures' intermediates. So each kind of
-pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in use, while a
-draft's results are used until its tree is verified.
+The keys are few, at most MAX_AHEAD for up to 512 slots: at 256 there are 19 plain passes by batch
+size, 38 passes over trees by rows and trees, and 40 parts of drafts, by rows or by sequences and
+width. `graph_warmup` captures all of them before the first request; on an H200 a capture takes 0.02
+to 0.1 s once its kernels are compiled. Any other key is captured at its first use, after two
+warm-up runs on a side stream, all of them on padding alone, so a capture leaves nothing in the KV
+cache. Captures of one pool may reuse the memory of earlier captures' intermediates. So each kind of
+pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in
+use, while a draft's results are used until its tree is verified.
 
-On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
-into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
+On a CPU nothing can be captured: the function is called again on the same input tensors, and its
+results are copied into those of the first call. So errors in padding, buckets or the lifetime of
+results show on a CPU too.
 
-If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the pass is captured once
-more on the portable path. If that fails, or CUDA refuses, this pass runs eagerly and all others are still captured:
-torch's product of some MoE layers, for example, copies to the host on some GPUs, but a draft head does not. Either is
-logged once. After MAX_FAILURES in a row no other pass of its kind is captured, and those that are go on.
+If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the
+pass is captured once more on the portable path. If that fails, or CUDA refuses, this pass runs
+eagerly and all others are still captured: torch's product of some MoE layers, for example, copies
+to the host on some GPUs, but a draft head does not. Either is logged once. After MAX_FAILED_CAPTURES in a
+row no other pass of its kind is captured, and those that are go on.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import torch
 from torch import Tensor
 
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.errors import OUT_OF_MEMORY
+from eagle_ray.core.errors import OUT_OF_MEMORY, first_line_of
 from eagle_ray.core.sampling_batch import ALL_KINDS, Kind, PaddedInput
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels.availability import is_triton_error, turn_off
@@ -53,32 +56,48 @@ GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 MAX_AHEAD = 100  # graphs of an engine of up to 512 slots that are captured before the first request
 ROW_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
 LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
-ROWS_PER_TREE = 4  # rows for each tree in the largest pass, where there are many trees
-TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
-WIDTHS = (1, 2, 4)  # of levels that are captured besides the widest, for drafts of
+LARGEST_PASS_ROWS_PER_TREE = 4  # rows for each tree in the largest pass, where there are many trees
+# Trees of a pass; attention tiles are chosen for rows spread evenly over them.
+TREE_SIZES = (
+    1,
+    4,
+    16,
+    64,
+    256,
+)
+CAPTURED_WIDTHS = (1, 2, 4)  # widths of levels that are captured besides the widest, for drafts of
 NARROW_FROM = 16  # sequences, padding included: below, a level takes about as long for any width
-NARROW = 2  # the widest level of the finer sizes: large batches have narrow ones
-MULTIPLE = 16  # of which sizes past 64 are multiples
-FINE_SLOTS = 256  # with more slots, sizes past 64 lie further apart, so that there are no more graphs
-MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
+NARROW_LEVEL = 2  # the widest level of the finer sizes: large batches have narrow ones
+SIZE_MULTIPLE = 16  # sizes above 64 are multiples of it
+# With more slots, sizes past 64 lie further apart, so that there are no more graphs.
+FINE_SLOTS = 256
+# Captures of a kind of pass that may fail in a row before no more are tried; out of memory is not
+# counted.
+MAX_FAILED_CAPTURES = 3
 MAX_GRAPHS = 64  # besides those captured ahead; the one that was not used for longest is dropped
-WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
+# Runs before a recording: what libraries choose or compile at first must not be recorded.
+WARM_UPS = 2
 MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
-CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
+# A GPU's kernels leave early what a context does not have; a CPU reads it.
+CONTEXT_GROWTH = {
+    "cpu": 2,
+    "cuda": 4,
+}
 POISON = 0x7F  # in every byte: large integers, and floats that no result would hold
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """The passes that there are, as a planner has to know them.
+    """Sizes of the captured passes, for a planner.
 
     Attributes:
         rows: the rows of the pass over trees that is run for a number of rows.
         batch: likewise of a plain pass.
-        pairs: likewise of the pass that reads a draft's pending pairs, which is chosen by an upper bound of them; None
-            if it has as many rows as there are pairs.
-        level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
+        pairs: likewise of the pass that reads a draft's pending pairs, which is chosen by an upper
+            bound of them; None if it has as many rows as there are pairs.
+        level_rows: the rows of the pass that drafts a further level, for a number of sequences and
+            a width.
         max_rows: most rows of a pass over trees of a number of sequences.
     """
 
@@ -104,18 +123,24 @@ class SizeRule:
     coarse_growth: float
 
     def sizes(self, largest: int, is_coarse: bool) -> list[int]:
-        """Return the sizes up to `largest`, which is one of them; those past 64 are multiples of 16."""
+        """Return the sizes up to `largest`, which is the last one. Sizes above 64 are multiples of 16."""
         sizes = [size for size in self.small if size < largest]
         growth = self.coarse_growth if is_coarse else self.growth
-        while sizes and sizes[-1] >= self.small[-1] and (size := _multiple(sizes[-1] * growth)) < largest:
+        while (
+            sizes
+            and sizes[-1] >= self.small[-1]
+            and (size := _multiple(sizes[-1] * growth)) < largest
+        ):
             sizes.append(size)
         return [*sizes, largest]
 
 
-PLAIN = SizeRule((1, 2, 4, 8, 16, 32, 64), 17 / 16, 6 / 5)  # sequences of a plain pass: all multiples of 16 up to 256
-FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2.0)  # sequences of a draft's levels up to NARROW wide
-MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2.0, 4.0)  # of its wider ones
-PAIRS = SizeRule((8, 32, 64), 2.0, 2.0)  # pairs that a draft begins by reading
+# Sequences of a plain pass: all multiples of 16 up to 256.
+PLAIN_SIZES = SizeRule((1, 2, 4, 8, 16, 32, 64), 17 / 16, 6 / 5)
+# Sequences of a draft's levels up to NARROW_LEVEL wide.
+FEW_ROWS = SizeRule((1, 4, 16, 64), 1.4, 2.0)
+MANY_ROWS = SizeRule((1, 4, 16, 32, 64), 2.0, 4.0)  # sequences of a draft's wider levels
+PAIR_SIZES = SizeRule((8, 32, 64), 2.0, 2.0)  # pairs that a draft begins by reading
 
 
 class CudaGraphRunner:
@@ -123,8 +148,9 @@ class CudaGraphRunner:
 
     Args:
         num_slots, capacity: upper bounds of batch size and context.
-        fused: Triton's kernels run the passes. They read no more of a context than there is and decide per row how it
-            is sampled, so one graph serves every context and every kind of sampling.
+        fused: Triton's kernels run the passes. They read no more of a context than there is and
+            decide per row how it is sampled, so one graph serves every context and every kind of
+            sampling.
 
     Attributes:
         contexts: buckets of the context length, ascending.
@@ -132,15 +158,20 @@ class CudaGraphRunner:
         num_replayed: number of replays.
         seconds, bytes: time and device memory that captures took.
         failures: why captures failed, by key; these passes run eagerly.
-        agrees: returns whether something holds on all ranks of the engine; is given whether it does here.
+        agrees: returns whether something holds on all ranks of the engine; is given whether it does
+            here.
     """
 
-    def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
+    def __init__(
+        self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False
+    ):
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
         self._sizes: dict[tuple[SizeRule, int], list[int]] = {}  # by rule and largest size
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
-        self._graphs: OrderedDict[tuple[Hashable, ...], EagerGraph | CudaGraph] = OrderedDict()  # by last use
-        self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
+        # By last use.
+        self._graphs: OrderedDict[tuple[Hashable, ...], EagerGraph | CudaGraph] = OrderedDict()
+        # Else greedy and sampled passes too.
+        self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))
         self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
@@ -149,28 +180,36 @@ class CudaGraphRunner:
         self.seconds = 0.0
         self.failures: dict[tuple[Hashable, ...], str] = {}
         self.agrees: Callable[[bool], bool] = bool
-        self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass, on any rank
+        # Failures in a row by kind of pass, on any rank.
+        self._refusals: Counter[Hashable] = Counter()
         self._lacked_memory = False  # when the last capture failed here
 
     @classmethod
     def of(cls, target: TargetModel) -> CudaGraphRunner:
-        return cls(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
+        return cls(
+            target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache)
+        )
 
     def batch_size(self, num_sequences: int) -> int:
         """Return the rows of a plain pass."""
-        return self._padded(num_sequences, PLAIN, self._num_slots)
+        return self._padded(num_sequences, PLAIN_SIZES, self._num_slots)
 
     def draft_size(self, num_sequences: int, width: int = 1) -> int:
         """Return the sequences of the pass that drafts a level of this width; width 1 is the first level's too."""
-        return self._padded(num_sequences, FEW_ROWS if width <= NARROW else MANY_ROWS, self._num_slots)
+        return self._padded(
+            num_sequences, FEW_ROWS if width <= NARROW_LEVEL else MANY_ROWS, self._num_slots
+        )
 
     def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
         """Return the width of the levels that are replayed for a plan of this width."""
-        return next((each for each in self.level_widths(num_children, num_sequences) if width <= each), num_children)
+        return next(
+            (each for each in self.level_widths(num_children, num_sequences) if width <= each),
+            num_children,
+        )
 
     def level_widths(self, num_children: int, num_sequences: int) -> list[int]:
         """Return the widths of the levels that are captured for drafts of this many sequences, the widest last."""
-        narrow = WIDTHS if self.draft_size(num_sequences) >= NARROW_FROM else ()
+        narrow = CAPTURED_WIDTHS if self.draft_size(num_sequences) >= NARROW_FROM else ()
         return [*(width for width in narrow if width < num_children), num_children]
 
     def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
@@ -189,7 +228,7 @@ class CudaGraphRunner:
 
     def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
         """Return the rows of the pass that reads up to this many pairs, at most max_pairs of each slot."""
-        return self._padded(num_pairs, PAIRS, self._num_slots * max_pairs)
+        return self._padded(num_pairs, PAIR_SIZES, self._num_slots * max_pairs)
 
     def _padded(self, size: int, rule: SizeRule, largest: int) -> int:
         """Return the size of the pass that is replayed for this one, which is at most `largest`."""
@@ -205,7 +244,9 @@ class CudaGraphRunner:
         """Return the rows of the largest pass over trees of this many sequences, of at most max_nodes drafted nodes."""
         num_trees = min(_bucket(num_sequences, TREE_SIZES, TREE_SIZES[-1]), self._num_slots)
         wanted = num_sequences * (1 + max_nodes)
-        return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_TREE * num_trees)))
+        return self.num_rows(
+            min(wanted, max(ROW_SIZES[-1], LARGEST_PASS_ROWS_PER_TREE * num_trees))
+        )
 
     def pass_sizes(self, bounds: TreeBounds) -> PassSizes:
         """Return what a planner has to know of the passes. Each drafted node has bounds.top_k children."""
@@ -254,20 +295,24 @@ class CudaGraphRunner:
         return self.captured.total()
 
     def has(self, key: tuple[Hashable, ...]) -> bool:
-        """Return whether a pass is captured. If so it counts as used: no capture until its replay drops it."""
+        """Return whether a pass is captured. If so, it is not dropped before its next replay."""
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return key in self._graphs
 
-    def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
+    def record(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]
+    ) -> bool:
         """Capture a pass if that has not been done; return whether it can be replayed."""
         if not self.has(key) and self.may_capture(key):
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
 
-    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
-        """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the
-        next replay.
+    def run(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]
+    ) -> Any:
+        """Run the function on padded inputs; results are in tensors of the padded shapes, valid
+        until the next replay.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -282,7 +327,9 @@ class CudaGraphRunner:
 
     def replays(self, kind: Hashable) -> bool:
         """Return whether passes of this kind, key[0], may be replayed: some are captured, or may be."""
-        return self._refusals[kind] < MAX_FAILURES or any(key[0] == kind for key in self._graphs)
+        return self._refusals[kind] < MAX_FAILED_CAPTURES or any(
+            key[0] == kind for key in self._graphs
+        )
 
     @property
     def failure(self) -> str | None:
@@ -290,12 +337,16 @@ class CudaGraphRunner:
         if not self.failures:
             return None
         counts = Counter(key[0] for key in self.failures)
-        passes = [f"{count if self.replays(kind) else 'all'} {kind!r}" for kind, count in counts.items()]
-        return f"capturing {' and '.join(passes)} passes failed ({next(iter(self.failures.values()))})"
+        passes = [
+            f"{count if self.replays(kind) else 'all'} {kind!r}" for kind, count in counts.items()
+        ]
+        return (
+            f"capturing {' and '.join(passes)} passes failed ({next(iter(self.failures.values()))})"
+        )
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Never drop a pass that is captured meanwhile: those ahead of the first request, which every job replays."""
+        """Keep all passes that are captured in this context: every job replays them."""
         self._is_keeping = True
         try:
             yield
@@ -303,7 +354,7 @@ class CudaGraphRunner:
             self._is_keeping = False
 
     def _drop_one(self) -> None:
-        """Drop the pass that was not used for longest if there are too many besides those that are kept."""
+        """Drop the least recently used pass if there are too many, not counting those that are kept."""
         others = [key for key in self._graphs if key not in self._permanent]
         if len(others) >= self._max_graphs:
             del self._graphs[others[0]]
@@ -324,7 +375,8 @@ class CudaGraphRunner:
         is_captured = self.agrees(graph is not None) if self.on_cuda else True
         if graph is None or not is_captured:
             self.failures.setdefault(key, "another rank could not")
-            self._refusals[key[0]] += self.agrees(not self._lacked_memory)  # which says nothing of smaller passes
+            # Which says nothing of smaller passes.
+            self._refusals[key[0]] += self.agrees(not self._lacked_memory)
             return None
         self._refusals[key[0]] = 0
         self._drop_one()  # only now: a pool without any graph takes no further capture
@@ -353,15 +405,20 @@ class CudaGraphRunner:
         return graph
 
     def may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        return key not in self.failures and self._refusals[key[0]] < MAX_FAILURES
+        return key not in self.failures and self._refusals[key[0]] < MAX_FAILED_CAPTURES
 
     def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
         """Remember that a capture failed; log the first of each kind of pass."""
         is_first = all(other[0] != key[0] for other in self.failures)
-        self.failures[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self.failures[key] = first_line_of(error)
         self._lacked_memory = bool(OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
         level = logging.WARNING if is_first else logging.INFO
-        log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
+        log.log(
+            level,
+            "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)",
+            key,
+            self.failures[key],
+        )
 
     @property
     def on_cuda(self) -> bool:
@@ -386,7 +443,8 @@ class InputBuffers:
     def __init__(self, inputs: Sequence[PaddedInput]):
         self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
         self._given: list[Tensor | None] = [None] * len(inputs)
-        self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]  # the corners that inputs are in
+        # The corners that inputs are in.
+        self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
         """Copy the inputs into the corners of the buffers and pad the rest.
@@ -399,7 +457,11 @@ class InputBuffers:
             tensor = padded.tensor
             if self._given[i] is not tensor:
                 corner = _padded_corner(buffer, padded, self._filled[i])
-                group = tensor.dtype, tensor.device, corner.is_contiguous() and tensor.is_contiguous()
+                group = (
+                    tensor.dtype,
+                    tensor.device,
+                    corner.is_contiguous() and tensor.is_contiguous(),
+                )
                 corners[group].append(corner)
                 tensors[group].append(tensor)
                 self._filled[i] = tensor.shape
@@ -409,7 +471,11 @@ class InputBuffers:
 
 
 def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> Tensor:
-    """Return the corner of a buffer that takes an input. filled: the corner that holds the input before it."""
+    """Return the corner of a buffer that takes an input.
+
+    Args:
+        filled: the corner that holds the input before it.
+    """
     shape = padded.tensor.shape
     if any(size < before for size, before in zip(shape, filled, strict=True)):
         buffer.fill_(padded.fill)
@@ -419,7 +485,8 @@ def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...])
 class EagerGraph:
     """The CPU's substitute of a graph: call the function again and copy its results to a fixed address.
 
-    Other memory that a call returns is overwritten with POISON, since a real graph would not write it again.
+    Other memory that a call returns is overwritten with POISON, since a real graph would not write
+    it again.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
@@ -430,7 +497,9 @@ class EagerGraph:
         again = self._function(*self.inputs.tensors)
         for result, fresh in zip(tensors_of(self._results), tensors_of(again), strict=True):
             result.copy_(fresh)
-        lasting = {_num_bytes(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
+        lasting = {
+            _num_bytes(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))
+        }
         for fresh in tensors_of(again):
             if _num_bytes(fresh) not in lasting:
                 fresh.untyped_storage().fill_(POISON)  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -472,7 +541,11 @@ class CudaGraph:
             self._graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
         )
         try:
-            with torch.cuda.stream(here), recording:  # a failed capture leaves its own stream as the current one
+            # A failed capture leaves its own stream as the current one.
+            with (
+                torch.cuda.stream(here),
+                recording,
+            ):
                 self._results = function(*inputs.tensors)
         except Exception:
             pool.end_failed_capture()
@@ -509,9 +582,13 @@ def pass_rows(num_rows: int) -> int:
 
 def _bucket(size: int, sizes: Sequence[int], step: int) -> int:
     """Return the next of these sizes, or the next multiple of the step past the last of them."""
-    return -(-size // step) * step if size > sizes[-1] else next(bucket for bucket in sizes if bucket >= size)
+    return (
+        -(-size // step) * step
+        if size > sizes[-1]
+        else next(bucket for bucket in sizes if bucket >= size)
+    )
 
 
 def _multiple(size: float) -> int:
-    """Return the next multiple of MULTIPLE."""
-    return math.ceil(size / MULTIPLE) * MULTIPLE
+    """Return the next multiple of SIZE_MULTIPLE."""
+    return math.ceil(size / SIZE_MULTIPLE) * SIZE_MULTIPLE

@@ -3,9 +3,10 @@
     model = load_causal_lm(path, "auto", "cuda")
     dtype, reason = auto_dtype(config, path, "cpu")      # (torch.bfloat16, "the checkpoint's own; this CPU has ...")
 
-A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
-random. Weights of GGUF files, AWQ, GPTQ, compressed-tensors and FP8 stay quantised (quantized_model); checkpoints of
-other quantisers, such as bitsandbytes, are loaded by transformers and the library that they name.
+A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would
+initialize it at random. Weights of GGUF files, AWQ, GPTQ, compressed-tensors and FP8 stay quantised
+(quantized_model); checkpoints of other quantisers, such as bitsandbytes, are loaded by transformers
+and the library that they name.
 """
 
 from __future__ import annotations
@@ -29,24 +30,37 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import Mxfp4Config
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.families import FAMILIES, layers_of
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.models.packed_layouts import DOWNLOAD, FLOATS, NOT_FINITE
-from eagle_ray.models.packed_linear import can_pack
+from eagle_ray.models.base_class_checkpoint import with_prefix
+from eagle_ray.models.packed_layouts import DOWNLOAD, FLOAT_DTYPES, NOT_FINITE, wraps_text
+from eagle_ray.models.packed_products import bf16_unit, can_pack
 from eagle_ray.models.quantized_checkpoint import reads
-from eagle_ray.models.quantized_model import build_model, quantization_of, quantized_checkpoint
-from eagle_ray.models.sharded_checkpoint import load_shard
+from eagle_ray.models.quantized_model import (
+    RESTORED,
+    build_model,
+    has_mxfp4,
+    quantization_of,
+    quantized_checkpoint,
+)
+from eagle_ray.models.sharded_checkpoint import PlainCheckpoint, load_shard
 from eagle_ray.models.supported_models import check_config
+from eagle_ray.models.text_half import text_half
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in
 
 log = logging.getLogger("eagle_ray")
 
-UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+UNREADABLE_TARGET = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 REPLACEMENTS = "AWQ, GPTQ, compressed-tensors or GGUF, which this engine runs by itself"
-FETCHING = ("eetq", "fbgemm_fp8", "metal", "nvfp4")  # quantisers of transformers that download kernels at run time
+FETCHING = (
+    "eetq",
+    "fbgemm_fp8",
+    "metal",
+    "nvfp4",
+)  # quantisers of transformers that download kernels at run time
 CausalLM = PreTrainedModel  # for packages that do not import transformers
 
 
@@ -54,7 +68,7 @@ def load_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
     check_weight_files(path)
-    config = _read_config(path)
+    config = text_half(_read_config(path))
     check_config(config)
     _check_quantiser(config)
     return config
@@ -68,52 +82,91 @@ def load_causal_lm(
     runs_on: str | None = None,
     ranks: RankGroup | None = None,
     rounds: bool = False,
+    has_lm_head: bool = True,
 ) -> PreTrainedModel:
-    """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
-    config.
+    """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or
+    do not match its config.
 
     Args:
         dtype: "auto" is the checkpoint's own.
         dequantize: whether weights that this engine can run as they are become dense ones.
-        runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
+        runs_on: the type of device for which quantised weights are laid out, if they move later;
+            None is `device`.
         ranks: group in which this rank reads its part; None reads all.
         rounds: whether plain weights of a rank's layers are rounded to FP8 as they are read.
+        has_lm_head: whether the checkpoint must have an lm_head; without, it may be one of the
+            family's base class, such as Qwen3Model, whose names of tensors have no prefix.
     """
     config = load_config(path)
+    if has_mxfp4(config):
+        log.info("%s: %s", path, RESTORED)
+    if not has_lm_head and not str((config.architectures or [""])[0]).endswith("ForCausalLM"):
+        config.tie_word_embeddings = True  # the checkpoint has none, and nothing reads it
     if ranks is not None:
         own = auto_dtype(config, path, runs_on or device)[0] if isinstance(dtype, str) else dtype
         model = load_shard(path, config, own, device, ranks, dequantize, rounds)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
     checkpoint = quantized_checkpoint(path, config)
+    if checkpoint is None and has_mxfp4(config):
+        checkpoint = PlainCheckpoint.open(path)
+    elif checkpoint is None and wraps_text(path):
+        checkpoint = _text_checkpoint(path, config)
     if checkpoint is not None:
         runs_on = runs_on or device
-        auto = checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
+        auto = (
+            checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
+        )
         own = auto if isinstance(dtype, str) else dtype
+        if not has_lm_head:
+            checkpoint = with_prefix(checkpoint)
         model = build_model(config, checkpoint, own, device, dequantize, runs_on)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    if not has_lm_head:
+        options["config"] = config
     if (quantization := quantization_of(config)) is not None:
         method = quantization.get("quant_method")
-        log.warning("the target is quantised (%s): slower than %s, since transformers runs it", method, REPLACEMENTS)
-        if method == "mxfp4":
-            options["quantization_config"] = Mxfp4Config(dequantize=True)  # its kernels would be downloaded
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
+        log.warning(
+            "the target is quantised (%s): slower than %s, since transformers runs it",
+            method,
+            REPLACEMENTS,
+        )
+    options |= {
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }  # for _check_complete, which ignores none
     if quantization_of(config) is not None or loads_to(device):
-        options |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
+        options |= {
+            "device_map": {"": device}
+        }  # quantised weights are laid out for a device when they are read
     try:
         with _no_progress_bars():
             loaded = AutoModelForCausalLM.from_pretrained(path, **options)
-    except UNREADABLE as error:
+    except UNREADABLE_TARGET as error:
         raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
-    model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, by output_loading_info
+    model, report = cast(
+        tuple[PreTrainedModel, dict[str, Any]], loaded
+    )  # a pair, by output_loading_info
     _check_complete(path, report)
     _check_finite(model)
     if "device_map" not in options:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
     model.eval().requires_grad_(False)
     return _freeze(model)
+
+
+def _text_checkpoint(path: Path, config: PretrainedConfig) -> PlainCheckpoint:
+    """Return the tensors of a wrapper's text half. Raises EngineError."""
+    quantization = quantization_of(config)
+    if quantization is not None:
+        raise EngineError(
+            f"the target is the text half of a larger model and is quantised ({quantization.get('quant_method')}). "
+            f"Take a checkpoint of {REPLACEMENTS}."
+        )
+    log.info("%s: only its text half is read", path)
+    return PlainCheckpoint.open(path)
 
 
 def _generation_config(path: Path) -> GenerationConfig | None:
@@ -140,19 +193,37 @@ def keeps_quantized(path: Path, config: PretrainedConfig) -> bool:
 def _read_config(path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever the family's own class makes of values that it was not made for
+    except (
+        Exception
+    ) as error:  # whatever the family's own class makes of values that it was not made for
         raise EngineError(f"the config in {path} cannot be read: {one_line(error)}") from error
 
 
 def _check_quantiser(config: PretrainedConfig) -> None:
-    """Refuse a checkpoint with a quantiser that transformers lacks, or with a missing library.
+    """Refuse a quantised checkpoint of a family whose layers are not read, a quantiser that transformers lacks,
+    and one with a missing library.
 
     A missing GPU is no error yet: the driver's machine may have none.
     """
     quantisation = quantization_of(config)
-    if quantisation is None or reads(quantisation):
+    if quantisation is None:
+        return
+    family = FAMILIES[config.model_type]
+    if has_mxfp4(config):
+        return
+    if reads(quantisation):
+        if family.why_dense:
+            raise EngineError(
+                f"a quantised checkpoint of {config.model_type!r} is not read: {family.why_dense}. Use one with plain "
+                "weights"
+            )
         return
     method = quantisation.get("quant_method")
+    if family.why_own:
+        raise EngineError(
+            f"the target is quantised ({method}), whose layers transformers' forward runs: not those of "
+            f"{config.model_type!r}, since {family.why_own}. Use a checkpoint with plain weights."
+        )
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise EngineError(
             "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
@@ -165,7 +236,9 @@ def _check_quantiser(config: PretrainedConfig) -> None:
             f"a checkpoint of {REPLACEMENTS}."
         )
     try:
-        quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(quantisation), pre_quantized=True)
+        quantiser = AutoHfQuantizer.from_config(
+            AutoQuantizationConfig.from_dict(quantisation), pre_quantized=True
+        )
         quantiser.validate_environment(device_map=None)
     except RuntimeError:
         return
@@ -177,7 +250,7 @@ def _check_quantiser(config: PretrainedConfig) -> None:
 
 
 def set_eos_ids(model: PreTrainedModel, ids: frozenset[int]) -> None:
-    """Let an engine over the model end answers at these tokens, those of its files and of its tokenizer."""
+    """Set the tokens that end an answer: those of the model's files and of its tokenizer."""
     generation = model.generation_config or GenerationConfig()
     generation.eos_token_id = sorted(ids) or None
     model.generation_config = generation
@@ -185,8 +258,14 @@ def set_eos_ids(model: PreTrainedModel, ids: frozenset[int]) -> None:
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     """Return the generation config's EOS ids, or the config's; empty if neither has one."""
-    generation = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
-    eos = generation if generation is not None else model.config.get_text_config(decoder=True).eos_token_id
+    generation = (
+        getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
+    )
+    eos = (
+        generation
+        if generation is not None
+        else model.config.get_text_config(decoder=True).eos_token_id
+    )
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
@@ -199,8 +278,9 @@ def input_embedding(model: PreTrainedModel) -> nn.Embedding:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the sequential layers between the embedding and the last norm."""
-    layers = getattr(model.base_model, "layers", None)
-    if not (isinstance(layers, nn.ModuleList) and hasattr(model.base_model, "norm")):
+    base = layers_of(model)
+    layers = getattr(base, "layers", None)
+    if not (isinstance(layers, nn.ModuleList) and hasattr(base, "norm")):
         raise EngineError(
             f"{type(model).__name__} is not built of `layers` and a `norm`: it can neither be placed over several "
             "devices (set execution.gpus_per_actor to 1) nor be the target of an EAGLE-3 head"
@@ -210,8 +290,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 @torch.no_grad()
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze the model after running one token: some quantisers create their layers at the first call of the whole
-    model.
+    """Freeze the model after running one token: some quantisers create their layers at the first
+    call of the whole model.
     """
     if model._forward_pre_hooks:
         model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
@@ -222,7 +302,8 @@ def _check_complete(path: Path, report: dict[str, Any]) -> None:
     """Raise EngineError for missing or mismatched tensors. found: transformers' loading report."""
     missing = sorted(report["missing_keys"])
     misshapen = [
-        f"{key} is {tuple(given)}, wanted {tuple(wanted)}" for key, given, wanted in sorted(report["mismatched_keys"])
+        f"{key} is {tuple(given)}, wanted {tuple(wanted)}"
+        for key, given, wanted in sorted(report["mismatched_keys"])
     ]
     faults = [f"missing {', '.join(missing)}"] if missing else []
     if faults or misshapen:
@@ -232,7 +313,11 @@ def _check_complete(path: Path, report: dict[str, Any]) -> None:
 def _check_finite(model: PreTrainedModel) -> None:
     """Raise EngineError for the first tensor with a number that is not finite. A sum shows one, and takes less time."""
     for name, values in model.named_parameters():
-        if values.dtype in FLOATS and not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
+        if (
+            values.dtype in FLOAT_DTYPES
+            and not values.sum(dtype=torch.float32).isfinite()
+            and not values.isfinite().all()
+        ):
             raise EngineError(f"tensor {name}: {NOT_FINITE}. {DOWNLOAD}")
 
 
@@ -248,15 +333,17 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-MIN_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB
+MIN_BF16_BYTES = (
+    192 << 20
+)  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB
 
 
 def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch.dtype, str]:
     """Return the dtype that `model.dtype: auto` stands for, and the reason in a few words.
 
-    On a GPU it is the checkpoint's own. On a CPU it is fp32, also of activations between quantised weights, unless the
-    checkpoint is plain bf16 already, the processor multiplies bf16 matrices (AMX or AVX512-BF16) and reading the
-    weights dominates a step.
+    On a GPU it is the checkpoint's own. On a CPU it is fp32, also of activations between quantised
+    weights, unless the checkpoint is plain bf16 already, the processor multiplies bf16 matrices
+    (AMX or AVX512-BF16) and reading the weights dominates a step.
 
     Args:
         config: config of the causal LM.
@@ -266,28 +353,41 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     own = checkpoint_dtype(config)
     if device != "cpu":
         if keeps_quantized(path, config):
-            return torch.bfloat16, "for activations, in which products with quantised weights are computed"
+            return (
+                torch.bfloat16,
+                "for activations, in which products with quantised weights are computed",
+            )
         return own, "the checkpoint's own"
     if keeps_quantized(path, config):
         if cpu_ops.quantized_path() == 0:
-            return torch.float32, "quantised weights are dequantised: nothing here multiplies them as they are stored"
-        return torch.float32, "of activations; quantised weights stay as they are stored, FP8 is dequantised"
+            return (
+                torch.float32,
+                "quantised weights are dequantised: nothing here multiplies them as they are stored",
+            )
+        return (
+            torch.float32,
+            "of activations; quantised weights stay as they are stored, FP8 is dequantised",
+        )
     if own is not torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
         return torch.float32, "the checkpoint is not plain bf16"
     unit = bf16_unit()
     if unit is None:
         return torch.float32, "this CPU has neither AMX nor AVX512-BF16"
-    size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
+    size = sum(
+        file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)
+    )
     if size < MIN_BF16_BYTES:
         return torch.float32, f"{size >> 20} MiB of weights are too few for bf16 to be faster"
     return torch.bfloat16, f"the checkpoint's own, and this CPU has {unit}"
 
 
-def activation_dtype(dtype: torch.dtype, config: PretrainedConfig, path: Path, device: str) -> torch.dtype:
+def activation_dtype(
+    dtype: torch.dtype, config: PretrainedConfig, path: Path, device: str
+) -> torch.dtype:
     """Return the dtype in which a target runs that is asked to run in this one.
 
-    A quantised target on a CPU runs in fp32 if rows of dense layers would depend on their company: in fp16, and in bf16
-    on a CPU without its instructions.
+    A quantised target on a CPU runs in fp32 if rows of dense layers would depend on their company:
+    in fp16, and in bf16 on a CPU without its instructions.
     """
     if device != "cpu" or not keeps_quantized(path, config) or cpu_ops.quantized_path() == 0:
         return dtype
@@ -295,14 +395,6 @@ def activation_dtype(dtype: torch.dtype, config: PretrainedConfig, path: Path, d
 
 
 def checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype that the checkpoint says it is in; fp32 if it does not say."""
+    """Return the dtype that the checkpoint states, or fp32."""
     own = getattr(config, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.float32
-
-
-def bf16_unit() -> str | None:
-    """Return what this CPU multiplies bf16 matrices with, or None."""
-    for name, check in (("AMX", "_is_amx_tile_supported"), ("AVX512-BF16", "_is_avx512_bf16_supported")):
-        if getattr(torch.cpu, check, lambda: False)():
-            return name
-    return None

@@ -2,8 +2,8 @@
 
     weight = read_awq(LayerTensors("model.layers.0.mlp.up_proj", files), group_size=128)
 
-`I` inputs, `O` outputs, `G` groups of inputs. A word is an int32 of 8 codes of 4 bits or 4 of 8 bits, lowest bits
-first.
+`I` inputs, `O` outputs, `G` groups of inputs. A word is an int32 of 8 codes of 4 bits or 4 of 8
+bits, lowest bits first.
 
     layout           tensors                                         zero point of a code
     AWQ              qweight [I, O/8], qzeros [G, O/8],              qzeros
@@ -34,12 +34,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.families import WRAPPERS, text_name
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.parallel.shard import LM_HEAD
-from eagle_ray.storage.model_files import check_no_pointers, read_object
+from eagle_ray.storage.model_files import CONFIG, check_no_pointers, read_object
 
-EMBEDDING = "model.embed_tokens.weight"
-INDEX = "model.safetensors.index.json"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+SHARD_INDEX = "model.safetensors.index.json"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, lowest bits first
 DOWNLOAD = "Download the model again"
 NOT_FINITE = "holds a number that is not finite"
@@ -51,30 +52,57 @@ Weight = QuantizedWeight | Fp8Weight | Tensor
 class SafetensorFiles:
     """The tensors of a directory's safetensors files, each read when it is asked for. Use `open` to build it.
 
+    Of a wrapper (families.py) they are those of its text half, by the names of a text model.
+
     Attributes:
         file_of: the file that holds a tensor, by its name.
+        stored: names in the files of tensors that have another name here.
     """
 
     directory: Path
     file_of: dict[str, str]
     opened: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path) -> SafetensorFiles:
         """Read the names of tensors. Raises EngineError if the directory has no readable safetensors files."""
-        index = read_object(directory, INDEX)
+        index = read_object(directory, SHARD_INDEX)
         if index:
             weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict) or not all(_is_file_name(name) for name in weight_map.values()):
-                raise EngineError(f"{directory / INDEX}: weight_map must name files of the directory. {DOWNLOAD}")
-            return cls(directory, weight_map)
+            if not isinstance(weight_map, dict) or not all(
+                _is_file_name(name) for name in weight_map.values()
+            ):
+                raise EngineError(
+                    f"{directory / SHARD_INDEX}: weight_map must name files of the directory. {DOWNLOAD}"
+                )
+            return cls(directory, weight_map)._of_text()
         files = cls(directory, {})
-        paths = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+        paths = sorted(directory.glob("model*.safetensors")) or sorted(
+            directory.glob("*.safetensors")
+        )
         for path in paths:
             files.file_of.update(dict.fromkeys(files.handle(path.name).keys(), path.name))
         if not files.file_of:
-            raise EngineError(f"{directory}: holds no *.safetensors. Quantised weights are read from safetensors files")
-        return files
+            raise EngineError(
+                f"{directory}: holds no *.safetensors. Quantised weights are read from safetensors files"
+            )
+        return files._of_text()
+
+    def _of_text(self) -> SafetensorFiles:
+        """Return the text half of a wrapper's files; other files are returned unchanged."""
+        if not wraps_text(self.directory):
+            return self
+        stored = {name: text_name(name) for name in self.file_of}
+        own = {text: name for name, text in stored.items() if text is not None}
+        file_of = {text: self.file_of[name] for text, name in own.items()}
+        renamed = {text: name for text, name in own.items() if text != name}
+        return SafetensorFiles(self.directory, file_of, self.opened, renamed)
+
+    def layer_names(self) -> dict[str, str]:
+        """Return the names in the files of layers that have another name here."""
+        pairs = ((text.rpartition("."), name.rpartition(".")) for text, name in self.stored.items())
+        return {text[0]: name[0] for text, name in pairs}
 
     def handle(self, name: str) -> Any:
         """Return an open file of the directory."""
@@ -84,7 +112,9 @@ class SafetensorFiles:
             try:
                 self.opened[name] = safe_open(path, "pt")
             except (OSError, SafetensorError) as error:
-                raise EngineError(f"{path}: cannot be read: {one_line(error)}. {DOWNLOAD}") from error
+                raise EngineError(
+                    f"{path}: cannot be read: {one_line(error)}. {DOWNLOAD}"
+                ) from error
         return self.opened[name]
 
     def tensor(self, name: str) -> Tensor:
@@ -92,21 +122,28 @@ class SafetensorFiles:
         if name not in self.file_of:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
         try:
-            return self.handle(self.file_of[name]).get_tensor(name)
+            return self.handle(self.file_of[name]).get_tensor(self.stored.get(name, name))
         except SafetensorError as error:
-            raise EngineError(f"tensor {name}: cannot be read: {one_line(error)}. {DOWNLOAD}") from error
+            raise EngineError(
+                f"tensor {name}: cannot be read: {one_line(error)}. {DOWNLOAD}"
+            ) from error
 
     def slice_of(self, name: str) -> Any:
         """Return safetensors' slice of a tensor, of which parts can be read. Raises EngineError as `tensor` does."""
         if name not in self.file_of:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
-        return self.handle(self.file_of[name]).get_slice(name)
+        return self.handle(self.file_of[name]).get_slice(self.stored.get(name, name))
 
     def has_own_head(self) -> bool:
         """Return whether there are an embedding and an lm_head in plain weights, and these differ."""
-        if not {EMBEDDING, LM_HEAD} <= self.file_of.keys():
+        if not {EMBEDDING_WEIGHT, LM_HEAD} <= self.file_of.keys():
             return False
-        return not torch.equal(self.tensor(EMBEDDING), self.tensor(LM_HEAD))
+        return not torch.equal(self.tensor(EMBEDDING_WEIGHT), self.tensor(LM_HEAD))
+
+
+def wraps_text(directory: Path) -> bool:
+    """Return whether a directory holds a wrapper, of which the text half is read. Raises EngineError."""
+    return read_object(directory, CONFIG).get("model_type") in WRAPPERS
 
 
 def _is_file_name(name: object) -> bool:
@@ -129,21 +166,28 @@ class LayerTensors:
         return f"{self.name}.{suffix}" in self.files.file_of
 
     def tensor(
-        self, suffix: str, dtypes: Sequence[torch.dtype] = (), shape: Sequence[int | None] | None = None
+        self,
+        suffix: str,
+        dtypes: Sequence[torch.dtype] = (),
+        shape: Sequence[int | None] | None = None,
     ) -> Tensor:
         """Return a tensor of one of these dtypes and of this shape, in which None is any size. Raises EngineError."""
         tensor = self.files.tensor(f"{self.name}.{suffix}")
         if dtypes and tensor.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise self.fault(suffix, f"is {str(tensor.dtype).removeprefix('torch.')}, wanted {names}")
+            raise self.fault(
+                suffix, f"is {str(tensor.dtype).removeprefix('torch.')}, wanted {names}"
+            )
         if shape is not None and not _fits(tensor.shape, shape):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise self.fault(suffix, f"has shape {tuple(tensor.shape)}, wanted ({wanted})")
         return tensor
 
-    def finite(self, suffix: str, shape: Sequence[int | None] | None = None) -> Float[Tensor, "..."]:
+    def finite(
+        self, suffix: str, shape: Sequence[int | None] | None = None
+    ) -> Float[Tensor, "..."]:
         """Return a tensor of finite floating-point numbers. Raises EngineError."""
-        values = self.tensor(suffix, FLOATS, shape)
+        values = self.tensor(suffix, FLOAT_DTYPES, shape)
         if not values.isfinite().all():
             raise self.fault(suffix, NOT_FINITE)
         return values
@@ -160,16 +204,22 @@ class LayerTensors:
         return EngineError(f"tensor {self.name}.{suffix}: {message}. {remedy}")
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WORDS = (torch.int32,)
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(size in (None, own) for own, size in zip(shape, wanted, strict=True))
+    return len(shape) == len(wanted) and all(
+        size in (None, own) for own, size in zip(shape, wanted, strict=True)
+    )
 
 
 def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> QuantizedWeight:
-    """Return a weight of AutoAWQ's version "gemm". zero_point: whether qzeros must be there; without them it is 8."""
+    """Return a weight of AutoAWQ's version "gemm".
+
+    Args:
+        zero_point: whether qzeros must be there; without them it is 8.
+    """
     words = layer.tensor("qweight", WORDS, (None, None))
     codes = _awq_codes(words)
     num_outputs, num_inputs = codes.shape
@@ -190,11 +240,14 @@ def _awq_codes(words: Int32[Tensor, "R W"]) -> UInt8[Tensor, "O R"]:
     return codes.flatten(0, 1)
 
 
-def read_gptq(layer: LayerTensors, bits: int, group_size: int, zero_shift: int, desc_act: bool) -> QuantizedWeight:
+def read_gptq(
+    layer: LayerTensors, bits: int, group_size: int, zero_shift: int, desc_act: bool
+) -> QuantizedWeight:
     """Return a weight of AutoGPTQ or GPTQModel.
 
-    The zero point is the stored one plus zero_shift, which may be 2 ** bits, as in vLLM. If the inputs of a group are
-    apart, the codes are sorted by group, and the weight's order says which inputs they belong to.
+    The zero point is the stored one plus zero_shift, which may be 2 ** bits, as in vLLM. If the
+    inputs of a group are apart, the codes are sorted by group, and the weight's order says which
+    inputs they belong to.
 
     Args:
         desc_act: whether g_idx must be there; it is read if it is.
@@ -211,7 +264,9 @@ def read_gptq(layer: LayerTensors, bits: int, group_size: int, zero_shift: int, 
     return _grouped(codes, scale.T, zero.T, bits, order)
 
 
-def read_packed(layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool) -> QuantizedWeight:
+def read_packed(
+    layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool
+) -> QuantizedWeight:
     """Return a weight of compressed-tensors' format pack-quantized.
 
     Args:
@@ -225,7 +280,9 @@ def read_packed(layer: LayerTensors, bits: int, group_size: int, symmetric: bool
     scale = _by_output(layer, "weight_scale", layer.finite("weight_scale"), num_outputs, num_groups)
     zero = torch.full_like(scale, 1 << bits - 1)
     if not symmetric:
-        packed = layer.tensor("weight_zero_point", WORDS, (-(-num_outputs * bits // 32), num_groups))
+        packed = layer.tensor(
+            "weight_zero_point", WORDS, (-(-num_outputs * bits // 32), num_groups)
+        )
         zero = _codes(packed.T, bits)[:, :num_outputs].T
     order = _input_order(layer, "weight_g_idx", num_inputs, num_groups, actorder)
     return _grouped(codes, scale, zero, bits, order)
@@ -238,7 +295,9 @@ def _stored_shape(layer: LayerTensors) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def read_integers(layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool) -> QuantizedWeight:
+def read_integers(
+    layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool
+) -> QuantizedWeight:
     """Return a weight of compressed-tensors' format int-quantized, whose codes have a sign and a byte each.
 
     Arguments are those of read_packed.
@@ -252,7 +311,9 @@ def read_integers(layer: LayerTensors, bits: int, group_size: int, symmetric: bo
     scale = _by_output(layer, "weight_scale", layer.finite("weight_scale"), num_outputs, num_groups)
     zero = torch.full_like(scale, half)
     if not symmetric:
-        own = layer.tensor("weight_zero_point", (torch.int8, torch.int32, torch.int64, *FLOATS))
+        own = layer.tensor(
+            "weight_zero_point", (torch.int8, torch.int32, torch.int64, *FLOAT_DTYPES)
+        )
         zero = _by_output(layer, "weight_zero_point", own.float(), num_outputs, num_groups) + half
     order = _input_order(layer, "weight_g_idx", num_inputs, num_groups, actorder)
     return _grouped((values.short() + half).to(torch.uint8), scale, zero, bits, order)
@@ -267,7 +328,9 @@ def _by_output(
     if values.ndim == 1:
         values = values[:, None]
     if values.shape != (num_outputs, num_groups):
-        raise layer.fault(suffix, f"has shape {tuple(values.shape)}, wanted ({num_outputs}, {num_groups})")
+        raise layer.fault(
+            suffix, f"has shape {tuple(values.shape)}, wanted ({num_outputs}, {num_groups})"
+        )
     return values
 
 
@@ -280,7 +343,9 @@ def read_fp8(layer: LayerTensors) -> Fp8Weight:
     return Fp8Weight(values, _by_output(layer, "weight_scale", scale, len(values), 1))
 
 
-def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) -> Float[Tensor, "O I"]:
+def read_fp8_blocks(
+    layer: LayerTensors, suffix: str, block: tuple[int, int]
+) -> Float[Tensor, "O I"]:
     """Return a weight of 8-bit floats with a scale of each block, dequantised to fp32.
 
     Args:
@@ -301,14 +366,17 @@ def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:
     octets = words.flatten().view(torch.uint8)
     if bits == 4:
         pairs = octets.short()
-        octets = (pairs & 15).add_((pairs >> 4).mul_(256)).view(torch.uint8)  # the low half in the first byte
+        # The low half in the first byte.
+        octets = (pairs & 15).add_((pairs >> 4).mul_(256)).view(torch.uint8)
     return octets.unflatten(0, (len(words), -1))
 
 
 def _num_groups(layer: LayerTensors, suffix: str, num_inputs: int, group_size: int) -> int:
     size = num_inputs if group_size == -1 else group_size
     if num_inputs % size:
-        raise layer.fault(suffix, f"has {num_inputs} inputs, which groups of {size} do not divide", OTHER_GROUPS)
+        raise layer.fault(
+            suffix, f"has {num_inputs} inputs, which groups of {size} do not divide", OTHER_GROUPS
+        )
     return num_inputs // size
 
 
@@ -320,7 +388,8 @@ def _input_order(
 ) -> Int[Tensor, " I"] | None:
     """Return the inputs by their groups; None if groups are in the order of the inputs or not used.
 
-    required: whether the tensor must be there.
+    Args:
+        required: whether the tensor must be there.
     """
     if not (required or layer.has(suffix)):
         return None
@@ -330,7 +399,9 @@ def _input_order(
         return None
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], expected):
-        raise layer.fault(suffix, f"must put {num_inputs // num_groups} inputs into each of {num_groups} groups")
+        raise layer.fault(
+            suffix, f"must put {num_inputs // num_groups} inputs into each of {num_groups} groups"
+        )
     return order
 
 
@@ -344,8 +415,12 @@ def _grouped(
     """Return scale * (codes - zero), with codes in the given order of the inputs."""
     codes = codes.contiguous() if order is None else codes.index_select(1, order)
     offset = -(zero.float() * scale.float())
-    dtype = torch.float16 if _is_exact_in_fp16(scale) and _is_exact_in_fp16(offset) else torch.float32
-    return QuantizedWeight(codes, scale.to(dtype).contiguous(), offset.to(dtype).contiguous(), bits, order)
+    dtype = (
+        torch.float16 if _is_exact_in_fp16(scale) and _is_exact_in_fp16(offset) else torch.float32
+    )
+    return QuantizedWeight(
+        codes, scale.to(dtype).contiguous(), offset.to(dtype).contiguous(), bits, order
+    )
 
 
 def _is_exact_in_fp16(values: Float[Tensor, "O G"]) -> bool:

@@ -1,9 +1,10 @@
 """Run all layers of a quantised Llama-shaped model on a CPU in one call, instead of nine calls a layer from Python.
 
-    layers = QuantizedLayers([QuantizedLayer(...), ...])
-    delta, taps = layers(hidden, rotary, layout, feature_layers=[2, 15])
+    layers = QuantizedLayers([QuantizedLayer(...), ...], norm, eps)
+    normed, features = layers(hidden, rotary, layout, feature_layers=[2, 15])
 
-The same functions of the same library compute the same bits as layer by layer (kernels/quantized_layers.cpp).
+The same functions of the same library compute the same bits as layer by layer
+(kernels/quantized_layers.cpp).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import Tensor
 from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import AttentionShape, Rotary
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.kernels.cpu_ops import DecoderLayer, LayerScratch, address
+from eagle_ray.kernels.cpu_ops import AttentionHeads, DecoderLayer, PassRows, SeenRows, address
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.quantized_linear import QuantizedLinear
 
-PROJECTIONS = ("qkv", "output", "gate_up", "down")
+LAYER_PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,29 @@ class QuantizedLayer:
     @property
     def is_runnable(self) -> bool:
         """Return whether the call computes this layer: in fp32, with inputs in their own order."""
-        projections: list[QuantizedLinear] = [getattr(self, name) for name in PROJECTIONS]
-        return all(projection.dtype is torch.float32 and projection.order is None for projection in projections)
+        projections: list[QuantizedLinear] = [getattr(self, name) for name in LAYER_PROJECTIONS]
+        return all(
+            projection.dtype is torch.float32 and projection.order is None
+            for projection in projections
+        )
 
 
 class QuantizedLayers:
-    """The layers of a model, each with `is_runnable`, and of one shape but for their windows."""
+    """The layers of a model, each with `is_runnable`, and of one shape but for their windows.
 
-    def __init__(self, layers: Sequence[QuantizedLayer]):
+    Args:
+        norm: weight of the RMSNorm behind the last layer, with its epsilon.
+    """
+
+    def __init__(self, layers: Sequence[QuantizedLayer], norm: Float[Tensor, " H"], eps: float):
         self.layers = list(layers)  # which own what the structures point to
+        self._norm, self._eps = norm, eps
         self._structures = (DecoderLayer * len(layers))(*map(_structure, layers))
+        # What rows see through each window: all layers of a window point to one structure.
+        self._seen = {layer.shape.window: SeenRows() for layer in layers}
+        for layer, structure in zip(self.layers, self._structures, strict=True):
+            structure.rows = ctypes.addressof(self._seen[layer.shape.window])
+        self._heads = _heads(layers[0].shape)
         self._cache: KVCache | None = None
 
     def __call__(
@@ -60,36 +74,35 @@ class QuantizedLayers:
         hidden: Float[Tensor, "R H"],
         rotary: Rotary,
         layout: CpuMetadata,
-        feature_layers: Sequence[int] | None = None,
-    ) -> tuple[Float[Tensor, "R H"], dict[int, Float[Tensor, "R H"]]]:
-        """Run the layers over rows whose embeddings are overwritten by the sum of all layers but the last.
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
+        """Run the layers over rows whose embeddings are overwritten by the sum of all layers.
 
-        Returns what the last layer adds to it, and the inputs of feature_layers.
+        Returns the norm of the sum, and the inputs of feature_layers side by side.
         """
-        taps = {layer: torch.empty_like(hidden) for layer in feature_layers or ()}
         self._point_to(layout.cache)
-        seen = [layout.seen(layer.shape.window) for layer in self.layers]
-        for i, (structure, rows) in enumerate(zip(self._structures, seen, strict=True)):
-            structure.rows = rows.descriptor_address
-            structure.tap = address(taps.get(i))
+        lasting = [layout.seen(window) for window in self._seen]
+        for structure, seen in zip(self._seen.values(), lasting, strict=True):
+            ctypes.pointer(structure)[0] = seen.descriptor
 
-        first = self.layers[0]
-        shape = first.shape
-        widths = {"normed": hidden.shape[1], "qkv": first.qkv.out_features, "attended": shape.heads * shape.head_dim}
-        widths |= {"gate_up": first.gate_up.out_features, "activated": first.down.in_features}
-        room = {name: hidden.new_empty(len(hidden), width) for name, width in widths.items()}
-        delta = torch.empty_like(hidden)
-        tensors = {"cells": layout.slot_mapping, "cosine": rotary.cosine, "sine": rotary.sine, "hidden": hidden}
-        tensors |= room | {"delta": delta}
-        assert all(tensor.is_contiguous() for tensor in tensors.values())
-        scratch = LayerScratch(
-            rows=len(hidden),
-            hidden_size=hidden.shape[1],
-            inner_size=widths["activated"],
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        )
-        cpu_ops.quantized_layers(self._structures, scratch, shape.heads, shape.kv_heads, shape.head_dim, shape.scaling)
-        return delta, taps
+        num_rows, hidden_size = hidden.shape
+        tapped = list(dict.fromkeys(feature_layers))  # a shallow model's may be named twice
+        features = hidden.new_empty(num_rows, hidden_size * len(tapped))
+        for i, layer in enumerate(tapped):
+            self._structures[layer].tap = features[:, i * hidden_size :].data_ptr()
+
+        normed = torch.empty_like(hidden)
+        tensors = (layout.slot_mapping, rotary.cosine, rotary.sine, hidden, normed, self._norm)
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        rows = PassRows(num_rows, hidden_size, features.shape[1], *pointers, self._eps)
+        cpu_ops.quantized_layers(self._structures, rows, self._heads)
+        for layer in tapped:
+            self._structures[layer].tap = None
+        if len(tapped) < len(feature_layers):
+            parts = features.split(hidden_size, 1)
+            features = torch.cat([parts[tapped.index(layer)] for layer in feature_layers], 1)
+        return normed, features
 
     def _point_to(self, cache: KVCache) -> None:
         if self._cache is cache:
@@ -102,13 +115,31 @@ class QuantizedLayers:
 
 
 def _structure(layer: QuantizedLayer) -> DecoderLayer:
-    structure = DecoderLayer(input_eps=layer.input_eps, post_eps=layer.post_eps, head_eps=layer.shape.norm_eps)
-    for name in PROJECTIONS:
+    structure = DecoderLayer(
+        input_eps=layer.input_eps, post_eps=layer.post_eps, head_eps=layer.shape.norm_eps
+    )
+    for name in LAYER_PROJECTIONS:
         projection: QuantizedLinear = getattr(layer, name)
         part = getattr(structure, name)
-        part.weight, part.bias = ctypes.addressof(projection.packed.descriptor), address(projection.bias)
+        part.weight, part.bias = (
+            ctypes.addressof(projection.packed.descriptor),
+            address(projection.bias),
+        )
     norms: dict[str, Tensor | None] = {"input_norm": layer.input_norm, "post_norm": layer.post_norm}
     norms |= {"q_norm": layer.shape.q_norm, "k_norm": layer.shape.k_norm}
     for name, norm in norms.items():
         setattr(structure, name, address(norm))
     return structure
+
+
+def _heads(shape: AttentionShape) -> AttentionHeads:
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return AttentionHeads(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        key_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        row_stride=width,
+        head_stride=shape.head_dim,
+        scaling=shape.scaling,
+    )

@@ -1,15 +1,17 @@
 """QuantizedLinear: a frozen linear layer whose weight stays in 4 or 8 bits.
 
-    weight = QuantizedWeight(codes, scale, offset, bits=4)      # of a checkpoint: see quantized_checkpoint
+    weight = QuantizedWeight(codes, scale, offset, bits=4)      # as quantized_checkpoint reads them
     layer = QuantizedLinear(weight, dtype=torch.bfloat16)
     outputs = layer(inputs)                                     # [*rows, I] -> [*rows, O]
 
-A weight is scale * code + offset, with one scale and one offset for each group of inputs of an output. Q4_0, Q4_1,
-Q8_0, Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all exactly that.
+A weight is scale * code + offset, with one scale and one offset for each group of inputs of an
+output. Q4_0, Q4_1, Q8_0, Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all
+exactly that.
 
-On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that products are integers.
-Sums of integers have no rounding, and blocks are added in the order of the inputs. Hence a row's result is the same
-bits in any batch, on any number of threads and with AVX2 as with AVX-512.
+On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that
+products are integers. Sums of integers have no rounding, and blocks are added in the order of the
+inputs. Hence a row's result is the same bits in any batch, on any number of threads and with AVX2
+as with AVX-512.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class QuantizedWeight:
         codes: unsigned, below 2 ** bits.
         scale, offset: scale and offset of each group of I / G inputs of an output.
         bits: 4 or 8.
-        order: the input that each code belongs to, so that the layer reads inputs[..., order]; None if codes are in the
-            order of the inputs. GPTQ with desc_act groups inputs by their activations.
+        order: the input that each code belongs to, so that the layer reads inputs[..., order]; None
+            if codes are in the order of the inputs. GPTQ with desc_act groups inputs by their
+            activations.
     """
 
     codes: UInt8[Tensor, "O I"]
@@ -54,22 +57,34 @@ class QuantizedWeight:
     @property
     def group_size(self) -> int:
         """Return the number of inputs that share a scale."""
-        return self.codes.shape[1] // self.scale.shape[1]
+        num_inputs = self.codes.shape[1]
+        num_groups = self.scale.shape[1]
+        return num_inputs // num_groups
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32, in the order of the inputs."""
         groups = self.codes.unflatten(1, (-1, self.group_size)).float()
-        weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
-        return weight if self.order is None else weight.index_select(1, self.order.argsort())
+        scale = self.scale.float()[..., None]
+        offset = self.offset.float()[..., None]
+        weight = (groups * scale + offset).flatten(1)
+        if self.order is None:
+            return weight
+        place_of_input = self.order.argsort()
+        return weight.index_select(1, place_of_input)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on a device."""
+        codes = self.codes.to(device)
+        scale = self.scale.to(device)
+        offset = self.offset.to(device)
         order = None if self.order is None else self.order.to(device)
-        return QuantizedWeight(self.codes.to(device), self.scale.to(device), self.offset.to(device), self.bits, order)
+        return QuantizedWeight(codes, scale, offset, self.bits, order)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
-        codes, scale, offset = (part.index_select(0, index) for part in (self.codes, self.scale, self.offset))
+        codes = self.codes.index_select(0, index)
+        scale = self.scale.index_select(0, index)
+        offset = self.offset.index_select(0, index)
         return QuantizedWeight(codes, scale, offset, self.bits, self.order)
 
 
@@ -107,8 +122,8 @@ class Fp8Weight:
 class QuantizedLinear(nn.Module):
     """Computes inputs @ weight.T + bias over inputs that are rounded to 8 bits in blocks of BLOCK.
 
-    A frozen layer on a CPU. Its tensors are laid out for `cpu_ops.quantized_matmul`; they are neither parameters nor
-    buffers, so that nothing converts or moves them.
+    A frozen layer on a CPU. Its tensors are laid out for `cpu_ops.quantized_matmul`; they are
+    neither parameters nor buffers, so that nothing converts or moves them.
 
     Args:
         weight: whose inputs are whole blocks, and whose groups are whole blocks or halves of one.
@@ -116,12 +131,16 @@ class QuantizedLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None, dtype: torch.dtype = torch.float32
+        self,
+        weight: QuantizedWeight,
+        bias: Float[Tensor, " O"] | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
         self.packed = pack_weight(weight)
-        self.order, self.dtype = weight.order, dtype
+        self.order = weight.order
+        self.dtype = dtype
         self.bias = None if bias is None else bias.detach().to(dtype)
 
     @property
@@ -138,20 +157,34 @@ class QuantizedLinear(nn.Module):
         rows = inputs.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows[:, self.order]
-        return self._multiply(rows.contiguous()).view(*inputs.shape[:-1], self.out_features)
+        outputs = self._multiply(rows.contiguous())
+        return outputs.view(*inputs.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
         if not cpu_ops.available(rows.device, torch.float32):
             return portable_matmul(rows, self.packed, self.bias)
-        if rows.dtype in cpu_ops.DTYPES:
+        if rows.dtype in cpu_ops.CPU_DTYPES:
             return cpu_ops.quantized_matmul(rows, self.packed, self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return cpu_ops.quantized_matmul(rows.float(), self.packed, bias).to(rows.dtype)
+        outputs = cpu_ops.quantized_matmul(rows.float(), self.packed, bias)
+        return outputs.to(rows.dtype)
+
+    @property
+    def finds_highest(self) -> bool:
+        """Return whether `argmax` works."""
+        if self.dtype is not torch.float32 or self.order is not None:
+            return False
+        return cpu_ops.has_function("quantized_argmax_float32")
+
+    def argmax(self, inputs: Float[Tensor, "R I"]) -> Int[Tensor, " R"]:
+        """Return the index of each row's highest output, ties to the lower index, as of `forward`'s outputs."""
+        return cpu_ops.quantized_argmax(inputs.contiguous(), self.packed, self.bias)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedLinear:
         """Return a layer with some of the outputs, in the given order."""
         bias = None if self.bias is None else self.bias[index]
-        return QuantizedLinear(self.quantized_weight().rows(index), bias, self.dtype)
+        weight = self.quantized_weight().rows(index)
+        return QuantizedLinear(weight, bias, self.dtype)
 
     def quantized_weight(self) -> QuantizedWeight:
         """Return the weight as it was given."""
@@ -164,25 +197,38 @@ class QuantizedLinear(nn.Module):
         nn.Module.__init__(layer)
         first = parts[0]
         packs = [part.packed for part in parts]
-        codes, scales = (torch.cat([getattr(pack, name) for pack in packs]) for name in ("codes", "scales"))
-        layer.packed = PackedWeight(codes, scales, sum(pack.num_outputs for pack in packs))
-        layer.in_features, layer.out_features = first.in_features, layer.packed.num_outputs
-        layer.order, layer.dtype = first.order, first.dtype
-        layer.bias = None if first.bias is None else torch.cat([cast(Tensor, part.bias) for part in parts])
+        codes = torch.cat([pack.codes for pack in packs])
+        scales = torch.cat([pack.scales for pack in packs])
+        num_outputs = sum(pack.num_outputs for pack in packs)
+        layer.packed = PackedWeight(codes, scales, num_outputs)
+
+        layer.in_features = first.in_features
+        layer.out_features = num_outputs
+        layer.order = first.order
+        layer.dtype = first.dtype
+        layer.bias = None
+        if first.bias is not None:
+            biases = [cast(Tensor, part.bias) for part in parts]
+            layer.bias = torch.cat(biases)
         return layer
 
     @staticmethod
     def can_merge(parts: Sequence[nn.Module]) -> bool:
         """Return whether these are quantised layers alike that fill whole tiles, but for the last one."""
         layers = [part for part in parts if isinstance(part, QuantizedLinear)]
-        if len(layers) < len(parts) or any(part.out_features % TILE for part in layers[:-1]):
+        if len(layers) < len(parts):
+            return False
+        if any(part.out_features % TILE for part in layers[:-1]):
             return False
         kinds = {(_kind(part.packed), part.dtype, part.bias is None) for part in layers}
-        return len(kinds) == 1 and all(_is_same_order(part.order, layers[0].order) for part in layers)
+        if len(kinds) > 1:
+            return False
+        order = layers[0].order
+        return all(_is_same_order(part.order, order) for part in layers)
 
     def extra_repr(self) -> str:
-        weight = self.packed
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={weight.bits}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bits={self.packed.bits}"
 
 
 def quantize(weight: Float[Tensor, "O I"]) -> QuantizedWeight:
@@ -190,8 +236,10 @@ def quantize(weight: Float[Tensor, "O I"]) -> QuantizedWeight:
     groups = weight.detach().float().unflatten(1, (-1, BLOCK))
     scale = (groups.abs().amax(-1) / 127).half()
     inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
-    codes = (groups * inverse[..., None]).round().clamp(-128, 127) + 128
-    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scale, -128 * scale, 8)
+    rounded = (groups * inverse[..., None]).round()
+    codes = rounded.clamp(-128, 127) + 128
+    unsigned = codes.flatten(1).to(torch.uint8)
+    return QuantizedWeight(unsigned, scale, -128 * scale, 8)
 
 
 def quantize_linears(model: nn.Module) -> None:
@@ -208,13 +256,16 @@ def holds_quantized(model: nn.Module) -> bool:
 
 
 def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
-    """Return what weights must have in common that one product computes."""
+    """Return the shapes and the dtype that must be equal for weights to be multiplied in one product."""
     return weight.codes.shape[1:], weight.scales.shape[1:], weight.scales.dtype
 
 
 def fits_kernel(weight: QuantizedWeight) -> bool:
     """Return whether the CPU's kernel takes the weight's inputs and groups: whole blocks, or groups of half a block."""
-    return weight.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
+    if weight.shape[1] % BLOCK:
+        return False
+    is_half = weight.group_size == BLOCK // 2
+    return is_half or weight.group_size % BLOCK == 0
 
 
 def pack_weight(weight: QuantizedWeight) -> PackedWeight:
@@ -225,24 +276,39 @@ def pack_weight(weight: QuantizedWeight) -> PackedWeight:
             f"a quantised weight of {num_inputs} inputs in groups of {weight.group_size}: inputs must be a multiple of "
             f"{BLOCK}, and so must be groups, or {BLOCK // 2}. Use a checkpoint with other groups"
         )
-    missing = -num_outputs % TILE
-    tiles = pad(weight.codes, (0, 0, 0, missing)).view(-1, TILE, num_inputs // BLOCK, BLOCK // 4, 4)
+    padding = (0, 0, 0, -num_outputs % TILE)
+    padded = pad(weight.codes, padding)
+    tiles = padded.view(-1, TILE, num_inputs // BLOCK, BLOCK // 4, 4)
     codes = tiles.permute(0, 2, 3, 1, 4)  # tile, block, vector, output, input
     if weight.bits == 4:
-        codes = codes[:, :, :4] | (codes[:, :, 4:] << 4)
+        low = codes[:, :, :4]
+        high = codes[:, :, 4:] << 4
+        codes = low | high
+
+    # Both are fp16, or both are fp32.
     is_half = weight.scale.dtype == weight.offset.dtype == torch.float16
-    parts = [x.to(torch.float16 if is_half else torch.float32) for x in (weight.scale, weight.offset)]
-    scales = torch.stack([pad(x, (0, 0, 0, missing)).view(-1, TILE, x.shape[1]) for x in parts], 1)
-    return PackedWeight(codes.flatten(3).contiguous(), scales.permute(0, 3, 1, 2).contiguous(), num_outputs)
+    dtype = torch.float16 if is_half else torch.float32
+    parts = []
+    for part in (weight.scale, weight.offset):
+        rows = pad(part.to(dtype), padding)
+        parts.append(rows.view(-1, TILE, part.shape[1]))
+    scales = torch.stack(parts, 1).permute(0, 3, 1, 2)
+    packed_codes = codes.flatten(3).contiguous()
+    return PackedWeight(packed_codes, scales.contiguous(), num_outputs)
 
 
 def unpack_weight(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> QuantizedWeight:
-    """Return what was packed."""
+    """Return the weight that `pack_weight` packed."""
     codes = packed.codes.unflatten(3, (TILE, 4))
     if packed.bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], 2)
-    outputs = codes.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[: packed.num_outputs]
-    scale, offset = packed.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : packed.num_outputs]
+        low = codes & 15
+        high = codes >> 4
+        codes = torch.cat([low, high], 2)
+    rows = codes.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+    outputs = rows[: packed.num_outputs]
+
+    scales = packed.scales.permute(2, 0, 3, 1).flatten(1, 2)
+    scale, offset = scales[:, : packed.num_outputs]
     return QuantizedWeight(outputs, scale, offset, packed.bits, order)
 
 
@@ -252,6 +318,10 @@ def portable_matmul(
     """Return what `cpu_ops.quantized_matmul` does, within fp32 rounding, by PyTorch's operations."""
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    rounded = (blocks * torch.where(largest > 0, 127 / largest, 0)).round() * (largest / 127)
-    outputs = rounded.flatten(1) @ unpack_weight(weight).dequantize().T
-    return (outputs if bias is None else outputs + bias.float()).to(rows.dtype)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    rounded = (blocks * inverse).round() * (largest / 127)
+    dense = unpack_weight(weight).dequantize()
+    outputs = rounded.flatten(1) @ dense.T
+    if bias is not None:
+        outputs = outputs + bias.float()
+    return outputs.to(rows.dtype)

@@ -3,9 +3,9 @@
     checkpoint = quantized_checkpoint(path, config)         # None for plain weights, and for other libraries' formats
     model = build_model(config, checkpoint, torch.bfloat16, "cpu")
 
-The module tree is transformers', so that every part of this engine finds what it knows. Each quantised nn.Linear in it
-is replaced by a layer that computes with the stored codes. Weights are read one at a time: the host never holds a dense
-copy.
+The module tree is transformers', so that every part of this engine finds what it knows. Each
+quantised nn.Linear in it is replaced by a layer that computes with the stored codes. Weights are
+read one at a time: the host never holds a dense copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.families import FAMILIES, MXFP4
+from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.gpu_linears import GpuLinear, dense_linear, gpu_linear
-from eagle_ray.models.packed_layouts import DOWNLOAD, EMBEDDING, FLOATS, NOT_FINITE, Weight
+from eagle_ray.models.packed_layouts import (
+    DOWNLOAD,
+    EMBEDDING_WEIGHT,
+    FLOAT_DTYPES,
+    NOT_FINITE,
+    Weight,
+)
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import QuantizedLinear, QuantizedWeight, fits_kernel
 from eagle_ray.parallel.shard import LM_HEAD
@@ -32,10 +39,13 @@ from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
 
+RESTORED = "its experts in MXFP4 are restored to 16 bits, or to model.dtype: four times the bytes of its files"
+EMBED_SCALE = "embed_scale"  # buffer of Gemma's embeddings, which multiply their output
+
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """What a model is built from. Names are transformers'."""
+    """Protocol of a checkpoint that a model can be built from. Names are those of transformers."""
 
     def tensor_names(self) -> set[str]: ...
 
@@ -58,13 +68,30 @@ def quantized_checkpoint(path: Path, config: PretrainedConfig) -> Checkpoint | N
     if file is not None:
         return GGUFCheckpoint(GGUFFile.open(file), config.to_dict())
     quantization = quantization_of(config)
-    return QuantizedCheckpoint.open(path, quantization) if quantization is not None and reads(quantization) else None
+    return (
+        QuantizedCheckpoint.open(path, quantization)
+        if quantization is not None and reads(quantization)
+        else None
+    )
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, object] | None:
     """Return the checkpoint's quantization_config, or None."""
     quantization = getattr(config, "quantization_config", None)
-    return quantization if quantization is None or isinstance(quantization, dict) else quantization.to_dict()
+    return (
+        quantization
+        if quantization is None or isinstance(quantization, dict)
+        else quantization.to_dict()
+    )
+
+
+def has_mxfp4(config: PretrainedConfig) -> bool:
+    """Return whether the checkpoint's experts are in MXFP4, as gpt-oss is published: PlainCheckpoint restores them."""
+    quantization = quantization_of(config) or {}
+    return (
+        quantization.get("quant_method") == "mxfp4"
+        and FAMILIES[config.model_type].why_dense == MXFP4
+    )
 
 
 def build_model(
@@ -92,8 +119,14 @@ def build_model(
         if isinstance(module, nn.Linear) and name in quantized:
             weight = checkpoint.projection(name)
             check_shape(f"{name}.weight", weight.shape, (module.out_features, module.in_features))
-            bias = _read(checkpoint, f"{name}.bias").to(device, dtype) if module.bias is not None else None
-            model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize, runs_on or device))
+            bias = (
+                _read(checkpoint, f"{name}.bias").to(device, dtype)
+                if module.bias is not None
+                else None
+            )
+            model.set_submodule(
+                name, _layer(weight, bias, dtype, device, dequantize, runs_on or device)
+            )
     _fill(model, checkpoint, dtype, device)
     return model.eval().requires_grad_(False)
 
@@ -106,21 +139,40 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     with torch.device("meta"):
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(plain, dtype=dtype))
     for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
-            if not name.endswith("rotary_emb"):
-                raise EngineError(f"{type(model).__name__}: a quantised checkpoint of this family is not read here")
+        buffers = [key for key, buffer in module._buffers.items() if buffer is not None]
+        if not any(module.get_buffer(key).is_meta for key in buffers):
+            continue
+        if name.endswith("rotary_emb"):
             model.set_submodule(name, type(module)(config=plain))
+        elif buffers == [EMBED_SCALE]:
+            scale = getattr(module, f"scalar_{EMBED_SCALE}")
+            module.register_buffer(EMBED_SCALE, torch.tensor(scale), persistent=False)
+        else:
+            raise EngineError(
+                f"{type(model).__name__}: a quantised checkpoint of this family is not read here"
+            )
     return model
 
 
 def _layer(
-    weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: str, dequantize: bool, runs_on: str
+    weight: Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: str,
+    dequantize: bool,
+    runs_on: str,
 ) -> QuantizedLinear | GpuLinear | nn.Linear:
     """Return what computes with the weight on this device; a dense layer where nothing else does."""
     if not dequantize and not isinstance(weight, Tensor) and torch.device(runs_on).type == "cuda":
         return gpu_linear(weight.to(device), bias, dtype, torch.device(runs_on))
-    has_kernel = runs_on == "cpu" and cpu_ops.quantized_path() > 0  # without one, a dense layer is faster
-    if has_kernel and isinstance(weight, QuantizedWeight) and not dequantize and fits_kernel(weight):
+    # Without one, a dense layer is faster.
+    has_kernel = runs_on == "cpu" and cpu_ops.quantized_path() > 0
+    if (
+        has_kernel
+        and isinstance(weight, QuantizedWeight)
+        and not dequantize
+        and fits_kernel(weight)
+    ):
         return QuantizedLinear(weight, bias, dtype)
     dense = weight if isinstance(weight, Tensor) else weight.dequantize()
     return dense_linear(dense.to(device, dtype), bias)
@@ -128,7 +180,9 @@ def _layer(
 
 def _untie(model: PreTrainedModel) -> None:
     """Give the lm_head a weight of its own, as transformers does if a checkpoint stores another one."""
-    log.warning("the lm_head that is stored is used: it is not the embedding, though config.json ties the two")
+    log.warning(
+        "the lm_head that is stored is used: it is not the embedding, though config.json ties the two"
+    )
     head = cast(nn.Linear, model.get_output_embeddings())
     head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
     model.config.tie_word_embeddings = False
@@ -137,7 +191,7 @@ def _untie(model: PreTrainedModel) -> None:
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return a tensor. Raises EngineError if a number in it is not finite."""
     value = checkpoint.tensor(name)
-    if value.dtype in FLOATS and not value.isfinite().all():
+    if value.dtype in FLOAT_DTYPES and not value.isfinite().all():
         raise EngineError(f"tensor {name}: {NOT_FINITE}. {DOWNLOAD}")
     return value
 
@@ -145,18 +199,20 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raise EngineError naming a tensor if it has another shape than the config wants."""
     if tuple(shape) != tuple(wanted):
-        raise EngineError(f"the target's {name} is {tuple(shape)}, and its config wants {tuple(wanted)}")
+        raise EngineError(
+            f"the target's {name} is {tuple(shape)}, and its config wants {tuple(wanted)}"
+        )
 
 
 def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
-    """Read every parameter that has no memory yet; tied ones are the embedding's, under either name."""
+    """Read every parameter that is still on the meta device. Tied weights are read once."""
     stored = checkpoint.tensor_names()
     is_tied = model.config.tie_word_embeddings
     missing = []
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        source = LM_HEAD if is_tied and name == EMBEDDING and name not in stored else name
+        source = LM_HEAD if is_tied and name == EMBEDDING_WEIGHT and name not in stored else name
         if source not in stored:
             missing.append(name)
             continue

@@ -1,11 +1,12 @@
 """Settings of the process for inference: heap, huge pages and threads of a CPU, its name, and torch's choices on a GPU.
 
-A pass over many long contexts makes tensors of tens of megabytes. By default glibc returns such memory to the system as
-soon as it is free, and the next layer gets it zeroed page by page: a pass over 64 sequences of 440 tokens took 494 ms
-instead of 181 with the 230M pair of `jobs/bench/widening.py` on two cores (measured 2026-11-22).
+A pass over many long contexts makes tensors of tens of megabytes. By default glibc returns such
+memory to the system as soon as it is free, and the next layer gets it zeroed page by page: a pass
+over 64 sequences of 440 tokens took 494 ms instead of 181 with the 230M pair of
+`jobs/bench/widening.py` on two cores (measured 2026-11-22).
 
-A second thread gains little for a small model on an idle machine and loses a multiple on a busy one, where every
-operation waits for the thread that is not running.
+A second thread gains little for a small model on an idle machine and loses a multiple on a busy
+one, where every operation waits for the thread that is not running.
 
     tune_malloc()           # keep freed memory in the process
     use_huge_pages()        # back weights with huge pages
@@ -29,8 +30,8 @@ from typing import TypeVar
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of linux/mman.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # constants of linux/mman.h
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGE = 2 << 20  # bytes
 MIN_REGION = 16 << 20  # bytes: weights and caches, and not the stacks of threads
@@ -43,7 +44,12 @@ def tune_malloc() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK), mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK - 1)])
+    return all(
+        [
+            mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK),
+            mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK - 1),
+        ]
+    )
 
 
 def release_memory() -> None:
@@ -56,10 +62,11 @@ def release_memory() -> None:
 def use_huge_pages() -> int:
     """Move the large private memory of this process into huge pages now, and return how many bytes were asked for.
 
-    A pass reads every weight once, and with pages of 4 KiB much of that time goes into finding them: with 230M packed
-    parameters in fp32, linear layers of one row took 21 to 28 ms instead of 29 to 36 (two cores of an AMD EPYC,
-    2026-11-25, four pairs of runs by turns). Call it once the weights are where they stay; it takes about 2 s a GB.
-    Returns 0 where the system has no huge pages to give.
+    A pass reads every weight once, and with pages of 4 KiB much of that time goes into finding
+    them: with 230M packed parameters in fp32, linear layers of one row took 21 to 28 ms instead of
+    29 to 36 (two cores of an AMD EPYC, 2026-11-25, four pairs of runs by turns). Call it once the
+    weights are where they stay; it takes about 2 s a GB. Returns 0 where the system has no huge
+    pages to give.
     """
     if not HUGE_PAGES.is_file() or "[never]" in HUGE_PAGES.read_text():
         return 0
@@ -86,21 +93,26 @@ def _large_regions() -> list[tuple[int, int]]:
     return regions
 
 
-MIN_SPEEDUP = 1.2  # times faster that twice the threads must be
-REPLAYS = 7
-LONG_S = 0.05  # runs this long are timed once: their difference is no accident
+MIN_SPEEDUP = 1.2  # times faster that twice the threads must be, where they are OpenMP's
+# Threads of the team (kernels/team.h) yield to other processes, so more of them stay unless fewer are
+# faster: what another process takes while the choice is made would otherwise count for the whole run.
+MIN_TEAM_SPEEDUP = 0.95
+RUN_REPLAYS = 7
+LONG_RUN_S = 0.05  # runs this long are timed once: their difference is no accident
 Result = TypeVar("Result")
 
 
-def tune_num_threads(run: Callable[[], object]) -> int:
+def tune_num_threads(run: Callable[[], object], min_speedup: float = MIN_SPEEDUP) -> int:
     """Set torch's number of threads, at most the present one, and return it.
 
-    run: takes the time of a pass, such as one over as many tokens as there are slots.
+    Args:
+        run: takes the time of a pass, such as one over as many tokens as there are slots.
+        min_speedup: times faster that twice the threads must be.
     """
     threads = torch.get_num_threads()
     while threads > 1:
         seconds = _seconds(run, (threads, threads // 2))
-        if seconds[threads // 2] > MIN_SPEEDUP * seconds[threads]:
+        if seconds[threads // 2] > min_speedup * seconds[threads]:
             break
         threads //= 2
     torch.set_num_threads(threads)
@@ -110,9 +122,10 @@ def tune_num_threads(run: Callable[[], object]) -> int:
 def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
     """Return or raise what `work` does, in a thread that ends with it. For work before the engine's own thread starts.
 
-    OpenMP keeps helper threads for every thread that ever computed in parallel. If they outnumber the cores, GNU's
-    library puts the computing thread's helpers to sleep after each operation, and passes take 1.4 times as long
-    (107M parameters, 16 rows, 2 threads on 2 cores). A thread's helpers end with it.
+    OpenMP keeps helper threads for every thread that ever computed in parallel. If they outnumber
+    the cores, GNU's library puts the computing thread's helpers to sleep after each operation, and
+    passes take 1.4 times as long (107M parameters, 16 rows, 2 threads on 2 cores). A thread's
+    helpers end with it.
     """
     with ThreadPoolExecutor(1, "eagle-ray-start") as passing:
         return passing.submit(work).result()
@@ -122,14 +135,14 @@ def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
 def _seconds(run: Callable[[], object], numbers: tuple[int, int]) -> dict[int, float]:
     """Return the best of a few runs with each number of threads, in turn; the first turn is a warm-up."""
     best = dict.fromkeys(numbers, torch.inf)
-    for replay in range(1 + REPLAYS):
+    for replay in range(1 + RUN_REPLAYS):
         for number in numbers:
             torch.set_num_threads(number)
             started = time.perf_counter()
             run()
             seconds = time.perf_counter() - started
             best[number] = min(best[number], seconds) if replay else torch.inf
-        if replay and max(best.values()) > LONG_S:
+        if replay and max(best.values()) > LONG_RUN_S:
             break
     return best
 
@@ -139,7 +152,7 @@ INFO = Path("/proc/cpuinfo")
 
 @cache
 def cpu_name() -> str:
-    """Return the processor's name from the system; Python's own name is empty on Linux."""
+    """Return the processor's name from the system. Python's own function returns an empty name on Linux."""
     lines = INFO.read_text().splitlines() if INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(iter(names), platform.processor() or platform.machine())
@@ -148,9 +161,9 @@ def cpu_name() -> str:
 def pin_cuda_numerics(device: torch.device) -> None:
     """Choose flash or memory-efficient attention, and fp32 sums in 16-bit products. A CPU has no such settings.
 
-    cuDNN's scaled-dot-product attention builds a plan for every prompt length, 23 to 37 ms each; flash and
-    memory-efficient attention build none. Reduced-precision reductions of bf16 and fp16 products would make a row's
-    sum depend on how the product was split, and so on the batch.
+    cuDNN's scaled-dot-product attention builds a plan for every prompt length, 23 to 37 ms each;
+    flash and memory-efficient attention build none. Reduced-precision reductions of bf16 and fp16
+    products would make a row's sum depend on how the product was split, and so on the batch.
     """
     if device.type != "cuda":
         return

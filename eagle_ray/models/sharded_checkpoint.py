@@ -2,9 +2,10 @@
 
     model = load_shard(path, config, torch.float32, "cpu", ranks)       # a causal LM that computes with the other ranks
 
-Plain weights are read slice by slice from safetensors files, and rounded to FP8 on the device if that is asked for. A
-quantised layer is read whole, one at a time, and cut. Nothing of a rank's size in all is ever on the host twice.
-Of a mixture of experts, files have tensors for each expert, or one of all of a layer; a model has the latter.
+Plain weights are read slice by slice from safetensors files, and rounded to FP8 on the device if
+that is asked for. A quantised layer is read whole, one at a time, and cut. Nothing of a rank's size
+in all is ever on the host twice. Of a mixture of experts, files have tensors for each expert, or
+one of all of a layer; a model has the latter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE, fp8_weight
-from eagle_ray.models.packed_layouts import EMBEDDING, SafetensorFiles, Weight
+from eagle_ray.models.mxfp4_experts import BLOCKS, SCALES, restored, stacks_in
+from eagle_ray.models.packed_layouts import EMBEDDING_WEIGHT, SafetensorFiles, Weight
 from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.models.quantized_model import (
@@ -31,24 +33,28 @@ from eagle_ray.models.quantized_model import (
     build_model,
     check_shape,
     empty_model,
+    has_mxfp4,
     quantization_of,
     quantized_checkpoint,
 )
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import (
     LM_HEAD,
+    QKV,
+    SINKS,
+    SUMMED_BIAS,
     Part,
     Shard,
     cut_out,
+    fit_row_norms,
     group_size_of,
     joined,
-    kv_heads_of,
     padded_rows,
     shard_config,
 )
 from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
 
-TIED = {EMBEDDING, LM_HEAD}
+TIED = {EMBEDDING_WEIGHT, LM_HEAD}
 PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIXTRAL_NAMES = {
     ".block_sparse_moe.": ".mlp.",
@@ -57,18 +63,23 @@ MIXTRAL_NAMES = {
     ".w2.weight": ".down_proj.weight",
 }  # of its files, and what transformers' modules and the files of other mixtures have in their place
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts; what they join
+STACKS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}  # of all experts; what they join
 
 
 def why_unread(path: Path, config: PretrainedConfig, rounds: bool) -> str | None:
-    """Return why load_shard reads no part of a target, and what to do; None if it may. Weights are not looked at.
+    """Return why load_shard cannot read a part of the target, with advice, or None. Weights are not read.
 
     Arguments are those of load_shard.
     """
     quantization = {} if gguf_in(path) is not None else quantization_of(config)
     if quantization is not None and rounds:
-        return "model.quantization: fp8 is for plain weights, and these are quantised: set it to none"
-    if quantization and not reads(quantization):
+        return (
+            "model.quantization: fp8 is for plain weights, and these are quantised: set it to none"
+        )
+    if quantization and not reads(quantization) and not has_mxfp4(config):
         method = quantization.get("quant_method")
         return f"the target is quantised by {method!r}, which ranks do not read: take AWQ, GPTQ or compressed-tensors"
     if quantization and has_scattered_groups(quantization):
@@ -86,6 +97,8 @@ def inputs_together(path: Path, config: PretrainedConfig, rounds: bool) -> int |
     """
     if rounds:
         return FP8_MULTIPLE
+    if has_mxfp4(config):
+        return None
     return group_size_of({} if gguf_in(path) is not None else quantization_of(config))
 
 
@@ -106,25 +119,36 @@ def load_shard(
         rounds: whether plain weights of layers are rounded to FP8.
 
     Raises:
-        EngineError: the files cannot be read, or lack a tensor, or have one of another shape than the config's, or are
-            to be rounded and are quantised already.
+        EngineError: the files cannot be read, or lack a tensor, or have one of another shape than
+            the config's, or are to be rounded and are quantised already.
     """
-    shard = Shard(ranks.rank, ranks.size, config.vocab_size, kv_heads_of(config))
+    shard = Shard.of(config, ranks.rank, ranks.size)
     quantized = quantized_checkpoint(path, config)
-    assert quantized is not None or quantization_of(config) is None, "num_ranks lets no other quantisers pass"
+    is_read = quantized is not None or quantization_of(config) is None or has_mxfp4(config)
+    assert is_read, "num_ranks lets no other quantisers pass"
     whole = quantized or PlainCheckpoint.open(path)
     if rounds and not isinstance(whole, PlainCheckpoint):
-        raise EngineError("model.quantization: fp8 is for plain weights, and these are quantised. Set it to none.")
+        raise EngineError(
+            "model.quantization: fp8 is for plain weights, and these are quantised. Set it to none."
+        )
     shape = shard_config(config, ranks.size)
     model = empty_model(shape, dtype)
-    model.set_experts_implementation("eager")  # for the check of the model: the others refuse some widths
+    fit_row_norms(model, shard)
+    model.set_experts_implementation(
+        "eager"
+    )  # for the check of the model: the others refuse some widths
     with torch.device("meta"):
-        model.set_submodule("lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype))
+        model.set_submodule(
+            "lm_head", nn.Linear(config.hidden_size, shard.num_logits, bias=False, dtype=dtype)
+        )
     shapes = {
-        name: tensor.shape for name, tensor in empty_model(config, dtype).named_parameters(remove_duplicate=False)
+        name: tensor.shape
+        for name, tensor in empty_model(config, dtype).named_parameters(remove_duplicate=False)
     }
     is_tied = config.tie_word_embeddings
-    checkpoint = ShardedCheckpoint(whole, shard, shapes, is_tied, ranks.check, device if rounds else None)
+    checkpoint = ShardedCheckpoint(
+        whole, shard, shapes, is_tied, ranks.check, device if rounds else None
+    )
     build_model(shape, checkpoint, dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
@@ -135,12 +159,15 @@ class PlainCheckpoint:
 
     Attributes:
         stored: the tensors' names in the files, by those that transformers would give them.
-        num_experts: number of experts of each stack that is in the files as tensors of its experts, by its name.
+        num_experts: number of experts of each stack that is in the files as tensors of its experts,
+            by its name.
+        packed: names of the stacks that are in the files in MXFP4.
     """
 
     files: SafetensorFiles
     stored: dict[str, str]
     num_experts: dict[str, int]
+    packed: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, directory: Path) -> PlainCheckpoint:
@@ -151,18 +178,20 @@ class PlainCheckpoint:
             block, number, projection = match.groups()
             stack = f"{block}.down_proj" if projection == "down" else f"{block}.gate_up_proj"
             num_experts[stack] = max(num_experts[stack], int(number) + 1)
-        return cls(files, stored, dict(num_experts))
+        return cls(files, stored, dict(num_experts), stacks_in(stored))
 
     def names(self) -> list[str]:
         return []
 
     def tensor_names(self) -> set[str]:
-        return self.stored.keys() | self.num_experts.keys()
+        return self.stored.keys() | self.num_experts.keys() | self.packed
 
     def projection(self, name: str) -> Tensor:
         return self.tensor(f"{name}.weight")
 
     def tensor(self, name: str) -> Tensor:
+        if name in self.packed:
+            return restored(self.tensor(name + BLOCKS), self.tensor(name + SCALES))
         return self.files.tensor(self.stored.get(name, name))
 
     def has_own_head(self) -> bool:
@@ -178,16 +207,29 @@ class PlainCheckpoint:
         block, _, kind = name.rpartition(".")
         if name in self.num_experts:
             return self._joined_experts(block, STACKS[kind], self.num_experts[name], shard, shape)
+        if name in self.packed:
+            whole = self.tensor(name)
+            check_shape(name, whole.shape, shape)
+            return cut_out(whole, shard.part_of_stack(kind, whole.shape))
         stored = self.files.slice_of(self.stored.get(source, source))
         check_shape(name, stored.get_shape(), shape)
         if block.endswith(".experts"):
-            return _part_of_stack(stored, kind, shard)
+            return read_slice(stored, shard.part_of_stack(kind, stored.get_shape()))
         return read_slice(stored, shard.part_of(name, stored.get_shape()))
 
     def _joined_experts(
-        self, block: str, projections: Sequence[str], num_experts: int, shard: Shard, shape: Sequence[int]
+        self,
+        block: str,
+        projections: Sequence[str],
+        num_experts: int,
+        shard: Shard,
+        shape: Sequence[int],
     ) -> Float[Tensor, "E O I"]:
-        """Read a rank's part of every expert's own tensors. shape: of the whole stack of all experts."""
+        """Read a rank's part of every expert's own tensors.
+
+        Args:
+            shape: shape of the whole stack of all experts.
+        """
         of_each = shape[1] // len(projections), shape[2]
         stack: Tensor | None = None
         for expert in range(num_experts):
@@ -201,13 +243,15 @@ class PlainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ShardedCheckpoint:
-    """What one rank reads of a checkpoint. Raises EngineError as that does, and for tensors of other shapes.
+    """Reads one rank's part of a checkpoint. Raises EngineError for missing or misshapen tensors.
 
     Attributes:
         shapes: shapes of the whole target's parameters.
-        is_tied: whether the embedding and the lm_head stand for each other if one of them is not stored.
+        is_tied: whether the embedding and the lm_head stand for each other if one of them is not
+            stored.
         check: is called before each tensor, and raises if there is no use in reading it.
-        rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them as they are.
+        rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them
+            as they are.
     """
 
     whole: Checkpoint
@@ -220,7 +264,11 @@ class ShardedCheckpoint:
     def names(self) -> list[str]:
         if self.rounds_on is None:
             return self.whole.names()
-        return [name.removesuffix(".weight") for name in self.whole.tensor_names() if name.endswith(PROJECTION)]
+        return [
+            name.removesuffix(".weight")
+            for name in self.whole.tensor_names()
+            if name.endswith(PROJECTION)
+        ]
 
     def tensor_names(self) -> set[str]:
         """Return the names of the tensors, of an embedding and an lm_head that are tied both."""
@@ -254,7 +302,11 @@ class ShardedCheckpoint:
             tensor = self.whole.tensor(source)
             check_shape(name, tensor.shape, self.shapes[name])
             tensor = cut_out(tensor, self.shard.part_of(name, tensor.shape))
-        return tensor if not name.endswith(".bias") or self.shard.adds_bias(name) else torch.zeros_like(tensor)
+        return (
+            tensor
+            if not name.endswith("bias") or self.shard.adds_bias(name)
+            else torch.zeros_like(tensor)
+        )
 
 
 def _usual_name(stored: str) -> str:
@@ -265,65 +317,70 @@ def _usual_name(stored: str) -> str:
 
 
 def share_of(stored: str, shard: Shard) -> float:
-    """Return which share of a tensor's numbers a rank has. stored: its name in a file, of a quantised layer or not."""
+    """Return which share of a tensor's numbers a rank has.
+
+    Args:
+        stored: its name in a file, of a quantised layer or not.
+    """
     layer, _, kind = _usual_name(stored).rpartition(".")
-    if layer.endswith(".experts"):
+    if kind == SUMMED_BIAS:
+        return 1
+    if layer.endswith(".experts") or kind == SINKS:
         return 1 / shard.size
-    whole = shard.vocab_size if f"{layer}.weight" == LM_HEAD else shard.size * shard.kv_heads  # ranks divide both
+    whole = 2 * shard.size * shard.kv_heads  # which ranks divide
+    if f"{layer}.weight" == LM_HEAD:
+        whole = shard.vocab_size
+    if layer.endswith(QKV):
+        whole = shard.heads + 2 * shard.kv_heads
     part = shard.part_of(f"{layer}.{'bias' if kind == 'bias' else 'weight'}", (whole, whole))
-    return 1 if part is None else (part.end - part.begin + part.padding) / whole
-
-
-def _part_of_stack(stored: Any, kind: str, shard: Shard) -> Float[Tensor, "E O I"]:
-    """Return a rank's part of a tensor of all experts in a file. stored: safetensors' slice of it."""
-    _, num_out, num_in = stored.get_shape()
-    if kind == "down_proj":
-        return read_slice(stored, shard.equal_part(2, num_in))
-    width = num_out // 2
-    gate = shard.equal_part(1, width)
-    up = Part(1, gate.begin + width, gate.end + width)
-    return torch.cat([read_slice(stored, gate), read_slice(stored, up)], 1)
+    return 1 if part is None else (part.size + part.padding) / whole
 
 
 def read_slice(stored: Any, part: Part | None) -> Tensor:
-    """Return a part of a tensor in a file, or all of it. stored: safetensors' slice of it."""
+    """Return a part of a tensor in a file, or all of it.
+
+    Args:
+        stored: safetensors' slice of it.
+    """
     if part is None:
         return stored[:]
     before = (slice(None),) * part.dim
-    rows: Tensor = stored[(*before, slice(part.begin, part.end))]
+    runs = [stored[(*before, slice(begin, end))] for begin, end in part.ranges]
+    rows = runs[0] if len(runs) == 1 else torch.cat(runs, part.dim)
     return padded_rows(rows, part.padding)
 
 
 def _quantized_part(name: str, weight: QuantizedWeight, part: Part) -> QuantizedWeight:
     """Return some outputs of a weight, or some whole groups of its inputs, or some of the inputs of its only group."""
     if part.dim == 0:
-        index = torch.arange(part.begin, part.end + part.padding).clamp(max=part.end - 1)
-        return weight.rows(index)
+        index = part.index
+        return weight.rows(torch.cat([index, index[-1:].expand(part.padding)]))
     if weight.order is not None:
         raise EngineError(
             f"tensor {name}.qweight: its groups have inputs that are apart (desc_act), which ranks cannot share. Set "
             "tensor_parallel to 1, or take a checkpoint without desc_act."
         )
-    codes = weight.codes[:, part.begin : part.end].contiguous()
+    [(begin, end)] = part.ranges
+    codes = weight.codes[:, begin:end].contiguous()
     if weight.scale.shape[1] == 1:
         return QuantizedWeight(codes, weight.scale, weight.offset, weight.bits)
     size = weight.group_size
-    if part.begin % size or part.end % size:
+    if begin % size or end % size:
         raise EngineError(
-            f"tensor {name}.qweight: groups of {size} inputs, and a rank's {part.end - part.begin} are no whole number "
+            f"tensor {name}.qweight: groups of {size} inputs, and a rank's {end - begin} are no whole number "
             "of them. Set tensor_parallel to less."
         )
-    groups = slice(part.begin // size, part.end // size)
+    groups = slice(begin // size, end // size)
     return QuantizedWeight(
-        codes, weight.scale[:, groups].contiguous(), weight.offset[:, groups].contiguous(), weight.bits
+        codes,
+        weight.scale[:, groups].contiguous(),
+        weight.offset[:, groups].contiguous(),
+        weight.bits,
     )
 
 
 def _fp8_part(weight: Fp8Weight, part: Part) -> Fp8Weight:
     """Return some outputs or some inputs of a weight; each output has one scale."""
-    values = weight.values.view(torch.uint8)
-    if part.dim == 1:
-        return Fp8Weight(values[:, part.begin : part.end].contiguous().view(torch.float8_e4m3fn), weight.scale)
-    rows = padded_rows(values[part.begin : part.end], part.padding).contiguous().view(torch.float8_e4m3fn)
-    scale = weight.scale if len(weight.scale) == 1 else padded_rows(weight.scale[part.begin : part.end], part.padding)
-    return Fp8Weight(rows, scale)
+    values = cut_out(weight.values.view(torch.uint8), part).view(torch.float8_e4m3fn)
+    has_one_scale = part.dim == 1 or len(weight.scale) == 1
+    return Fp8Weight(values, weight.scale if has_one_scale else cut_out(weight.scale, part))

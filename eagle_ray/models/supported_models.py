@@ -4,8 +4,9 @@
     max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
     kv_spec = probe(model, logits_of, positions=4096)     # KVSpec(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
-A family stands in SUPPORTED because tests/models/test_supported_models.py holds its packed trees equal to transformers'
-own forward on every path; any other is refused by name. `probe` runs two tokens through a model:
+A family stands in FAMILIES (families.py) because tests/models/test_supported_models.py holds its packed trees
+equal to transformers' own forward on every path; any other is refused by name. `probe` runs two
+tokens through a model:
 
     what must hold                                           what would otherwise be wrong silently
     every layer attends, once, under its own number          linear attention, state kept from row to row
@@ -27,39 +28,47 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from eagle_ray.attention.metadata import ATTENTION, AttentionParams, NumberedLayer, causal_attention
+from eagle_ray.attention.metadata import (
+    ATTENTION_NAME,
+    AttentionParams,
+    NumberedLayer,
+    causal_attention,
+)
 from eagle_ray.core.errors import EngineError
+from eagle_ray.families import BY_CLASS, FAMILIES, WRAPPERS, layers_of
 
-# model_type of each family whose every path was equal; the first ten are those that published draft heads are for
-# fmt: off
-SUPPORTED = frozenset([
-    "gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
-    "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "gpt2", "gpt_neox", "granite", "granite_swa", "granitemoe", "granitemoeshared",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "minimax_m2", "ministral", "ministral3", "nanochat", "olmo",
-    "olmo2", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-    "youtu",
-])
-# fmt: on
-DYNAMIC_ROPE = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
+# All positions turn otherwise once one of a pass is past the original ones.
+DYNAMIC_ROPE = (
+    "dynamic",
+    "longrope",
+)
 
 
 def check_config(config: PretrainedConfig) -> None:
     """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
     if config.get_text_config(decoder=True) is not config:
-        raise EngineError(f"unsupported model_type {config.model_type!r}: it reads more than text. Use a text model.")
-    if config.model_type not in SUPPORTED:
-        raise EngineError(f"unsupported model_type {config.model_type!r}. Supported: {', '.join(sorted(SUPPORTED))}")
+        raise EngineError(
+            f"unsupported model_type {config.model_type!r}: it reads more than text. Use a text model, or one "
+            f"whose text half is read: {', '.join(WRAPPERS)}."
+        )
+    if config.model_type not in FAMILIES:
+        raise EngineError(
+            f"unsupported model_type {config.model_type!r}. Supported: {', '.join(sorted(FAMILIES))}"
+        )
 
 
 def max_exact_position(config: PretrainedConfig) -> int | None:
     """Return how many positions have rotations that do not depend on the rest of the pass; None for all.
 
-    A rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass. Past this many
-    positions a row would depend on other rows, and cached keys would be outdated.
+    A rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass.
+    Past this many positions a row would depend on other rows, and cached keys would be outdated.
     """
     own = getattr(config, "max_position_embeddings", None)
     limits = [
@@ -71,15 +80,21 @@ def max_exact_position(config: PretrainedConfig) -> int | None:
 
 
 def head_dims(config: PretrainedConfig) -> tuple[int, int]:
-    """Numbers of a key and of a value, as the heads read them."""
+    """Return the dimensions of a key and of a value of one head."""
     if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return head_dim, head_dim
 
 
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Return whether each head of a target of our own forward has a sink."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and family.layer is not None and family.layer.has_sinks
+
+
 def kv_elements_per_token(config: PretrainedConfig) -> int:
-    """Keys and values that one layer keeps of a token, counted in numbers; as examined models have them."""
+    """Return the numbers that one layer's cache keeps per token, keys and values together."""
     latent = getattr(config, "kv_lora_rank", None) is not None  # kept for every head
     kv_heads = None if latent else getattr(config, "num_key_value_heads", None)
     return (kv_heads or config.num_attention_heads) * sum(head_dims(config))
@@ -88,11 +103,13 @@ def kv_elements_per_token(config: PretrainedConfig) -> int:
 def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
     """Return what the family does to the lm_head's output, by the keys of its config: a factor, then a soft-cap."""
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
-    return scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
+    return (
+        scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
+    )
 
 
 def logit_scale(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Before a soft-cap."""
+    """Return the function that scales logits before a soft-cap."""
     multiplier, divisor = (getattr(config, key, None) for key in ("logit_scale", "logits_scaling"))
     if multiplier is not None:  # Cohere
         return partial(torch.mul, other=multiplier)
@@ -105,8 +122,13 @@ def _unchanged(logits: Tensor) -> Tensor:
     return logits
 
 
+def keeps_logits(finish: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the function from `logits_postprocessor` leaves logits unchanged."""
+    return finish is _unchanged
+
+
 def _rotations(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One set of rotary parameters, or one for each kind of layer."""
+    """Return the sets of rotary parameters: one, or one for each kind of layer."""
     if "rope_type" in parameters:
         yield parameters
     else:
@@ -114,15 +136,22 @@ def _rotations(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 EXAMINED = "eagle_ray_examined"
-CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
-HANDLED_KWARGS = ("scaling", "sliding_window", "softcap", "s_aux")  # what `attention.metadata` reads
+CLOSE = 0.01  # share of the largest logit: both ways do the same operations
+# Arguments that `attention.metadata` reads.
+HANDLED_KWARGS = (
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+)
+# Values that change nothing.
 IGNORED_KWARGS = (
     "dropout",
     "position_ids",
     "use_cache",
     "output_attentions",
     "output_router_logits",
-)  # what changes nothing
+)
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 
 
@@ -154,12 +183,25 @@ class Mask:
     def window(self, positions: int) -> int | None:
         """Return how many keys a query sees, itself the last; None is all. Raises ValueError if it is neither.
 
-        Looked up at the first two queries past all positions, which a window of fewer keys than those cuts alike.
+        Looked up at the first two queries past all positions, which a window of fewer keys than
+        those cuts alike.
         """
         widths = {self._width(query) for query in (positions, positions + 1)}
         if len(widths) > 1 and min(widths) < positions:
             raise ValueError("sees more or fewer keys from one position to the next")
         return min(widths) if min(widths) < positions else None
+
+    def is_chunked(self, chunk: int) -> bool:
+        """Return whether a query sees the positions of its chunk up to itself: looked up at the edges of chunks."""
+        key, zero = torch.arange(3 * chunk), torch.tensor(0)
+        edges = {0, chunk - 1, chunk, 2 * chunk - 1, 2 * chunk}
+        return all(
+            torch.equal(
+                self.sees(zero, zero, torch.tensor(query), key),
+                (key >= query // chunk * chunk) & (key <= query),
+            )
+            for query in edges
+        )
 
     def _width(self, query: int) -> int:
         key, zero = torch.arange(query + 2), torch.tensor(0)
@@ -174,14 +216,20 @@ class Mask:
 class AttentionProbe:
     """Records each call of the attention function. It passes through the model as `rows`, like attention metadata.
 
-    positions: the longest sequence; a mask that hides keys only from later positions hides nothing.
+    Attributes:
+        positions: the longest sequence; a mask that hides keys only from later positions hides
+            nothing.
+        chunks: positions of a chunk of each layer whose attention our own forward chunks.
     """
 
     positions: int
+    chunks: dict[int, int] = field(default_factory=dict)
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
-    def see(self, layer: int, key: Tensor, value: Tensor, mask: object, arguments: dict[str, Any]) -> None:
+    def see(
+        self, layer: int, key: Tensor, value: Tensor, mask: object, arguments: dict[str, Any]
+    ) -> None:
         if layer in self.shapes:
             self.faults.append(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
@@ -199,50 +247,84 @@ class AttentionProbe:
             self.faults.append(f"layer {layer} makes a mask of its own")
             return
         arguments = None if arguments is None or arguments >= self.positions else arguments
+        chunk = self.chunks.get(layer)
+        if chunk is not None:
+            if not mask.is_chunked(chunk):
+                self.faults.append(f"layer {layer} masks other chunks than of {chunk} positions")
+            return
         try:
             masked = mask.window(self.positions)
         except ValueError as error:
             self.faults.append(f"layer {layer} {error}")
             return
         if masked != arguments:
-            self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {arguments}")
+            self.faults.append(
+                f"layer {layer} masks a window of {masked} and tells attention {arguments}"
+            )
 
 
 def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec:
     """Run one pass of two tokens. Raises EngineError, with the model's name, if our rows would be computed differently.
 
-    positions: length of the longest sequence.
+    Args:
+        positions: length of the longest sequence.
     """
-    examination, hidden, name = AttentionProbe(positions), [], type(model).__name__
-    if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
-        raise EngineError(f"{name} does not route attention through transformers' attention interface")
-    watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
+    examination, hidden, name = AttentionProbe(positions, _chunks(model)), [], type(model).__name__
+    base = layers_of(model)
+    if base is model or not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(
+            f"{name} does not route attention through transformers' attention interface"
+        )
+    watch = base.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
     model.set_attn_implementation(EXAMINED)
     device = next(model.get_input_embeddings().parameters()).device
     ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
     try:
         with torch.no_grad():
-            out = model(ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, rows=examination)
+            out = model(
+                ids,
+                position_ids=torch.arange(2, device=device)[None],
+                use_cache=False,
+                rows=examination,
+            )
             own, ours = out.logits.float(), logits_of(hidden[0]).float()
-    except (AttributeError, TypeError) as error:  # what they are given is no tensor
+    except (AttributeError, TypeError) as error:  # they were given something that is no tensor
         raise EngineError(f"{name} works on its attention masks by itself ({error})") from error
     finally:
         watch.remove()
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(ATTENTION_NAME)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     _check_layers(name, examination, num_layers)
     if own.isnan().any():
         dtype = str(model.dtype).removeprefix("torch.")
-        raise EngineError(f"{name} computes what is no number in {dtype}. Set model.dtype to float32 or bfloat16")
+        raise EngineError(
+            f"{name} computes what is no number in {dtype}. Set model.dtype to float32 or bfloat16"
+        )
     if not (own - ours).abs().max() <= CLOSE * own.abs().max():
         raise EngineError(f"{name} changes its logits after the lm_head in an unsupported way")
     return KVSpec(num_layers, *examination.shapes[0])
 
 
+def _chunks(model: PreTrainedModel) -> dict[int, int]:
+    """Return AttentionProbe.chunks of a model."""
+    family = BY_CLASS.get(type(model).__name__)
+    if family is None or family.layer is None or not family.layer.has_chunks:
+        return {}
+    config = model.config
+    types = config.layer_types if config.attention_chunk_size else []
+    return {
+        i: config.attention_chunk_size
+        for i, kind in enumerate(types)
+        if kind == "chunked_attention"
+    }
+
+
 def _check_layers(name: str, examination: AttentionProbe, num_layers: int) -> None:
     silent = sorted(set(range(num_layers)) - examination.shapes.keys())
     if silent:
-        raise EngineError(f"{name}: layer {silent[0]} does not attend through transformers' attention interface")
+        raise EngineError(
+            f"{name}: layer {silent[0]} does not attend through transformers' attention interface"
+        )
     if examination.faults:
         raise EngineError(f"{name}: {examination.faults[0]}, which this engine does not reproduce")
     shapes = {shape: layer for layer, shape in sorted(examination.shapes.items(), reverse=True)}
@@ -269,7 +351,10 @@ def _examined_attention(
         raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
     rows.see(module.layer_idx, key, value, attention_mask, arguments)
     attention = AttentionParams(
-        module.layer_idx, arguments["scaling"], softcap=arguments.get("softcap"), sinks=arguments.get("s_aux")
+        module.layer_idx,
+        arguments["scaling"],
+        softcap=arguments.get("softcap"),
+        sinks=arguments.get("s_aux"),
     )
     return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
 

@@ -1,13 +1,13 @@
 """TargetModel: a causal LM that runs packed rows of many sequences, trees included, over our own KV cache.
 
-The modules are transformers'; the attention function, the KV cache and the row metadata are ours. One pass takes
-rows packed as [1, R].
+The modules are transformers'; the attention function, the KV cache and the row metadata are ours.
+One pass takes rows packed as [1, R].
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,20 +18,26 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_metadata
+from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, rows_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.families import layers_of
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import decoder_layers, eos_ids, input_embedding
 from eagle_ray.models.packed_linear import slice_rows
-from eagle_ray.models.quantized_linear import holds_quantized
+from eagle_ray.models.quantized_linear import QuantizedLinear, holds_quantized
 from eagle_ray.models.runtime import pin_cuda_numerics
-from eagle_ray.models.supported_models import LogitsOf, check_config, logits_postprocessor, max_exact_position, probe
+from eagle_ray.models.supported_models import (
+    check_config,
+    keeps_logits,
+    logits_postprocessor,
+    max_exact_position,
+    probe,
+)
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 
 
@@ -62,7 +68,9 @@ class PromptBatch:
     ) -> PromptBatch:
         """Return a batch of the given tokens of each prompt; without starts, from position 0."""
         starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
-        positions = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        positions = [
+            torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)
+        ]
         return cls(
             slots=slots,
             starts=starts,
@@ -71,6 +79,16 @@ class PromptBatch:
             positions=copy_to_device(torch.cat(positions), device),
             last=to_device([end - 1 for end in accumulate(lengths)], device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTrees:
+    """Trees packed into rows, whose contexts are in their slots; see TargetModel.verify."""
+
+    tree: DraftTree
+    rows: VerifyRows
+    batch: DecodeSlots
+    max_depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +106,49 @@ class TargetOutput:
     features: Float[Tensor, "R F"]
 
 
+@dataclass(frozen=True, slots=True)
+class LikeliestOutput:
+    """Output of one pass whose logits were not written.
+
+    Attributes:
+        tokens: the argmax of the logits after each row.
+        features: as in TargetOutput.
+    """
+
+    tokens: Int[Tensor, " R"]
+    features: Float[Tensor, "R F"]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedLogits:
+    """The target's logits of some tokens.
+
+    Attributes:
+        lm_head: the linear layer over these tokens.
+        finish: the logits processing in the model's config.
+    """
+
+    lm_head: nn.Module
+    finish: Callable[[Tensor], Tensor]
+
+    @property
+    def linear(self) -> nn.Module | None:
+        """Return the layer that computes these logits, or None if the config has them processed."""
+        return self.lm_head if keeps_logits(self.finish) else None
+
+    def __call__(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows D"]:
+        return self.finish(self.lm_head(hidden))
+
+
 class TargetModel:
     """The target model and its KVCache of num_slots slots.
 
     Args:
         capacity: positions of a slot, tree rows included.
-        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets each be full.
-        feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
-            which the lm_head reads.
+        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None
+            lets each be full.
+        feature_layers: layers whose concatenated inputs are a row's feature; None is the last
+            layer's normed output, which the lm_head reads.
         kv_dtype: in which the cache stores keys and values; None is cache_dtype's.
     """
 
@@ -118,6 +171,7 @@ class TargetModel:
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
         self._finished = logits_postprocessor(config)
+        self._argmax = _argmax_of(self.logits_over(None).linear)
         self._last_position = (max_exact_position(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -137,35 +191,90 @@ class TargetModel:
         )
 
     def routers(self) -> dict[int, int]:
-        """Return a checksum of the router of each layer with experts, as far as our own forward runs them."""
+        """Return a checksum of each router that our own forward runs, by layer."""
         return {} if self._decoder is None else self._decoder.routers()
 
     def prefill(self, prompts: PromptBatch) -> TargetOutput:
         """Run the chunks and fill their slots."""
-        hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
+        hidden, features = self._run(
+            prompts.tokens, prompts.positions, self._prompt_layout(prompts)
+        )
         return TargetOutput(self.logits(hidden[prompts.last]), hidden, features)
 
-    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> TargetOutput:
+    def encode(self, prompts: PromptBatch) -> Float[Tensor, "R H"]:
+        """Run the chunks, fill their slots and return the states of all rows. No logits are computed."""
+        hidden, _ = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
+        return hidden
+
+    def verify(
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
+    ) -> TargetOutput:
         """Run one pass over the packed rows of B trees.
 
         Row (b, i) is written at position lengths[b] + i; `commit` moves the accepted rows.
         """
-        layout = self._tree_layout(tree, rows, batch, max_depth)
+        layout = rows_metadata(self.cache, batch, tree, rows, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
         return TargetOutput(self.logits(hidden), hidden, features)
 
+    @property
+    def finds_likeliest(self) -> bool:
+        """Return whether `verify_likeliest` works: the product with the lm_head can do without its outputs."""
+        return self._argmax is not None
+
+    def verify_likeliest(
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
+    ) -> LikeliestOutput:
+        """Run `verify` for rows of which only the likeliest tokens are needed."""
+        assert self._argmax is not None, "see finds_likeliest"
+        layout = rows_metadata(self.cache, batch, tree, rows, max_depth)
+        hidden, features = self._run(rows.tokens, rows.positions, layout)
+        return LikeliestOutput(self._argmax(hidden), features)
+
     def forward_mixed(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PromptBatch
+        self,
+        tree: DraftTree,
+        rows: VerifyRows,
+        batch: DecodeSlots,
+        max_depth: int,
+        prompts: PromptBatch,
     ) -> tuple[TargetOutput, TargetOutput]:
         """Run `verify` and `prefill` in one pass, so the weights are read once. Their slots must differ."""
         num_rows = len(rows.tokens)
-        layout = mixed_metadata(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
-        tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
+        layout = mixed_metadata(
+            rows_metadata(self.cache, batch, tree, rows, max_depth),
+            self._prompt_layout(prompts),
+            num_rows,
+        )
+        tokens, positions = (
+            torch.cat([rows.tokens, prompts.tokens]),
+            torch.cat([rows.positions, prompts.positions]),
+        )
         hidden, features = self._run(tokens, positions, layout)
         mine, theirs = hidden[:num_rows], hidden[num_rows:]
         logits = self.logits(torch.cat([mine, theirs[prompts.last]]))
         trees = TargetOutput(logits[:num_rows], mine, features[:num_rows])
         return trees, TargetOutput(logits[num_rows:], theirs, features[num_rows:])
+
+    def hidden_states(
+        self, trees: PackedTrees | None, prompts: PromptBatch | None
+    ) -> Float[Tensor, "R H"]:
+        """Run the rows of trees, of chunks or of both in one pass, and return their states before the lm_head.
+
+        The slots of trees and chunks differ. At least one of the two is given.
+        """
+        if trees is None:
+            assert prompts is not None
+            layout = self._prompt_layout(prompts)
+            return self._run(prompts.tokens, prompts.positions, layout)[0]
+        rows = trees.rows
+        layout = rows_metadata(self.cache, trees.batch, trees.tree, rows, trees.max_depth)
+        if prompts is None:
+            return self._run(rows.tokens, rows.positions, layout)[0]
+        layout = mixed_metadata(layout, self._prompt_layout(prompts), len(rows.tokens))
+        tokens = torch.cat([rows.tokens, prompts.tokens])
+        positions = torch.cat([rows.positions, prompts.positions])
+        return self._run(tokens, positions, layout)[0]
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Keep the accepted path of each tree and discard the other rows."""
@@ -175,10 +284,13 @@ class TargetModel:
         """Apply the lm_head and the logits processing in the model's config."""
         return self._finished(self._lm_head(hidden))
 
-    def logits_over(self, token_ids: Int[Tensor, " D"]) -> LogitsOf:
-        """Return `logits` for these tokens only, from a copy of their rows of the lm_head. Raises EngineError."""
-        lm_head = slice_rows(self._lm_head, token_ids)
-        return lambda hidden: self._finished(lm_head(hidden))
+    def logits_over(self, token_ids: Int[Tensor, " D"] | None) -> OfferedLogits:
+        """Return a function like `logits` for these tokens only. None means all tokens.
+
+        Raises EngineError.
+        """
+        lm_head = self._lm_head if token_ids is None else slice_rows(self._lm_head, token_ids)
+        return OfferedLogits(lm_head, self._finished)
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
@@ -189,7 +301,7 @@ class TargetModel:
             return self._decoder(tokens, positions, layout)
         with self._tapped() as taps:
             arguments = {"position_ids": positions[None], "use_cache": False, "rows": layout}
-            out = self.model.base_model(input_ids=tokens[None], **arguments)
+            out = layers_of(self.model)(input_ids=tokens[None], **arguments)
         hidden = out.last_hidden_state[0]
         return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
 
@@ -202,7 +314,10 @@ class TargetModel:
             taps.append((args[0] if args else kwargs["hidden_states"]).to(self.device))
 
         layers = decoder_layers(self.model) if self._feature_layers else ()
-        hooks = [layers[i].register_forward_pre_hook(tap, with_kwargs=True) for i in self._feature_layers or ()]
+        hooks = [
+            layers[i].register_forward_pre_hook(tap, with_kwargs=True)
+            for i in self._feature_layers or ()
+        ]
         try:
             yield taps
         finally:
@@ -210,23 +325,16 @@ class TargetModel:
                 hook.remove()
 
     def _prompt_layout(self, prompts: PromptBatch) -> AttentionMetadata:
-        return prefill_metadata(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
-
-    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> AttentionMetadata:
-        seq = rows.seq.clamp(min=0)
-        positions = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
-        return tree_metadata(
-            self.cache,
-            batch,
-            slot_mapping=self.cache.slot_mapping(batch.slots[seq], positions),
-            ancestors=tree.ancestor_words(max_depth) if uses_triton(self.cache) else tree.ancestors(max_depth),
-            depths=tree.depths,
-            position_depths=tree.depths,
-            row_of=None if rows.is_rectangle else rows.row_of,
-            unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
-            seq=None if max_depth == 0 and rows.is_rectangle else rows.seq,  # in roots alone there is no padding
-            sizes=None if rows.is_rectangle else rows.sizes,
+        return prefill_metadata(
+            self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths
         )
+
+
+def _argmax_of(lm_head: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that computes the argmax without writing logits, or None if the lm_head has none."""
+    if isinstance(lm_head, QuantizedLinear) and lm_head.finds_highest:
+        return lm_head.argmax
+    return None
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -17,7 +17,9 @@ def tensor(kind: str, data: np.ndarray) -> SimpleNamespace:
 
 def values_of(blocks) -> np.ndarray:
     size = blocks.codes.shape[1] // blocks.scale.shape[1]
-    scale, offset = (part.astype(np.float32).repeat(size, 1) for part in (blocks.scale, blocks.offset))
+    scale, offset = (
+        part.astype(np.float32).repeat(size, 1) for part in (blocks.scale, blocks.offset)
+    )
     return scale * blocks.codes.astype(np.float32) + offset
 
 
@@ -30,7 +32,9 @@ def test_random_blocks_match_gguf_values_and_a_slow_reader(kind):
     assert found.codes.max() < 2**found.bits
     np.testing.assert_array_equal(values_of(found), expected)
     size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    slow = [SLOW_BLOCKS[kind](data[0, at : at + size].tobytes()) for at in range(0, data.shape[1], size)]
+    slow = [
+        SLOW_BLOCKS[kind](data[0, at : at + size].tobytes()) for at in range(0, data.shape[1], size)
+    ]
     np.testing.assert_array_equal(values_of(found)[0], np.concatenate(slow))
 
 
@@ -49,19 +53,27 @@ def test_an_offset_beyond_fp16_is_fp32():
     np.testing.assert_array_equal(values_of(found)[0], 1000.0 * np.arange(-16, 16))
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "I32"])
+@pytest.mark.parametrize("kind", ["IQ1_S", "IQ1_M", "TQ2_0", "NVFP4", "I32"])
 def test_a_type_that_is_not_read_is_named(kind):
-    with pytest.raises(GGUFError, match=rf"tensor w: type {kind} is not read\. Requantise the file to Q4_0, "):
-        read_blocks(tensor(kind, np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), np.uint8)))
+    with pytest.raises(
+        GGUFError,
+        match=rf"tensor w: type {kind} is not read\. Take a file .* such as Q4_K_M: Q4_0, ",
+    ):
+        read_blocks(
+            tensor(kind, np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), np.uint8))
+        )
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", [kind for kind in READERS if FP16_AT[kind]])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_scale_that_is_no_number_is_refused(kind, scale):
     data = random_blocks(kind, rows=2, blocks=2).copy()
     at = FP16_AT[kind][0]
     data[1, at : at + 2] = np.frombuffer(struct.pack("<e", scale), np.uint8)
-    with np.errstate(invalid="ignore"), pytest.raises(GGUFError, match="tensor w: a block's scale is not a finite"):
+    with (
+        np.errstate(invalid="ignore"),
+        pytest.raises(GGUFError, match="tensor w: a block's scale is not a finite"),
+    ):
         read_blocks(tensor(kind, data))
 
 

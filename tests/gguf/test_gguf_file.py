@@ -5,10 +5,18 @@ import struct
 import numpy as np
 import pytest
 
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile
+from eagle_ray.gguf.blocks import GGUFError
+from eagle_ray.gguf.gguf_file import GGUFFile
 from tests.support.gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, SlowReader, write_gguf
 
-METADATA = {"a.text": "Größe", "a.number": 7, "a.flag": True, "a.list": ["x", "y"], "a.float": 0.5, "a.ints": [1, 2]}
+METADATA = {
+    "a.text": "Größe",
+    "a.number": 7,
+    "a.flag": True,
+    "a.list": ["x", "y"],
+    "a.float": 0.5,
+    "a.ints": [1, 2],
+}
 
 
 @pytest.fixture
@@ -29,7 +37,11 @@ def test_tensors_equal_a_second_readers(tmp_path, values, type_id):
 
 def test_metadata_is_read(tmp_path, values):
     write_gguf(tmp_path / "x.gguf", METADATA, {"w": (F32, values)})
-    assert GGUFFile.open(tmp_path / "x.gguf").metadata == METADATA == SlowReader(tmp_path / "x.gguf").metadata
+    assert (
+        GGUFFile.open(tmp_path / "x.gguf").metadata
+        == METADATA
+        == SlowReader(tmp_path / "x.gguf").metadata
+    )
 
 
 def test_4_bit_extremes_are_exact(tmp_path):
@@ -51,7 +63,9 @@ def test_blocks_are_read_as_they_lie_in_the_file(tmp_path, values):
     write_gguf(tmp_path / "x.gguf", METADATA, {"first": (F32, values[:1]), "w": (Q4_1, values)})
     blocks = GGUFFile.open(tmp_path / "x.gguf").tensors["w"].data
     assert blocks.dtype == np.uint8 and blocks.shape == (6, 2 * 20)
-    assert blocks.tobytes() == (tmp_path / "x.gguf").read_bytes()[-256:-16]  # 240 bytes, padded to a multiple of 32
+    assert (
+        blocks.tobytes() == (tmp_path / "x.gguf").read_bytes()[-256:-16]
+    )  # 240 bytes, padded to a multiple of 32
 
 
 def test_data_that_is_cut_off_is_refused(tmp_path, values):
@@ -71,7 +85,8 @@ def test_another_file_and_another_version_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("type_id", "says"), [(99, r"x\.gguf: .*99"), (Q4_1, r"x\.gguf: .* row size \(33\)"), (26, "tensor w .* I32")]
+    ("type_id", "says"),
+    [(99, r"x\.gguf: .*99"), (Q4_1, r"x\.gguf: .* row size \(33\)"), (26, "tensor w .* I32")],
 )
 def test_unsupported_types_and_broken_rows_are_refused(tmp_path, type_id, says):
     write_gguf(tmp_path / "x.gguf", {}, {"w": (F32, np.zeros((2, 33), np.float32))})

@@ -15,7 +15,9 @@ def blocks(num_slots: int = 3, capacity: int = 32, num_blocks: int | None = None
 
 
 def cells(pool: BlockManager, slot: int, columns: int) -> list[tuple[int, int]]:
-    return [(int(pool.block_table[slot, column // SIZE]), column % SIZE) for column in range(columns)]
+    return [
+        (int(pool.block_table[slot, column // SIZE]), column % SIZE) for column in range(columns)
+    ]
 
 
 def test_reserved_columns_have_places_of_their_own():
@@ -54,7 +56,9 @@ def test_equal_beginnings_share_their_full_blocks():
     pool.cache_full_blocks(0, prompt)
     assert pool.attach_prefix(1, [*prompt[:8], 77, 78]) == 8
     assert cells(pool, 1, 8) == cells(pool, 0, 8)
-    assert pool.attach_prefix(2, [*prompt[:6], 99, 7, 8]) == 4  # the second block differs in one token
+    assert (
+        pool.attach_prefix(2, [*prompt[:6], 99, 7, 8]) == 4
+    )  # the second block differs in one token
     pool.reserve(1, 10)
     assert cells(pool, 1, 10)[8:] != cells(pool, 0, 10)[8:]
     pool.check_integrity()
@@ -83,7 +87,9 @@ def test_blocks_outlive_their_sequence_until_space_is_needed():
         pool.cache_full_blocks(slot, prompt)
         pool.free(slot)
     assert pool.num_available == 4
-    assert pool.attach_prefix(0, [*first, 1]) == 8  # used now, so the other prompt is the least recently used
+    assert (
+        pool.attach_prefix(0, [*first, 1]) == 8
+    )  # used now, so the other prompt is the least recently used
     pool.free(0)
     assert pool.reserve(2, 8)  # one block was free, one is taken from the other prompt
     assert pool.attach_prefix(1, [*second, 1]) == 0
@@ -116,7 +122,9 @@ def test_any_order_of_use_keeps_the_books(seed):
             reused = pool.attach_prefix(slot, prompt)
             assert [written[cell] for cell in cells(pool, slot, reused)] == prompt[:reused]
             if pool.reserve(slot, len(prompt)):
-                written.update(zip(cells(pool, slot, len(prompt))[reused:], prompt[reused:], strict=True))
+                written.update(
+                    zip(cells(pool, slot, len(prompt))[reused:], prompt[reused:], strict=True)
+                )
                 pool.cache_full_blocks(slot, prompt)
                 prompts[slot] = prompt
             else:
@@ -147,7 +155,11 @@ def test_what_is_forgotten_is_adopted_no_more_but_what_is_held():
 def test_only_changed_entries_are_copied_to_the_device(monkeypatch):
     """Whatever the table's size: blocks that were added, and once those of a sequence that left."""
     copied, copy = [], block_manager.copy_to_device
-    monkeypatch.setattr(block_manager, "copy_to_device", lambda x, device: copied.append(x.shape[1]) or copy(x, device))
+    monkeypatch.setattr(
+        block_manager,
+        "copy_to_device",
+        lambda x, device: copied.append(x.shape[1]) or copy(x, device),
+    )
     pool = BlockManager(256, 131_072, num_blocks=5_000)
     for slot in range(256):
         pool.reserve(slot, 300)

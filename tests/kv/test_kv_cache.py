@@ -34,7 +34,9 @@ def scattered_cache(num_slots: int, capacity: int, seed: int = 0) -> KVCache:
 def fill_cache(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values [B, heads, T, d] in the first columns of each slot, in both layers."""
     generator = torch.Generator().manual_seed(1)
-    keys, values = (torch.randn(len(slots), HEADS, columns, DIM, generator=generator) for _ in range(2))
+    keys, values = (
+        torch.randn(len(slots), HEADS, columns, DIM, generator=generator) for _ in range(2)
+    )
     cells = cache.slot_mapping(torch.tensor(slots)[:, None], torch.arange(columns)).flatten()
     for layer in range(2):
         flat = (x.transpose(0, 1).flatten(1, 2) + layer for x in (keys, values))
@@ -58,13 +60,17 @@ def test_a_cache_in_fp8_rounds_to_the_nearest_number_it_has(slots):
     """Beyond 448 to its largest; half as many bytes as in bf16."""
     blocks = scattered_cache(4, 40).blocks
     cache = KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu", stored=torch.float8_e4m3fn)
-    assert cache.keys.nbytes * 2 == KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu").keys.nbytes
+    assert (
+        cache.keys.nbytes * 2 == KVCache(blocks, 2, HEADS, DIM, torch.bfloat16, "cpu").keys.nbytes
+    )
     keys, values = (100 * torch.randn(HEADS, 13 * len(slots), DIM).bfloat16() for _ in range(2))
     keys[0, 0] = torch.tensor([449.0, -1e9, 448.0, 2**-10])
     cells = cache.slot_mapping(torch.tensor(slots)[:, None], torch.arange(13)).flatten()
     cache.write(1, cells, keys, values)
     where = cache.block_index(DecodeSlots.of(slots, [13] * len(slots)), 0)
-    for written, read, found in zip((keys, values), cache.read(1, where, 13), cache.gather(1, cells), strict=True):
+    for written, read, found in zip(
+        (keys, values), cache.read(1, where, 13), cache.gather(1, cells), strict=True
+    ):
         assert read.dtype == found.dtype == torch.bfloat16
         assert torch.equal(read.transpose(0, 1).flatten(1, 2), found.transpose(0, 1))
         expected = written.float().clamp(-448, 448)
@@ -76,7 +82,9 @@ def test_a_cache_in_fp8_rounds_to_the_nearest_number_it_has(slots):
 @torch.inference_mode()
 def test_a_prompt_sees_its_own_keys_as_they_are_stored():
     """Hence chunks of a prompt make no difference; with the numbers as they were written they would."""
-    whole, in_chunks, exact = (target_of(llama(), kv_dtype=dtype) for dtype in (torch.float8_e4m3fn,) * 2 + (None,))
+    whole, in_chunks, exact = (
+        target_of(llama(), kv_dtype=dtype) for dtype in (torch.float8_e4m3fn,) * 2 + (None,)
+    )
     logits = prefill(whole, None)
     torch.testing.assert_close(prefill(in_chunks, CHUNKS), logits, atol=1e-4, rtol=1e-4)
     assert (prefill(exact, None) - logits).abs().max() > 1e-2
@@ -96,10 +104,15 @@ def test_short_sequence_reads_the_spare_block_past_its_own():
     where = cache.block_index(batch, 5)
     assert cache.num_positions(batch, 5) == 35
     assert where.tolist()[0] == [cache.blocks.block(2, i) for i in range(5)]
-    assert where.tolist()[1] == [cache.blocks.block(0, i) for i in range(2)] + [cache.blocks.num_blocks] * 3
+    assert (
+        where.tolist()[1]
+        == [cache.blocks.block(0, i) for i in range(2)] + [cache.blocks.num_blocks] * 3
+    )
     read = cache.read(0, where, 35)
     assert all(torch.equal(x[0], y[0, :, :35]) for x, y in zip(read, (keys, values), strict=True))
-    assert all(torch.equal(x[1, :, :16], y[1, :, :16]) for x, y in zip(read, (keys, values), strict=True))
+    assert all(
+        torch.equal(x[1, :, :16], y[1, :, :16]) for x, y in zip(read, (keys, values), strict=True)
+    )
 
 
 @pytest.mark.parametrize("commit", [KVCache.commit, KVCache.commit_portably])
@@ -123,7 +136,11 @@ def test_rows_past_what_is_reserved_harm_nobody():
     keys, _ = fill_cache(KVCache(cache.blocks, 2, HEADS, DIM, torch.float32, "cpu"), [1], 32)
     cells = cache.slot_mapping(torch.tensor([1]), torch.arange(32))
     cache.write(0, cells, keys[0], keys[0])
-    cache.write(0, cache.slot_mapping(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
+    cache.write(
+        0,
+        cache.slot_mapping(torch.tensor([0]), torch.arange(8, 33)),
+        *[torch.ones(HEADS, 25, DIM)] * 2,
+    )
     assert torch.equal(cache.read(0, cache.block_index(DecodeSlots.of([1], [32]), 0), 32)[0], keys)
 
 
@@ -157,17 +174,29 @@ def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch
     depths = torch.arange(num_nodes).expand(6, num_nodes)
     cells, rows = cache.slot_mapping(batch.slots[:, None], columns).flatten(), {}
     if ragged:
-        unpack = torch.tensor([b * num_nodes + i for b, size in enumerate(sizes) for i in range(size)])
+        unpack = torch.tensor(
+            [b * num_nodes + i for b, size in enumerate(sizes) for i in range(size)]
+        )
         row_of = torch.zeros(6 * num_nodes, dtype=torch.long)
         row_of[unpack] = torch.arange(len(unpack))
-        cells, rows = cells[unpack], {"row_of": row_of.view(6, -1), "unpack": unpack, "sizes": sizes}
+        cells, rows = (
+            cells[unpack],
+            {"row_of": row_of.view(6, -1), "unpack": unpack, "sizes": sizes},
+        )
     query, key = torch.randn(1, 4, len(cells), DIM), torch.randn(1, HEADS, len(cells), DIM)
     outputs = []
     for least in (1, 60, 1e9):
         monkeypatch.setattr(attention_groups, "CALL_COST", least)
         monkeypatch.setattr(attention_groups, "GROUP_COST", 0)
         layout = TreeMetadata(
-            cache, batch, cells, ancestors, depths, depths, first=torch.tensor([1, 1, 30, 1, 1, 2]), **rows
+            cache,
+            batch,
+            cells,
+            ancestors,
+            depths,
+            depths,
+            first=torch.tensor([1, 1, 30, 1, 1, 2]),
+            **rows,
         )
         counts = len(group_sequences(lengths, sizes if ragged else [num_nodes] * 6, 2))
         outputs.append((counts, layout.attend(query, key, key, AttentionParams(0, 0.5, window))))
@@ -176,12 +205,20 @@ def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch
         torch.testing.assert_close(output, outputs[2][1], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (6, None, False), (6, 5.0, True)])
+@pytest.mark.parametrize(
+    "window, softcap, sinks", [(None, None, False), (6, None, False), (6, 5.0, True)]
+)
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_prompt_in_chunks_attends_as_the_whole(window, softcap, sinks, first):
     attention = AttentionParams(0, 0.5, window, softcap, torch.randn(4) if sinks else None)
-    query, key, value = torch.randn(1, 4, 30, DIM), torch.randn(1, HEADS, 30, DIM), torch.randn(1, HEADS, 30, DIM)
-    whole = PrefillMetadata(scattered_cache(2, 40), [0], [first], [first], [30]).attend(query, key, value, attention)
+    query, key, value = (
+        torch.randn(1, 4, 30, DIM),
+        torch.randn(1, HEADS, 30, DIM),
+        torch.randn(1, HEADS, 30, DIM),
+    )
+    whole = PrefillMetadata(scattered_cache(2, 40), [0], [first], [first], [30]).attend(
+        query, key, value, attention
+    )
     cache, parts = scattered_cache(2, 40, seed=1), []
     for start, end in ((0, 11), (11, 12), (12, 30)):
         layout = PrefillMetadata(cache, [0], [first], [first + start], [end - start])

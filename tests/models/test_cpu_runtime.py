@@ -25,7 +25,9 @@ print(max(faults[-4:]))
 
 
 def faults(mode: str) -> str:
-    return subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_what_is_freed_is_used_again():
@@ -51,10 +53,14 @@ print(asked, huge() - before, bool(weights.eq(1).all()))
 def test_weights_move_into_huge_pages_and_stay_what_they_were():
     if not malloc.HUGE_PAGES.is_file() or "[never]" in malloc.HUGE_PAGES.read_text():
         pytest.skip("this system has no huge pages to give")
-    out = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", HUGE], capture_output=True, text=True, check=True
+    ).stdout.split()
     asked, gained, same = int(out[0]), int(out[1]), out[2]
     assert asked >= 90 << 20 and same == "True"
-    assert gained >= 0  # a kernel before 6.1, or one short of memory, gives them later or not at all
+    assert (
+        gained >= 0
+    )  # a kernel before 6.1, or one short of memory, gives them later or not at all
 
 
 def test_without_huge_pages_nothing_is_asked_for(monkeypatch, tmp_path):

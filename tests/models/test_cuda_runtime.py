@@ -15,7 +15,10 @@ def backends(monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     for name in names:
         setattr(matmul, name, True)
-    yield lambda: (torch.backends.cuda.cudnn_sdp_enabled(), *(getattr(matmul, name) for name in names))
+    yield lambda: (
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        *(getattr(matmul, name) for name in names),
+    )
     torch.backends.cuda.enable_cudnn_sdp(was)
     for name, value in before.items():
         setattr(matmul, name, value)

@@ -8,7 +8,15 @@ import torch
 import eagle_ray
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import save_head
-from tests.support.checkpoints import E3, LAYOUTS, RAW, eagle3_tensors, eagle_tensors, target_config, write
+from tests.support.checkpoints import (
+    E3,
+    LAYOUTS,
+    RAW,
+    eagle3_tensors,
+    eagle_tensors,
+    target_config,
+    write,
+)
 from tests.support.engine_loaders import SGLANG, VLLM, loader_faults
 
 TARGET = target_config()
@@ -49,8 +57,20 @@ def test_every_layout_is_checked(tmp_path, layout):
 
 @pytest.mark.parametrize(
     "config",
-    [{}, FULL_VOCABULARY, EAGLE_31, {"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}],
-    ids=["part of the vocabulary", "all of it", "EAGLE-3.1", "norm_before_fc", "norm_before_fc in a section"],
+    [
+        {},
+        FULL_VOCABULARY,
+        EAGLE_31,
+        {"norm_before_fc": True},
+        {"eagle_config": {"norm_before_fc": True}},
+    ],
+    ids=[
+        "part of the vocabulary",
+        "all of it",
+        "EAGLE-3.1",
+        "norm_before_fc",
+        "norm_before_fc in a section",
+    ],
 )
 def test_a_saved_eagle3_head_is_for_both(tmp_path, config):
     raw = FOR_BOTH_3 | config
@@ -82,7 +102,11 @@ def test_a_config_that_a_loader_misreads_is_named(tmp_path, config, loaders, key
         ({"norm_before_residual": True}, {SGLANG}, "norm_before_residual"),
         ({"target_hidden_size": None}, {VLLM, SGLANG}, "target_hidden_size"),
         ({"eagle_config": {"norm_output": True}}, {VLLM, SGLANG}, "eagle_config"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, {SGLANG}, "eagle_aux_hidden_state_layer_ids"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            {SGLANG},
+            "eagle_aux_hidden_state_layer_ids",
+        ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
             {VLLM},
@@ -101,12 +125,23 @@ def test_a_key_that_the_config_lacks_is_named(tmp_path):
 
 @pytest.mark.parametrize("generation", ["EAGLE", "EAGLE-3"])
 def test_missing_unexpected_and_prefixed_tensors_are_named(tmp_path, generation):
-    raw, tensors = (FOR_BOTH, zero_bias(eagle_tensors())) if generation == "EAGLE" else (FOR_BOTH_3, eagle3_tensors())
+    raw, tensors = (
+        (FOR_BOTH, zero_bias(eagle_tensors()))
+        if generation == "EAGLE"
+        else (FOR_BOTH_3, eagle3_tensors())
+    )
     without = {key: tensor for key, tensor in tensors.items() if key != "fc.weight"}
     assert_faults(write(tmp_path, without, raw), {VLLM, SGLANG}, "tensors")
-    assert_faults(write(tmp_path, tensors | {"fc_norm.0.weight": torch.ones(32)}, raw), {VLLM}, "tensors")
-    faults = loader_faults(write(tmp_path, {f"model.{key}": tensor for key, tensor in tensors.items()}, raw))
-    assert all(any(fault.startswith("tensor names") for fault in faults[loader]) for loader in (VLLM, SGLANG))
+    assert_faults(
+        write(tmp_path, tensors | {"fc_norm.0.weight": torch.ones(32)}, raw), {VLLM}, "tensors"
+    )
+    faults = loader_faults(
+        write(tmp_path, {f"model.{key}": tensor for key, tensor in tensors.items()}, raw)
+    )
+    assert all(
+        any(fault.startswith("tensor names") for fault in faults[loader])
+        for loader in (VLLM, SGLANG)
+    )
 
 
 def test_biases_that_a_loader_drops_or_invents_are_named(tmp_path):
@@ -114,7 +149,9 @@ def test_biases_that_a_loader_drops_or_invents_are_named(tmp_path):
     without = eagle_tensors(FOR_BOTH | {"bias": False})
     assert_faults(write(tmp_path, without, FOR_BOTH | {"bias": False}), {SGLANG}, "fc.bias")
     biased = FOR_BOTH | {"qkv_bias": True}
-    assert_faults(write(tmp_path, zero_bias(eagle_tensors(biased)), biased), {SGLANG}, "self_attn.*_proj.bias")
+    assert_faults(
+        write(tmp_path, zero_bias(eagle_tensors(biased)), biased), {SGLANG}, "self_attn.*_proj.bias"
+    )
 
 
 def test_vocabulary_maps_go_with_the_draft_vocabulary(tmp_path):
@@ -131,5 +168,8 @@ def test_vocabulary_maps_go_with_the_draft_vocabulary(tmp_path):
 
 def assert_faults(directory, loaders, key):
     """Each of the loaders has one fault, about this key, and the others have none."""
-    faults = {loader: [fault.split(":")[0] for fault in found] for loader, found in loader_faults(directory).items()}
+    faults = {
+        loader: [fault.split(":")[0] for fault in found]
+        for loader, found in loader_faults(directory).items()
+    }
     assert faults == {loader: [key] if loader in loaders else [] for loader in CLEAN}

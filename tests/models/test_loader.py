@@ -42,18 +42,24 @@ def load(directory: Path) -> torch.nn.Module:
 
 def test_a_checkpoint_is_loaded_as_it_was_saved(directory):
     wanted = llama().state_dict()
-    assert all(torch.equal(value, wanted[key]) for key, value in load(directory).state_dict().items())
+    assert all(
+        torch.equal(value, wanted[key]) for key, value in load(directory).state_dict().items()
+    )
 
 
 def test_a_missing_tensor_is_named(directory):
     damage(directory, **{"model.layers.1.mlp.up_proj.weight": None})
-    with pytest.raises(EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load(directory)
 
 
 def test_a_tensor_of_another_shape_is_named(directory):
     damage(directory, **{"model.norm.weight": torch.ones(31)})
-    with pytest.raises(EngineError, match=r"not whole: model\.norm\.weight is \(31,\), wanted \(32,\)"):
+    with pytest.raises(
+        EngineError, match=r"not whole: model\.norm\.weight is \(31,\), wanted \(32,\)"
+    ):
         load(directory)
 
 
@@ -90,13 +96,18 @@ def test_missing_quantizer_library_is_refused_with_pip_install(directory):
 
 def test_quantizer_that_downloads_kernels_is_refused_with_advice(directory):
     declare(directory, quantization_config={"quant_method": "fbgemm_fp8"})
-    with pytest.raises(EngineError, match=r"\(fbgemm_fp8\), whose kernels transformers fetches .* AWQ, GPTQ"):
+    with pytest.raises(
+        EngineError, match=r"\(fbgemm_fp8\), whose kernels transformers fetches .* AWQ, GPTQ"
+    ):
         load_config(directory)
 
 
 @pytest.mark.parametrize("said", [{}, {"llm_int8_threshold": 6.0}])
 def test_layers_whose_rows_depend_on_their_company_are_refused(directory, said):
-    declare(directory, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True, **said})
+    declare(
+        directory,
+        quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True, **said},
+    )
     with pytest.raises(EngineError, match=r"set llm_int8_threshold to 0\.0"):
         load_config(directory)
 
@@ -110,9 +121,12 @@ def test_eos_ids_come_from_the_generation_config_first():
 
 
 @pytest.mark.parametrize(
-    "device, has_accelerate, straight", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    "device, has_accelerate, straight",
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
 )
-def test_a_gpu_gets_its_weights_straight_from_the_files(directory, monkeypatch, device, has_accelerate, straight):
+def test_a_gpu_gets_its_weights_straight_from_the_files(
+    directory, monkeypatch, device, has_accelerate, straight
+):
     asked, model = {}, llama()
     monkeypatch.setattr(loader, "find_spec", lambda name: has_accelerate or None)
     monkeypatch.setattr(type(model), "to", lambda self, device: asked.update(moved=device) or self)

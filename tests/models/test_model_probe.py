@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.supported_models import KVSpec, Mask, probe
+from eagle_ray.models.supported_models import AttentionProbe, KVSpec, Mask, probe
 from eagle_ray.models.target import TargetModel
 from tests.support.families import MOE, WINDOW, config_of, random_model
 from tests.support.toy_models import LLAMA, llama
@@ -39,11 +39,15 @@ def refusal(model) -> str:
 
 def test_a_llama_is_what_its_config_says():
     model = llama()
-    assert probe(model, model.lm_head, 64) == KVSpec(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
+    assert probe(model, model.lm_head, 64) == KVSpec(
+        num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8
+    )
 
 
 def test_logits_that_are_changed_after_the_lm_head():
-    assert "ScaledLogitsModel changes its logits after the lm_head" in refusal(ScaledLogitsModel(LlamaConfig(**LLAMA)))
+    assert "ScaledLogitsModel changes its logits after the lm_head" in refusal(
+        ScaledLogitsModel(LlamaConfig(**LLAMA))
+    )
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
@@ -61,31 +65,54 @@ def test_a_layer_that_mixes_rows_by_itself():
 
 def test_layers_of_different_shapes():
     model = llama()
-    model.model.layers[1].self_attn = LlamaAttention(LlamaConfig(**LLAMA | {"num_key_value_heads": 4}), 1)
+    model.model.layers[1].self_attn = LlamaAttention(
+        LlamaConfig(**LLAMA | {"num_key_value_heads": 4}), 1
+    )
     model.model.layers[1].self_attn.config = model.config
-    assert "layer 0 has 2 key/value heads of 8 and 8 numbers and layer 1 has 4 of 8 and 8" in refusal(model)
+    assert (
+        "layer 0 has 2 key/value heads of 8 and 8 numbers and layer 1 has 4 of 8 and 8"
+        in refusal(model)
+    )
 
 
 def test_a_window_that_only_the_mask_knows():
     config = config_of("qwen2_moe", **MOE, shared_expert_intermediate_size=24)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], WINDOW
     model = random_model(config)
-    with pytest.raises(EngineError, match=f"layer 1 masks a window of {WINDOW} and tells attention None"):
+    with pytest.raises(
+        EngineError, match=f"layer 1 masks a window of {WINDOW} and tells attention None"
+    ):
         probe(model, model.lm_head, 64)
 
 
 def test_an_argument_of_attention_that_nobody_here_knows():
     model = llama()
     attend = model.model.layers[1].self_attn.forward
-    model.model.layers[1].self_attn.forward = lambda *args, **kwargs: attend(*args, **kwargs, position_bias=1)
+    model.model.layers[1].self_attn.forward = lambda *args, **kwargs: attend(
+        *args, **kwargs, position_bias=1
+    )
     assert "layer 1 gives attention position_bias" in refusal(model)
 
 
-def test_chunks():
-    model = random_model(config_of("llama4_text", **MOE, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=48))
-    model.base_model_prefix = "model"  # transformers 5.23 names it otherwise, and would be refused for that alone
-    with pytest.raises(EngineError, match="Llama4ForCausalLM: layer 0 sees"):
-        probe(model, model.lm_head, 64)
+def chunks_of_64(batch, head, query, key):
+    return (key <= query) & (key // 64 == query // 64)
+
+
+@pytest.mark.parametrize("chunk, faults", [(64, []), (63, ["63"]), (128, ["128"])])
+def test_chunks_are_those_of_our_own_forward(chunk, faults):
+    examination = AttentionProbe(4096, {1: chunk})
+    numbers = torch.zeros(1, 2, 2, 16)
+    examination.see(1, numbers, numbers, Mask(chunks_of_64), {})
+    assert examination.faults == [
+        f"layer 1 masks other chunks than of {size} positions" for size in faults
+    ]
+
+
+def test_chunks_of_a_layer_that_our_own_forward_does_not_chunk():
+    examination = AttentionProbe(4096)
+    numbers = torch.zeros(1, 2, 2, 16)
+    examination.see(1, numbers, numbers, Mask(chunks_of_64), {})
+    assert examination.faults == ["layer 1 sees more or fewer keys from one position to the next"]
 
 
 @pytest.mark.parametrize("width", [1, 7, 4096, None])
@@ -101,7 +128,7 @@ def test_a_window_is_read_off_the_mask(width):
     "sees",
     [
         lambda b, h, q, k: k >= 0,
-        lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
+        chunks_of_64,
         lambda b, h, q, k: (k <= q) & (k % 2 == 0),
         lambda b, h, q, k: (k <= q) | (k == q + 1),
     ],

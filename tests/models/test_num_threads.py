@@ -41,7 +41,24 @@ def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, 
     assert threads.tune_num_threads(work.run) == wanted == torch.get_num_threads()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc")
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [
+        ({8: 0.009, 4: 0.009, 2: 0.009, 1: 0.009}, 8),  # another process has the other cores now
+        ({8: 0.010, 4: 0.008, 2: 0.006, 1: 0.009}, 2),  # fewer are faster
+    ],
+)
+def test_threads_of_the_team_stay_unless_fewer_are_faster(
+    eight_threads, monkeypatch, seconds, wanted
+):
+    work = TimedWork(seconds)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: work.now)
+    assert threads.tune_num_threads(work.run, threads.MIN_TEAM_SPEEDUP) == wanted
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc"
+)
 def test_a_passing_thread_leaves_no_helpers(eight_threads):
     def product() -> set[str]:
         assert torch.equal(torch.ones(64, 512) @ torch.ones(512, 512), torch.full((64, 512), 512.0))
@@ -51,7 +68,9 @@ def test_a_passing_thread_leaves_no_helpers(eight_threads):
     added = threads.run_in_temporary_thread(product) - before
     assert len(added) >= 8
     deadline = time.monotonic() + 10
-    while thread_ids() & added and time.monotonic() < deadline:  # the system takes a moment to bury them
+    while (
+        thread_ids() & added and time.monotonic() < deadline
+    ):  # the system takes a moment to bury them
         time.sleep(0.01)
     assert not thread_ids() & added
 

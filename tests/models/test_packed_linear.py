@@ -7,19 +7,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_ray.models.packed_linear import MIN_PACKED_ROWS, PackedLinear, pack_linears, warm_up_kernels
+from eagle_ray.models import packed_products
+from eagle_ray.models.packed_linear import PackedLinear, pack_linears, warm_up_kernels
+from eagle_ray.models.packed_products import MIN_ONEDNN_ROWS, OneDnnProduct, TiledProduct, can_pack
 from tests.support.toy_models import llama
 
-SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel for a single row sums in another order
+SHAPES = [
+    (512, 512),
+    (96, 2048),
+    (33, 65),
+]  # the second is one whose oneDNN kernel for a single row sums in another order
+KINDS = {"tiled": TiledProduct, "onednn": OneDnnProduct}
 
 
-def packable(dtype: torch.dtype) -> bool:
-    model = nn.Sequential(nn.Linear(8, 8, dtype=dtype))
-    pack_linears(model, min_weights=1)
-    return isinstance(model[0], PackedLinear)
-
-
-needs_packing = pytest.mark.skipif(not packable(torch.float32), reason="this torch or CPU packs no linear layers")
+@pytest.fixture(autouse=True, params=KINDS)
+def kind(request, monkeypatch):
+    """By our own kernel, and as on a machine where that one is not built."""
+    if request.param == "onednn":
+        monkeypatch.setattr(packed_products, "is_tiled", lambda dtype: False)
+        monkeypatch.setattr("eagle_ray.models.packed_linear.is_tiled", lambda dtype: False)
+    elif not packed_products.is_tiled(torch.float32):
+        pytest.skip("no compiled library for this processor")
+    if not can_pack("cpu", torch.float32):
+        pytest.skip("this torch or CPU packs no linear layers")
+    return KINDS[request.param]
 
 
 def linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> nn.Linear:
@@ -27,12 +38,12 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> nn.
     return nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype).requires_grad_(False)
 
 
-@needs_packing
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_computes_what_linear_computes(shape, bias):
+def test_it_computes_what_linear_computes(shape, bias, kind):
     plain = linear(shape, torch.float32, bias)
     packed = PackedLinear(plain)
+    assert type(packed.product) is kind
     for rows in ((1,), (3,), (1, 7), (2, 3, 40)):
         inputs = torch.randn(*rows, shape[1])
         assert packed(inputs).shape == (*rows, shape[0])
@@ -43,7 +54,7 @@ def test_it_computes_what_linear_computes(shape, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_does_not_depend_on_its_company(shape, dtype):
-    if not packable(dtype):
+    if not can_pack("cpu", dtype):
         pytest.skip("this torch or CPU packs no such layers")
     packed = PackedLinear(linear(shape, dtype))
     inputs = torch.randn(300, shape[1]).to(dtype)
@@ -52,7 +63,6 @@ def test_a_row_does_not_depend_on_its_company(shape, dtype):
         assert torch.equal(packed(inputs[-num_rows:]), together[-num_rows:])
 
 
-@needs_packing
 def test_no_measurement_chooses_how_large_layers_are_summed(monkeypatch):
     """Workers of one job, and a start after another, have the same bits."""
 
@@ -69,9 +79,8 @@ def test_no_measurement_chooses_how_large_layers_are_summed(monkeypatch):
     assert all(torch.equal(model(inputs[:num_rows]), together[:num_rows]) for num_rows in (1, 2, 3))
 
 
-@needs_packing
 def test_bf16_is_within_its_own_rounding():
-    if not packable(torch.bfloat16):
+    if not can_pack("cpu", torch.bfloat16):
         pytest.skip("this CPU has no bf16 kernels")
     plain = linear((512, 512), torch.bfloat16)
     inputs = torch.randn(9, 512).bfloat16()
@@ -79,11 +88,14 @@ def test_bf16_is_within_its_own_rounding():
     assert (PackedLinear(plain)(inputs).float() - exact).abs().max() < 2**-8 * exact.abs().max()
 
 
-def test_what_is_small_or_of_another_kind_stays():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(512, 512, dtype=torch.float64), nn.Embedding(9, 9))
+def test_what_is_of_another_kind_stays_and_what_is_too_small_for_onednn(kind):
+    model = nn.Sequential(
+        nn.Linear(512, 512, dtype=torch.float64), nn.Embedding(9, 9), nn.Linear(16, 16)
+    )
     kinds = [type(module) for module in model]
     pack_linears(model)
-    assert [type(module) for module in model] == kinds
+    small = PackedLinear if kind is TiledProduct else nn.Linear
+    assert [type(module) for module in model] == [*kinds[:2], small]
 
 
 def test_what_a_quantiser_has_changed_stays():
@@ -95,7 +107,10 @@ def test_what_a_quantiser_has_changed_stays():
     assert [*model] == [renamed, wrapped]
 
 
-def test_without_the_operators_everything_stays(monkeypatch):
+def test_without_the_operators_everything_stays(monkeypatch, kind):
+    if kind is TiledProduct:
+        pytest.skip("has no operators of torch")
+
     def missing(*_):
         raise RuntimeError("no such operator")
 
@@ -105,21 +120,29 @@ def test_without_the_operators_everything_stays(monkeypatch):
     assert type(model[0]) is nn.Linear
 
 
-@needs_packing
-def test_kernels_are_warmed_up_for_all_row_counts_once_per_shape(monkeypatch):
+def test_kernels_are_warmed_up_for_all_row_counts_once_per_shape(monkeypatch, kind):
     """A layer that is alike is not run again, and one so large that its kernels are nothing beside it is not run."""
     made = []
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: made.append((self.out_features, len(rows))))
+    monkeypatch.setattr(
+        PackedLinear, "forward", lambda self, rows: made.append((self.out_features, len(rows)))
+    )
     monkeypatch.setattr("eagle_ray.models.packed_linear.MAX_WARM_WEIGHTS", 512 * 640)
     sizes = (512, 512, 640, 1024)
-    warm_up_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
-    assert made == [(size, rows) for rows in range(MIN_PACKED_ROWS, 10) for size in (512, 640)]
+    warm_up_kernels(
+        nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)),
+        9,
+    )
+    if kind is TiledProduct:
+        assert not made, "its code is there for any number of rows"
+        return
+    assert made == [(size, rows) for rows in range(MIN_ONEDNN_ROWS, 10) for size in (512, 640)]
     made.clear()
-    warm_up_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
-    assert made == [(512, MIN_PACKED_ROWS)]
+    warm_up_kernels(
+        nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1
+    )  # whose passes are filled up
+    assert made == [(512, MIN_ONEDNN_ROWS)]
 
 
-@needs_packing
 @torch.no_grad()
 def test_a_packed_model_keeps_its_embedding_and_its_logits():
     plain, packed = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)

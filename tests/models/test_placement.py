@@ -15,7 +15,15 @@ from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.support.families import FAMILIES, PROMPTS, SLOTS, fake_to, fake_zeros, random_model, target_of
+from tests.support.families import (
+    FAMILIES,
+    PROMPTS,
+    SLOTS,
+    fake_to,
+    fake_zeros,
+    random_model,
+    target_of,
+)
 from tests.support.toy_models import llama
 
 
@@ -44,7 +52,9 @@ def test_layers_without_room_are_refused(sizes, room):
 def test_all_weights_are_counted_once():
     model = llama()
     weights = [*model.parameters(), *model.buffers()]  # GPTQ and AWQ keep theirs in buffers
-    assert other_size(model) + sum(layer_sizes(model)) == sum(w.numel() * w.element_size() for w in weights)
+    assert other_size(model) + sum(layer_sizes(model)) == sum(
+        w.numel() * w.element_size() for w in weights
+    )
 
 
 def test_a_spread_model_computes_what_it_did():
@@ -57,8 +67,12 @@ def test_a_spread_model_computes_what_it_did():
 
 def test_what_a_layer_is_given_follows_it_and_a_layout_stays():
     layout, tensor = object(), torch.zeros(2)
-    there = moved({"hidden": tensor, "rotary": (tensor, tensor), "rows": layout, "none": None}, "meta")
-    assert there["hidden"].device.type == "meta" and {t.device.type for t in there["rotary"]} == {"meta"}
+    there = moved(
+        {"hidden": tensor, "rotary": (tensor, tensor), "rows": layout, "none": None}, "meta"
+    )
+    assert there["hidden"].device.type == "meta" and {t.device.type for t in there["rotary"]} == {
+        "meta"
+    }
     assert there["rows"] is layout and there["none"] is None
 
 
@@ -81,7 +95,8 @@ OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatch):
     """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
@@ -89,11 +104,17 @@ def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatc
     model = random_model(config)
     kv_spec = probe(model, TargetModel(model, 1, 8).logits, 64)
     monkeypatch.setattr(target_module, "probe", lambda *_: kv_spec)  # it looks at numbers
-    monkeypatch.setattr(backend, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
+    monkeypatch.setattr(
+        backend, "uses_cpp", lambda cache: False
+    )  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
     monkeypatch.setattr(kv_cache, "mapped_zeros", fake_zeros)
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+        model = (
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            .eval()
+            .requires_grad_(False)
+        )
         dispatch(model, ["cpu", "cpu:1"], [0, 1])
         target = target_of(model, feature_layers=(0, 1))
         prompts = PromptBatch.of(SLOTS, PROMPTS)
@@ -101,5 +122,6 @@ def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatc
         assert {passed.logits.device, passed.features.device} == {torch.device("cpu")}
         tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
         batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
-        output = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
+        rows = tree.pack_portably(batch.lengths, 3)  # the C++ form reads memory, too
+        output = target.verify(tree, rows, batch, max_depth=0)
         assert {output.logits.device, output.features.device} == {torch.device("cpu")}

@@ -1,7 +1,8 @@
-"""Quantised targets, for real where their libraries are installed: `pip install -e .[quantised]`, torchao,
-compressed-tensors.
+"""Quantised targets, for real where their libraries are installed: `pip install -e .[quantised]`,
+torchao, compressed-tensors.
 
-Their trees equal transformers' own forward of the same quantised weights, and nothing of ours replaces their layers.
+Their trees equal transformers' own forward of the same quantised weights, and nothing of ours
+replaces their layers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ def bitsandbytes(bits: int, plain: Path, out: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     four = dict(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    _quantise(plain, out, BitsAndBytesConfig(**four if bits == 4 else dict(load_in_8bit=True, llm_int8_threshold=0.0)))
+    _quantise(
+        plain,
+        out,
+        BitsAndBytesConfig(
+            **four if bits == 4 else dict(load_in_8bit=True, llm_int8_threshold=0.0)
+        ),
+    )
 
 
 def torchao(plain: Path, out: Path) -> None:
@@ -56,7 +63,11 @@ def fp8(plain: Path, out: Path) -> None:
         tensors[f"{key}_scale_inv"] = scales
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    said = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": said}
     (out / "config.json").write_text(json.dumps(config))
 
@@ -66,7 +77,9 @@ def compressed_tensors(plain: Path, out: Path) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import ModelCompressor
 
-    weights = quantization.QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    weights = quantization.QuantizationArgs(
+        num_bits=8, type="int", symmetric=True, strategy="channel"
+    )
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
     said = dict(ignore=["lm_head"], format="pack-quantized", quantization_status="compressed")
     config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, **said)
@@ -87,10 +100,15 @@ def _quantise(plain: Path, out: Path, config: object) -> None:
     AutoModelForCausalLM.from_pretrained(plain, **how).save_pretrained(out)
 
 
-# What makes a checkpoint, whether the CPU runs it quantised (else transformers restores its numbers), the tolerance.
+# What makes a checkpoint, whether the CPU runs it quantised (else transformers restores its
+# numbers), the tolerance.
 QUANTISERS: dict[str, tuple[Callable[[Path, Path], None], bool, float]] = {
     "bitsandbytes-4": (lambda plain, out: bitsandbytes(4, plain, out), True, 1e-3),
-    "bitsandbytes-8": (lambda plain, out: bitsandbytes(8, plain, out), True, 2e-2),  # it rounds its inputs to 16 bits
+    "bitsandbytes-8": (
+        lambda plain, out: bitsandbytes(8, plain, out),
+        True,
+        2e-2,
+    ),  # it rounds its inputs to 16 bits
     "torchao": (torchao, True, 1e-3),
     "compressed-tensors": (compressed_tensors, True, 1e-3),
     "fp8": (fp8, False, 1e-3),
@@ -113,7 +131,11 @@ def test_its_trees_equal_its_own_forward(checkpoint):
     model, plain = load_causal_lm(path, "auto", "cpu"), load_causal_lm(path, "auto", "cpu")
     plain.set_attn_implementation("eager")
     pack_linears(model, min_weights=1)
-    replaced = {name for name, module in model.named_modules() if isinstance(module, PackedLinear) and "_proj" in name}
+    replaced = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear) and "_proj" in name
+    }
     assert bool(replaced) != stays
     assert_trees_equal(plain, target_of(model), CHUNKS, atol)
 
@@ -121,11 +143,15 @@ def test_its_trees_equal_its_own_forward(checkpoint):
 def test_it_is_a_target_like_any_other(checkpoint):
     model = ModelConfig(target=str(checkpoint[0]), max_model_len=64)
     engine = build_engine_from_config(model, SpeculativeConfig(method="none"), EngineArgs(2)).engine
-    json.dumps(cost_key(engine, SpeculativeConfig()))  # the name under which its steps' costs are kept
+    json.dumps(
+        cost_key(engine, SpeculativeConfig())
+    )  # the name under which its steps' costs are kept
     sequence = Sequence("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     engine.add(sequence)
     while engine.has_work:
         engine.step()
     plain = load_causal_lm(checkpoint[0], torch.float32, "cpu")
-    generated = plain.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    generated = plain.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, eos_token_id=None
+    )
     assert sequence.output_ids == generated[0, 3:].tolist()

@@ -25,7 +25,10 @@ def test_prompts_beside_trees_give_what_either_gives_alone():
     for target in targets:
         target.prefill(PromptBatch.of([3, 0], [ids[0], ids[2][:2]]))
     trees = random_tree(torch.Generator().manual_seed(3), 6, vocab=97)
-    batch, chunks = DecodeSlots.of([3], [4]), PromptBatch.of([0, 4], [ids[2][2:], ids[1]], starts=[2, 0])
+    batch, chunks = (
+        DecodeSlots.of([3], [4]),
+        PromptBatch.of([0, 4], [ids[2][2:], ids[1]], starts=[2, 0]),
+    )
     rows = trees.pack(batch.lengths, 7)  # one of padding
     alone = [targets[0].verify(trees, rows, batch, max_depth=5), targets[0].prefill(chunks)]
     together = targets[1].forward_mixed(trees, rows, batch, 5, chunks)
@@ -33,7 +36,9 @@ def test_prompts_beside_trees_give_what_either_gives_alone():
         for name in ("logits", "hidden", "features"):
             torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=1e-5, rtol=0)
     roots, after = DraftTree.of_roots(torch.tensor([6, 7, 8])), DecodeSlots.of([3, 0, 4], [4, 5, 3])
-    seen = [t.verify(roots, roots.pack(after.lengths, 3), after, max_depth=0).logits for t in targets]
+    seen = [
+        t.verify(roots, roots.pack(after.lengths, 3), after, max_depth=0).logits for t in targets
+    ]
     torch.testing.assert_close(*seen, atol=1e-5, rtol=0)
 
 

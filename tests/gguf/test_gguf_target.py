@@ -9,12 +9,12 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_ray.gguf.llama_checkpoint import (
+from eagle_ray.gguf.blocks import GGUFError
+from eagle_ray.gguf.gguf_file import GGUFFile
+from eagle_ray.gguf.gguf_target import (
     LLAMA3_ROPES,
-    GGUFError,
-    GGUFFile,
     llama3_factors,
-    llama_config,
+    target_config,
     unpermute,
     write_checkpoint,
 )
@@ -54,7 +54,9 @@ def test_weights_are_fp16_and_run_in_bf16(converted):
 
 
 def test_the_end_of_sequence_is_the_files(converted):
-    assert eos_ids(load_causal_lm(converted, torch.float32, "cpu")) == {0, 2}, "<|endoftext|> and the file's EOS"
+    assert eos_ids(load_causal_lm(converted, torch.float32, "cpu")) == {0, 2}, (
+        "<|endoftext|> and the file's EOS"
+    )
 
 
 def test_an_lm_head_of_its_own_is_kept(tmp_path):
@@ -75,18 +77,25 @@ def test_rotary_pairs_become_halves():
     ("changes", "says"),
     [
         ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is set"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+        ({"llama.rope.scaling.type": "yarn"}, "the metadata lacks 'llama.rope.scaling.factor'"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: only whole heads of 16"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length: values of another"),
+        ({"llama.attention.no_such_key": 8}, "llama.attention.no_such_key is set"),
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
         ({"split.count": 3}, "the file is one of 3 parts.*llama-gguf-split --merge"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is set"),
         ({"llama.attention.head_count": 0}, "the metadata is broken: .*Download the file again"),
         ({"llama.attention.head_count": "four"}, "the metadata is broken"),
-        ({"llama.attention.head_count_kv": 3}, "tensor blk.0.attn_k.weight: has 32 rows, which are not 3 heads"),
-        ({"tokenizer.ggml.eos_token_id": 99999}, "the tokenizer's metadata is broken"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
         (
-            {"tokenizer.ggml.pre": "tekken"},
-            "tokenizer.ggml.pre is 'tekken'.*Put the model's own config.json and tokenizer",
+            {"llama.attention.head_count_kv": 3},
+            "tensor blk.0.attn_k.weight: has 32 rows, which are not 3 heads",
+        ),
+        ({"tokenizer.ggml.eos_token_id": 99999}, "the tokenizer's metadata is broken"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        (
+            {"tokenizer.ggml.pre": "viking"},
+            "tokenizer.ggml.pre is 'viking'.*Put the model's own config.json and tokenizer",
         ),
     ],
 )
@@ -107,7 +116,7 @@ def test_what_is_missing_is_named(tmp_path):
     del metadata["llama.block_count"]
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(GGUFError, match=r"llama\.block_count"):
-        llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+        target_config(GGUFFile.open(tmp_path / "x.gguf"))
     metadata = toy_metadata()
     del metadata["tokenizer.ggml.merges"]
     write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata))
@@ -124,11 +133,22 @@ def test_llama3_rope_factors_are_recognized_and_others_refused(tmp_path, rope):
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = (plain / frequencies.double().numpy()).astype(np.float32)
     np.testing.assert_allclose(llama3_factors(16, 500000.0, **rope), factors, rtol=1e-6)
-    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors)})
-    assert llama_config(GGUFFile.open(tmp_path / "x.gguf"))["rope_parameters"] == config.rope_parameters
-    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors * 1.01)})
-    with pytest.raises(GGUFError, match=r"tensor rope_freqs\.weight: .*Put the model's own config\.json"):
-        llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+    write_gguf(
+        tmp_path / "x.gguf", metadata, toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors)}
+    )
+    assert (
+        target_config(GGUFFile.open(tmp_path / "x.gguf"))["rope_parameters"]
+        == config.rope_parameters
+    )
+    write_gguf(
+        tmp_path / "x.gguf",
+        metadata,
+        toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors * 1.01)},
+    )
+    with pytest.raises(
+        GGUFError, match=r"tensor rope_freqs\.weight: .*Put the model's own config\.json"
+    ):
+        target_config(GGUFFile.open(tmp_path / "x.gguf"))
 
 
 def test_a_tensor_of_another_model_is_named(tmp_path):
@@ -136,7 +156,7 @@ def test_a_tensor_of_another_model_is_named(tmp_path):
     tensors = toy_tensors(metadata) | {"blk.1.attn_q.bias": (F32, np.zeros(64, np.float32))}
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(GGUFError, match=r"tensor blk\.1\.attn_q\.bias is part of no llama"):
-        llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+        target_config(GGUFFile.open(tmp_path / "x.gguf"))
 
 
 def test_a_value_beyond_fp16_is_refused(tmp_path):
@@ -147,7 +167,9 @@ def test_a_value_beyond_fp16_is_refused(tmp_path):
         write_checkpoint(GGUFFile.open(tmp_path / "x.gguf"), tmp_path)
 
 
-@pytest.mark.parametrize("text", ["a b ab", "x\n\ty  z", "Zürich 東京 🙂", "<|im_start|>ab<|im_end|>", ""])
+@pytest.mark.parametrize(
+    "text", ["a b ab", "x\n\ty  z", "Zürich 東京 🙂", "<|im_start|>ab<|im_end|>", ""]
+)
 def test_texts_survive_the_tokenizer(converted, text):
     tokenizer = Tokenizer.load(converted)
     assert tokenizer.decode_with_special(tokenizer.encode(text)) == text
@@ -156,7 +178,13 @@ def test_texts_survive_the_tokenizer(converted, text):
 def test_merges_digits_and_special_tokens(converted):
     tokenizer = Tokenizer.load(converted)
     tokens = toy_metadata()["tokenizer.ggml.tokens"]
-    assert [tokens[id] for id in tokenizer.encode("ab a 12")] == ["ab", "\u0120a", "\u0120", "1", "2"]
+    assert [tokens[id] for id in tokenizer.encode("ab a 12")] == [
+        "ab",
+        "\u0120a",
+        "\u0120",
+        "1",
+        "2",
+    ]
     assert tokenizer.encode("<|im_end|>") == [2]
     assert tokenizer.decode([tokens.index("ab"), 2]) == "ab"
     assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == [1, tokens.index("ab"), 2]
