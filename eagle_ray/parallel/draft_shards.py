@@ -10,12 +10,13 @@
     the head's own lm_head                       rows, by draft vocabulary          1 gathering
     fc, embeddings, norms, what reads a path     not at all                         none
 
-A head without an lm_head of its own reads the target's, whose logits are gathered whether the head is split or not.
-`fc` is not split: its outputs are the residual stream, which every rank has whole, so they would have to be gathered.
-On four H100 that would save 65 us of the 900 us of a level of EAGLE-2's head for a 70B, and 100 us of an EAGLE-3's
-draft.
+A head without an lm_head of its own reads the target's, whose logits are gathered whether the head
+is split or not. `fc` is not split: its outputs are the residual stream, which every rank has whole,
+so they would have to be gathered. On four H100 that would save 65 us of the 900 us of a level of
+EAGLE-2's head for a 70B, and 100 us of an EAGLE-3's draft.
 
-Sums have the same bits on all ranks, so features, logits and scores do, too: all ranks draft the same trees.
+Sums have the same bits on all ranks, so features, logits and scores do, too: all ranks draft the
+same trees.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ from eagle_ray.parallel.shard import (
 
 log = logging.getLogger("eagle_ray")
 
-# By device: seconds of a collective, and weights that a rank reads in a second. On NVLink and of an H100 in bf16; on a
-# CPU of gloo between two processes (0.14 ms for 2 kB, 0.62 ms for 160 kB, 2026-11-28) and of 20 GB/s in fp32.
+# Seconds of a collective, by device: over NVLink, and with gloo between two processes on a CPU
+# (0.14 ms for 2 kB, 0.62 ms for 160 kB, 2026-11-28). Weights that a rank reads in a second: an H100
+# in bf16, and a CPU with 20 GB/s in fp32.
 COLLECTIVE_S = {"cuda": 10e-6, "cpu": 300e-6}
 WEIGHTS_PER_S = {"cuda": 1.35e12, "cpu": 5e9}
-OF_LAYERS = re.compile(r"(^|\.)(self_attn|mlp)\.[a-z]+_proj\.(weight|bias)$")
+SHARDED_PROJECTION = re.compile(r"(^|\.)(self_attn|mlp)\.[a-z]+_proj\.(weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class DraftPart:
     """One rank's part of a draft head.
 
     Attributes:
-        shard: its vocab_size is that of the head's own lm_head, if it has one.
+        ranks: ranks that share the head.
+        shard: part of this rank; its vocab_size is that of the head's own lm_head, if it has one.
         num_left_out: numbers of the head that this rank does not have.
     """
 
@@ -67,23 +70,33 @@ class DraftPart:
     @classmethod
     def of(cls, head: nn.Module, ranks: RankGroup) -> DraftPart:
         """Return a rank's part of a whole head."""
-        shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1, kv_heads_of(cast(Any, head).config))
-        parts = [(parameter, _numbers_of(shard, name, parameter.shape)) for name, parameter in head.named_parameters()]
-        own = [(parameter, _part_shape(parameter.shape, part)) for parameter, part in parts if part is not None]
-        return cls(ranks, shard, sum(parameter.numel() - shape.numel() for parameter, shape in own))
+        kv_heads = kv_heads_of(cast(Any, head).config)
+        shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1, kv_heads)
+        num_left_out = 0
+        for name, parameter in head.named_parameters():
+            part = _numbers_of(shard, name, parameter.shape)
+            if part is not None:
+                num_left_out += parameter.numel() - _part_shape(parameter.shape, part).numel()
+        return cls(ranks, shard, num_left_out)
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """Return this rank's numbers of a tensor, or None for all of it. name: as checkpoints or modules have it."""
+        """Return this rank's numbers of a tensor, or None for all of it.
+
+        Args:
+            name: name of the tensor in checkpoints or modules.
+        """
         return _numbers_of(self.shard, name, shape)
 
     def joined(self, head: nn.Module) -> nn.Module:
         """Let a head whose weights are this rank's compute with the other ranks."""
         for module in list(head.modules()):
             for name in BY_INPUTS:
-                if isinstance(linear := getattr(module, name, None), nn.Linear):
-                    if linear.bias is not None and not self.shard.adds_bias(f"{name}.bias"):
-                        nn.init.zeros_(linear.bias)
-                    setattr(module, name, ReducedLinear(linear, self.ranks))
+                linear = getattr(module, name, None)
+                if not isinstance(linear, nn.Linear):
+                    continue
+                if linear.bias is not None and not self.shard.adds_bias(f"{name}.bias"):
+                    nn.init.zeros_(linear.bias)
+                setattr(module, name, ReducedLinear(linear, self.ranks))
         if _num_drafted(head) is not None:
             lm_head = cast(nn.Module, head.lm_head)
             head.lm_head = GatheredHead(lm_head, self.ranks, self.shard, self.shard.vocab_size)
@@ -91,19 +104,25 @@ class DraftPart:
 
 
 def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
-    """Make a whole head on the meta device this rank's part of it. None: it stays whole, and the log says why.
+    """Make a whole head on the meta device this rank's part of it.
 
-    head: any draft, as methods check it.
+    Returns None if the head stays whole; the log says why.
+
+    Args:
+        head: any draft, as methods check it.
     """
     if log_whole(head, ranks):
         return None
+
     part = DraftPart.of(head, ranks)
-    whole, own = head.config, shard_config(head.config, ranks.size)
+    whole = head.config
+    own = shard_config(whole, ranks.size)
     for module in head.modules():
         if getattr(module, "config", None) is whole:
             module.config = own
     for name, parameter in list(head.named_parameters()):
-        if (numbers := part.part_of(name, parameter.shape)) is not None:
+        numbers = part.part_of(name, parameter.shape)
+        if numbers is not None:
             _resize(head, name, _part_shape(parameter.shape, numbers))
     return part
 
@@ -117,15 +136,20 @@ def log_whole(head: Any, ranks: RankGroup) -> bool:
 
 
 def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:
-    """Make drafts without weights what a rank has of them. Return how many numbers less that is."""
-    parts = [split_head(draft, RankGroup(0, num_ranks, "", device)) for draft in drafts]
-    return sum(part.num_left_out for part in parts if part is not None)
+    """Make drafts without weights one rank's parts of them. Return the numbers that are left out."""
+    num_left_out = 0
+    for draft in drafts:
+        part = split_head(draft, RankGroup(0, num_ranks, "", device))
+        if part is not None:
+            num_left_out += part.num_left_out
+    return num_left_out
 
 
 def why_whole(head: Any, ranks: RankGroup) -> str | None:
-    """Return why each rank had better have the whole of a head, or None if the ranks share it.
+    """Return why each rank keeps the whole of a head, or None if the ranks share it.
 
-    They do if what a rank need not read of it in a pass takes longer than the collectives do.
+    They share it if the collectives of a pass take less time than reading the weights that a rank
+    leaves out.
     """
     if not hasattr(head, "config"):
         return "layers of EAGLE's and DFlash's heads are split, and no others"
@@ -133,11 +157,14 @@ def why_whole(head: Any, ranks: RankGroup) -> str | None:
     if ranks.size not in fitting:
         numbers = ", ".join(str(size) for size in fitting)
         return f"its heads and the width of its MLP can be divided by {numbers}"
-    saved_s = DraftPart.of(head, ranks).num_left_out / WEIGHTS_PER_S[ranks.device.type]
+    kind = ranks.device.type
+    saved_s = DraftPart.of(head, ranks).num_left_out / WEIGHTS_PER_S[kind]
     num_collectives = _num_collectives(head)
-    if saved_s > num_collectives * COLLECTIVE_S[ranks.device.type]:
+    if saved_s > num_collectives * COLLECTIVE_S[kind]:
         return None
-    return f"sharing it would save {saved_s * 1e6:.0f} us of reading for {num_collectives} collectives"
+    return (
+        f"sharing it would save {saved_s * 1e6:.0f} us of reading for {num_collectives} collectives"
+    )
 
 
 def _num_collectives(head: nn.Module) -> int:
@@ -153,13 +180,14 @@ def _num_drafted(head: nn.Module) -> int | None:
 
 
 def _numbers_of(shard: Shard, name: str, shape: Sequence[int]) -> Part | None:
-    is_split = name == LM_HEAD or OF_LAYERS.search(name) is not None
+    is_split = name == LM_HEAD or SHARDED_PROJECTION.search(name) is not None
     return shard.part_of(name, shape) if is_split else None
 
 
 def _part_shape(shape: Sequence[int], part: Part) -> torch.Size:
-    own = part.end - part.begin + part.padding
-    return torch.Size([own if dim == part.dim else size for dim, size in enumerate(shape)])
+    own = list(shape)
+    own[part.dim] = part.size + part.padding
+    return torch.Size(own)
 
 
 def _resize(head: nn.Module, name: str, shape: torch.Size) -> None:

@@ -1,16 +1,23 @@
-"""Followers: the processes of all ranks but the first, started, watched and ended by rank 0; and their end of it.
+"""Followers: the processes of all ranks but the first. Rank 0 starts, watches and ends them.
 
-    followers = Followers("eagle_ray.assembly.tensor_parallel:run_follower", size=2, start=(model, ...))
+    followers = Followers(command, size=2, content=(model, ...))
     leader = Leader(followers.pipes, followers.why_lost, followers.close)
 
-Each follower has two pipes. One carries the leader's commands, the other a beat each way every BEAT_S. A rank that dies
-closes its pipes; one that is stopped or hangs beats no more, and is killed after SILENCE_S. The end of one follower
-ends all of them, and the leader gets a RankError where it sends or computes next. The end of the leader ends the
-followers at once, stopped ones too (`end_with_parent`). A leader that waits in a collective on a GPU does not come back
-from it: GRACE_S later its process ends, if that is the engine's alone (`owns_process`), so that the process above
-starts another; otherwise `tell_if_stuck` has named what is called. Followers kill a leader of such a process that is
-silent; one of a user's program may be stopped, or be held by the user's code, for any time. No port is used, and no
-file: ranks meet in memory that the processes share (`meeting_in_memory`), so nothing stays, whichever is killed.
+Each follower has two pipes. One carries the leader's commands. The other carries a beat each way
+every FOLLOWER_BEAT_S. A rank that ends closes its pipes. A rank that is stopped or hangs sends no beats, and
+is killed after SILENCE_S.
+
+If one follower ends, all of them are ended, and the leader gets a RankError where it sends or
+computes next. If the leader ends, the followers end at once, stopped ones too (`end_with_parent`).
+
+A leader that waits in a collective on a GPU does not return from it. If its process runs nothing
+but the engine (`owns_process`), the process ends GRACE_S later, and the process above starts
+another. In other processes the function that was given to `tell_if_stuck` is called. Followers kill
+a silent leader only if its process runs nothing but the engine: a user's program may stop or block
+the leader for any time.
+
+No port and no file is used: ranks meet in memory that the processes share (`meeting_in_memory`), so
+nothing is left behind, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -34,23 +41,23 @@ from eagle_ray.core.child_process import describe_exit, end_with_parent, start_c
 from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
-BEAT_S = 1.0
-SILENCE_S = 15.0  # without a beat; long enough for a rank whose interpreter waits for one long call
-FIRST_BEAT_S = 120.0  # from the start of a process to its first beat: it imports torch before
-EXIT_S = 2.0  # from the end of a pipe to that of its process
-GRACE_S = 10.0  # from the loss of a rank to the end of a process that does not notice it
+FOLLOWER_BEAT_S = 1.0
+SILENCE_S = 15.0  # seconds without a beat; long enough for a rank that waits in one long call
+FIRST_BEAT_S = 120.0  # more seconds before a process's first beat, while it imports torch
+FOLLOWER_EXIT_S = 2.0  # seconds from the end of a pipe to the end of its process
+GRACE_S = 10.0  # seconds from the loss of a rank to the end of a process that does not notice it
 BEAT = b""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowerStart:
-    """What a follower is started with.
+    """Arguments of a follower.
 
     Attributes:
         rank, size, meeting: arguments of its RankGroup.
-        leader: the leader's process id.
-        owns_process: the leader's process is the engine's alone.
-        content: what its engine is made from.
+        leader: process id of the leader.
+        owns_process: whether the leader's process runs nothing but the engine.
+        content: what the follower's engine is made from.
     """
 
     rank: int
@@ -64,25 +71,33 @@ class FollowerStart:
 class _Silence:
     """Seconds without a beat. Time in which this process itself was stopped does not count.
 
-    first_s: more of them before the first beat.
+    Args:
+        first_s: additional seconds before the first beat.
     """
 
     def __init__(self, first_s: float = 0.0) -> None:
+        now = time.monotonic()
         self._seconds = -first_s
-        self._last = self._beat_at = time.monotonic()
+        self._last = now
+        self._beat_at = now
 
     @property
     def is_beat_due(self) -> bool:
-        """Return whether this process has sent none for BEAT_S / 2; it sends one now."""
+        """Return whether this process must send a beat now, because it sent none for FOLLOWER_BEAT_S / 2."""
         now = time.monotonic()
-        is_due = now - self._beat_at >= BEAT_S / 2
-        self._beat_at = now if is_due else self._beat_at
+        is_due = now - self._beat_at >= FOLLOWER_BEAT_S / 2
+        if is_due:
+            self._beat_at = now
         return is_due
 
     def passed(self, has_beat: bool) -> bool:
         """Count the time since the last call; return whether the other end has been silent for SILENCE_S."""
         now = time.monotonic()
-        self._seconds = 0.0 if has_beat else self._seconds + min(now - self._last, 2 * BEAT_S)
+        if has_beat:
+            self._seconds = 0.0
+        else:
+            # A longer time means that this process was stopped.
+            self._seconds += min(now - self._last, 2 * FOLLOWER_BEAT_S)
         self._last = now
         return self._seconds > SILENCE_S
 
@@ -100,12 +115,14 @@ class Followers:
 
     Args:
         command: Python code that runs a follower.
+        size: number of all ranks.
         content: what their engines are made from; must be picklable.
         owns_process: see the module's text.
 
     Attributes:
-        pipes: for commands, by rank.
-        meeting: the path by which the ranks meet, in each of them. It stays until this process ends.
+        pipes: pipes of commands, by rank.
+        meeting: path by which the ranks meet, which is valid in each of them until this process
+            ends.
     """
 
     def __init__(self, command: str, size: int, content: Any, owns_process: bool = False):
@@ -116,14 +133,23 @@ class Followers:
         self._watches: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
         self._reason: str | None = None
-        self._is_lost, self._is_started, self._is_closed = threading.Event(), threading.Event(), threading.Event()
+        self._is_lost = threading.Event()
+        self._is_started = threading.Event()
+        self._is_closed = threading.Event()
         self._owns_process = owns_process
-        starts = [FollowerStart(r, size, self.meeting, os.getpid(), owns_process, content) for r in range(1, size)]
-        # A follower gets its signal when the thread that started it ends, so that is one that stays.
-        self._thread = threading.Thread(target=_watch, args=[weakref.ref(self), command, starts], daemon=True)
+        starts = [
+            FollowerStart(rank, size, self.meeting, os.getpid(), owns_process, content)
+            for rank in range(1, size)
+        ]
+        # A follower is signalled when the thread that started it ends, so this thread stays.
+        self._thread = threading.Thread(
+            target=_watch, args=[weakref.ref(self), command, starts], daemon=True
+        )
         self._thread.start()
         self._is_started.wait()
-        self._finalizer = weakref.finalize(self, _end, self._processes, self.pipes, self._watches, self._is_closed)
+        self._finalizer = weakref.finalize(
+            self, _end, self._processes, self.pipes, self._watches, self._is_closed
+        )
 
     @property
     def pids(self) -> list[int]:
@@ -151,7 +177,7 @@ class Followers:
         self._finalizer()
 
     def start_all(self, command: str, starts: list[FollowerStart]) -> bool:
-        """Start the processes, in the thread that calls this; return whether all is well."""
+        """Start the processes in the calling thread; return whether all have started."""
         try:
             for start in starts:
                 self._start(command, start)
@@ -165,18 +191,21 @@ class Followers:
         here, there = Pipe()
         with there:
             files = [there.fileno(), self._shared]
-            pipe, process = start_child(command, f"eagle-ray-rank-{start.rank}", str(there.fileno()), files=files)
+            pipe, process = start_child(
+                command, f"eagle-ray-rank-{start.rank}", str(there.fileno()), files=files
+            )
         self._processes.append(process)
         self.pipes.append(pipe)
         self._watches.append(here)
         pipe.send(start)
 
     def watch(self, silences: list[_Silence]) -> bool:
-        """Exchange beats for about BEAT_S; return whether all is well."""
-        ready = wait(self._watches, BEAT_S)
+        """Exchange beats for about FOLLOWER_BEAT_S; return whether no rank is lost and the group is not closed."""
+        ready = wait(self._watches, FOLLOWER_BEAT_S)
         if self._is_closed.is_set():
             return False
-        for number, (watch, silence) in enumerate(zip(self._watches, silences, strict=True), 1):
+        each = zip(self._watches, silences, strict=True)
+        for number, (watch, silence) in enumerate(each, 1):
             try:
                 text = _received(watch) if watch in ready else None
                 if silence.is_beat_due:
@@ -194,8 +223,9 @@ class Followers:
         if reason is None:
             process = self._processes[number - 1]
             with suppress(subprocess.TimeoutExpired):
-                process.wait(EXIT_S)
+                process.wait(FOLLOWER_EXIT_S)
             reason = describe_exit(process.poll())
+
         for each in self._processes:
             each.kill()
         for each in self._processes:
@@ -204,8 +234,12 @@ class Followers:
             self._reason = f"rank {number} {reason}"
             log.error("%s: all ranks end", self._reason)
         self._is_lost.set()
-        while not self._have_met and not self._is_closed.wait(BEAT_S):
-            pass  # the leader still reads its weights: it looks for a lost rank meanwhile
+
+        # While it reads its weights, the leader itself looks for a lost rank.
+        while not self._have_met and not self._is_closed.wait(FOLLOWER_BEAT_S):
+            pass
+
+        # A leader that waits in a collective cannot close this.
         if not self._is_closed.wait(GRACE_S):
             if self._owns_process:
                 os._exit(1)
@@ -241,10 +275,10 @@ def _end(
 
 
 def meeting_in_memory() -> tuple[str, int]:
-    """Return the path of a new file in memory, by which this process and its children open it, and its number.
+    """Return the path of a new file in memory, which this process and its children can open, and its number.
 
-    The file is never closed: torch's stores open the path again at any time, and would find another file under its
-    number. Raises ConfigError where there are none.
+    The file is never closed, since torch's stores open the path again at any time, and another file
+    could have its number then. Raises ConfigError if the system has no such files.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError("tensor_parallel: ranks run on Linux alone. Set it to 1.")
@@ -255,19 +289,24 @@ def meeting_in_memory() -> tuple[str, int]:
 def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:
     """Run a follower's process until its leader ends. Its command line ends with the numbers of its two pipes.
 
-    run: is given what the process was started with, and the pipe of commands.
+    Args:
+        run: function of what the process was started with and of the pipe of commands.
     """
-    watch, pipe = Connection(int(sys.argv[-2])), Connection(int(sys.argv[-1]))
+    watch = Connection(int(sys.argv[-2]))
+    pipe = Connection(int(sys.argv[-1]))
     for each in (watch, pipe):
         os.set_inheritable(each.fileno(), False)
     start: FollowerStart = pipe.recv()
     end_with_parent(start.leader, signal.SIGKILL)
     lock = threading.Lock()
     threading.Thread(target=_beat, args=[watch, start, lock], daemon=True).start()
+
     try:
         run(start, pipe)
-    except (EOFError, OSError) as error:
-        reason = "" if isinstance(error, EOFError) else f"failed ({type(error).__name__}: {error})"
+    except EOFError:  # the leader has ended
+        reason = ""
+    except OSError as error:
+        reason = f"failed ({type(error).__name__}: {error})"
     except BaseException as error:
         log.exception("rank %d of %d failed", start.rank, start.size)
         reason = f"failed ({type(error).__name__}: {str(error).strip() or 'no text'})"
@@ -283,15 +322,17 @@ def _beat(watch: Connection, start: FollowerStart, lock: threading.Lock) -> None
         while True:
             with lock:
                 watch.send_bytes(BEAT)
-            has_beat = watch.poll(BEAT_S)
+            has_beat = watch.poll(FOLLOWER_BEAT_S)
             if has_beat:
                 _received(watch)
-                time.sleep(BEAT_S / 2)
+                time.sleep(FOLLOWER_BEAT_S / 2)
             if silence.passed(has_beat) and start.owns_process:
                 break
     except (EOFError, OSError):
         os._exit(1)
-    log.error("rank %d of %d ends: rank 0 does not answer for %.0f s", start.rank, start.size, SILENCE_S)
+    log.error(
+        "rank %d of %d ends: rank 0 does not answer for %.0f s", start.rank, start.size, SILENCE_S
+    )
     if os.getppid() == start.leader:
         os.kill(start.leader, signal.SIGKILL)
     os._exit(1)

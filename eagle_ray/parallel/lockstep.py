@@ -1,16 +1,18 @@
 """Lockstep: let every rank's engine take the same steps.
 
-All ranks run the same Engine. What follows the logits is a function of tokens, seeds and positions, and the logits have
-the same bits everywhere, so every rank samples the same tokens, keeps the same cache and learns the same calibration:
-no token is ever sent. What may differ is what rank 0, the leader, decides by its clock or learns from outside. It says
-so before each of these, and the others follow:
+All ranks run the same Engine. What follows the logits is a function of tokens, seeds and positions,
+and the logits have the same bits everywhere, so every rank samples the same tokens, keeps the same
+cache and learns the same calibration: no token is ever sent. What may differ is what rank 0, the
+leader, decides by its clock or learns from outside. It says so before each of these, and the others
+follow:
 
     leader.tell("step", True)                   add, abort, step: what is called on the engine
     leader.agree("plan", lambda: plan)          what its planner answers; a follower returns what the leader got
     leader.share(keep)                          a tensor of its planner, sent from device to device
     leader.check(lambda: checksum)              what the step has computed; a follower raises RankError if it differs
 
-Messages go one way, so the leader never waits for an answer, and followers are behind it by microseconds.
+Messages go one way, so the leader never waits for an answer, and followers are behind it by
+microseconds.
 
     ALONE       an engine of one process: nothing is sent
     Leader      rank 0
@@ -28,6 +30,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.parallel.rank_group import REASON_S
@@ -46,10 +49,13 @@ class Lockstep:
 
     Attributes:
         is_leader: this rank decides, and the others follow.
-        share: returns the leader's tensor, which has one shape and dtype on all ranks, without waiting for a GPU.
+        is_alone: there are no others.
+        share: returns the leader's tensor, which has one shape and dtype on all ranks, without
+            waiting for a GPU.
     """
 
     is_leader = True
+    is_alone = True
 
     def __init__(self) -> None:
         self.share: Callable[[Tensor], Tensor] = _same
@@ -70,7 +76,7 @@ class Lockstep:
         return ask()
 
     def tell(self, command: str, *arguments: Any) -> None:
-        """Let the followers do what the leader does now."""
+        """Send a command to the followers."""
 
     def add(self, sequence: TokenSequence) -> None:
         """Let the followers add a sequence that the leader's engine has added."""
@@ -79,13 +85,13 @@ class Lockstep:
         """Let the followers abort a sequence."""
 
     def retire(self, sequences: Sequence[TokenSequence]) -> None:
-        """Drop what is known of finished sequences."""
+        """Drop the state of finished sequences."""
 
     def prepare(self, grammar: Any) -> None:
         """Let the followers compile a grammar while the leader does, before a sequence needs it. Any thread may."""
 
     def check(self, checksum: Callable[[], int]) -> None:
-        """Compare what the ranks have computed. Raises RankError if a follower has something else."""
+        """Compare a checksum between ranks. Raises RankError if it differs."""
 
     def tell_if_stuck(self, call: Callable[[str], None]) -> None:
         """Let `call` be called with a reason, by another thread, if a rank is lost and this one does not come back."""
@@ -101,11 +107,13 @@ class Leader(Lockstep):
     """Rank 0.
 
     Args:
-        pipes: to the followers, in order.
+        pipes: pipes to the followers, in order.
         why_lost: returns why a follower has ended, if that is known within some seconds.
         end: ends the followers.
-        tell_if_stuck: as the method.
+        tell_if_stuck: what the method of this name calls.
     """
+
+    is_alone = False
 
     def __init__(
         self,
@@ -115,9 +123,12 @@ class Leader(Lockstep):
         tell_if_stuck: Callable[[Callable[[str], None]], None] = lambda call: None,
     ):
         super().__init__()
-        self._pipes, self._why_lost, self._end, self._tell_if_stuck = pipes, why_lost, end, tell_if_stuck
+        self._pipes = pipes
+        self._why_lost = why_lost
+        self._end = end
+        self._tell_if_stuck = tell_if_stuck
         self._sending = threading.Lock()
-        self._numbers: dict[TokenSequence, int] = {}  # of the sequences that the followers have
+        self._numbers: dict[TokenSequence, int] = {}  # numbers of the followers' sequences
         self._num_added = 0
 
     def agree(
@@ -140,7 +151,8 @@ class Leader(Lockstep):
         self._num_added += 1
         self._numbers[sequence] = number
         self.tell("add", number, _inputs(sequence), sequence.stop_check is not None)
-        if (check := sequence.stop_check) is not None:
+        check = sequence.stop_check
+        if check is not None:
             sequence.stop_check = lambda ids: self.agree(STOP_CHECK, lambda: check(ids))
 
     def abort(self, sequence: TokenSequence) -> None:
@@ -176,21 +188,23 @@ class Leader(Lockstep):
 
 
 class Follower(Lockstep):
-    """A rank that does what the leader does.
+    """A rank that runs the leader's commands.
 
     Args:
         rank: rank of this process.
-        pipe: from the leader. EOFError is raised once the leader is gone.
+        pipe: pipe from the leader. Methods raise EOFError once the leader has ended.
 
     Attributes:
-        when_preparing: is called with each grammar that the leader compiles.
+        when_preparing: function that is called with each grammar that the leader compiles.
     """
 
     is_leader = False
+    is_alone = False
 
     def __init__(self, rank: int, pipe: Connection):
         super().__init__()
-        self.rank, self._pipe = rank, pipe
+        self.rank = rank
+        self._pipe = pipe
         self._sequences: dict[int, TokenSequence] = {}
         self.when_preparing: Callable[[Any], None] = lambda grammar: None
 
@@ -204,9 +218,12 @@ class Follower(Lockstep):
         return unpack(self._next(name))
 
     def check(self, checksum: Callable[[], int]) -> None:
-        expected, own = self._next("check"), checksum()
+        expected = self._next("check")
+        own = checksum()
         if own != expected:
-            raise RankError(f"rank {self.rank}: its step has checksum {own:08x}, and that of rank 0 is {expected:08x}")
+            raise RankError(
+                f"rank {self.rank}: its step has checksum {own:08x}, and that of rank 0 is {expected:08x}"
+            )
 
     def command(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the leader's next command; return its name and its arguments."""
@@ -226,14 +243,21 @@ class Follower(Lockstep):
         return self._sequences.pop(number, None)
 
     def retire(self, sequences: Sequence[TokenSequence]) -> None:
+        if not sequences:
+            return
         finished = {id(sequence) for sequence in sequences}
-        if finished:
-            self._sequences = {n: s for n, s in self._sequences.items() if id(s) not in finished}
+        self._sequences = {
+            number: sequence
+            for number, sequence in self._sequences.items()
+            if id(sequence) not in finished
+        }
 
     def _next(self, name: str) -> Any:
         sent, content = self._received()
         if sent != name:
-            raise RankError(f"rank {self.rank}: it needs the leader's {name!r}, and the leader is at {sent!r}")
+            raise RankError(
+                f"rank {self.rank}: it needs the leader's {name!r}, and the leader is at {sent!r}"
+            )
         return content
 
     def _received(self) -> tuple[str, Any]:
@@ -247,5 +271,18 @@ class Follower(Lockstep):
 
 def _inputs(sequence: TokenSequence) -> dict[str, Any]:
     """Return the arguments that make a new sequence of the request."""
-    names = ("request_id", "prompt_ids", "sampling", "category", "bad_word_ids", "reasoning", "grammar_spec")
-    return {name: getattr(sequence, name) for name in (*names, "has_live_stats", "checks_stop_ids")}
+    names = (
+        "request_id",
+        "prompt_ids",
+        "sampling",
+        "category",
+        "bad_word_ids",
+        "reasoning",
+        "grammar_spec",
+        "has_live_stats",
+        "checks_stop_ids",
+    )
+    inputs = {name: getattr(sequence, name) for name in names}
+    if sequence.scoring is not None:
+        inputs["scoring"] = ContinuationScores(sequence.scoring.continuations)
+    return inputs

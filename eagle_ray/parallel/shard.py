@@ -7,14 +7,17 @@
     weight                                  split                     a rank's part computes
     q_proj, k_proj, v_proj                  rows, by key/value heads  its heads; several ranks have one if it has fewer
     gate_proj, up_proj                      rows                      its numbers of the MLP, of each expert's own
+    qkv_proj, gate_up_proj                  rows of each of theirs    the same of projections that are stored as one
+    q_norm, k_norm of whole rows            numbers                   a part of the squares that SharedNorm adds up
     o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
     lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
     embeddings, norms, routers              not at all                the same everywhere
 
-So a layer takes two collectives, and the logits take one. A mixture of experts takes one for all of its experts and
-the shared one: their parts are weighed on each rank and added up there first, by ReducedBlock. The transformers modules
-of a rank are those of a smaller model: its config has the heads and the widths of one rank, so KV caches and plans of
-memory are those of a rank, too.
+So a layer takes two collectives, four with norms of whole rows, and the logits take one. A mixture
+of experts takes one for all of its experts and the shared one: their parts are weighed on each rank
+and added up there first, by ReducedBlock. The transformers modules of a rank are those of a smaller
+model: its config has the heads and the widths of one rank, so KV caches and plans of memory are
+those of a rank, too.
 """
 
 from __future__ import annotations
@@ -30,20 +33,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.families import FAMILIES, LLAMA_LAYERS, USUAL_STACKS, LayerForm, StackForm, layers_of
 from eagle_ray.parallel.rank_group import RankGroup
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+# Model types that ranks divide; of mixtures of experts, the keys of the widths of their experts.
+MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.is_divided)
 MIXTURES: dict[str, tuple[str, ...]] = {
-    "mixtral": (),  # the width of its experts is intermediate_size
-    "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-    "qwen3_moe": ("moe_intermediate_size",),
-}  # and the keys of the widths of their experts
-MODEL_TYPES = (*DENSE, *MIXTURES)  # whose layers our own forward runs
+    name: family.mixture.widths
+    for name, family in FAMILIES.items()
+    if family.is_divided and family.mixture is not None
+}
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 OF_KEYS = ("k_proj", "v_proj")
+OF_ROWS = ("q_norm", "k_norm")  # norms, if they have weights for all heads
+QKV, GATE_UP = ("qkv_proj", "gate_up_proj")
+SUMMED_BIAS = "down_proj_bias"  # of all experts
+SINKS = "sinks"  # of heads
 BY_INPUTS = ("o_proj", "down_proj")
 LM_HEAD = "lm_head.weight"
-DEALT_ROWS = 256  # of an lm_head that a rank sends at once, to all: 256 x 8,192 in bf16 are 4 MiB
+DEALT_ROWS = 256  # rows of an lm_head that a rank sends at once: 256 x 8,192 in bf16 are 4 MiB
 INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or are rounded together
 
 
@@ -51,7 +59,7 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
     """Raise ConfigError if a target of this config cannot be split over `size` ranks.
 
     Args:
-        group_size: inputs that ranks cannot take apart, of a quantised target.
+        group_size: inputs of a quantised target that ranks cannot take apart.
     """
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -65,49 +73,67 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
         )
     faults = _faults(config, size, group_size)
     if faults:
+        todo = what_would_do(fitting_sizes(config, group_size))
         raise ConfigError(
-            f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. "
-            f"{what_would_do(fitting_sizes(config, group_size))}."
+            f"tensor_parallel: {size} does not divide the target's {' and its '.join(faults)}. {todo}."
         )
 
 
 def what_would_do(sizes: Sequence[int]) -> str:
-    """Return what to do about a number of ranks, if these would do."""
-    return f"Set it to one of {', '.join(map(str, sizes))}" if len(sizes) > 1 else "Set it to 1, the only one that does"
+    """Return advice that names the numbers of ranks which would work."""
+    if len(sizes) > 1:
+        return f"Set it to one of {', '.join(map(str, sizes))}"
+    return "Set it to 1, the only one that does"
 
 
 def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
     """Return every number of ranks over which a target of this config can be split, 1 among them."""
     if config.model_type not in MODEL_TYPES or _has_quantized_experts(config, group_size):
         return [1]
-    return [size for size in range(1, config.num_attention_heads + 1) if not _faults(config, size, group_size)]
+    sizes = range(1, config.num_attention_heads + 1)
+    return [size for size in sizes if not _faults(config, size, group_size)]
 
 
 def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
-    kv_heads, heads = kv_heads_of(config), config.num_attention_heads
-    copied = size if size % kv_heads == 0 else kv_heads  # each of them is on several ranks
-    numbers = {f"{kv_heads} key/value heads": copied, f"{heads} heads": heads}
-    widths = {"MLP" if key == "intermediate_size" else key: getattr(config, key) for key in _widths(config)}
-    numbers |= {f"{name} of {width}": width for name, width in widths.items()}
+    """Return the numbers of a target that this many ranks cannot divide, as text."""
+    kv_heads = kv_heads_of(config)
+    heads = config.num_attention_heads
+    kv_parts = kv_heads
+    if size % kv_heads == 0:
+        kv_parts = size  # each key/value head is on several ranks
+    numbers = {f"{kv_heads} key/value heads": kv_parts, f"{heads} heads": heads}
+
+    widths = {}
+    for key in _widths(config):
+        name = "MLP" if key == "intermediate_size" else key
+        widths[name] = getattr(config, key)
+    for name, width in widths.items():
+        numbers[f"{name} of {width}"] = width
+
+    # Groups of a quantised layer's inputs stay whole; a part of one cannot be divided.
     if group_size is not None:
         inputs = widths | {"heads": heads * head_dim(config)}
-        numbers |= {
-            f"{name} of {number} in groups of {group_size}": number // group_size if number % group_size == 0 else 1
-            for name, number in inputs.items()
-        }
+        for name, number in inputs.items():
+            num_groups = number // group_size if number % group_size == 0 else 1
+            numbers[f"{name} of {number} in groups of {group_size}"] = num_groups
     return [name for name, number in numbers.items() if number % size]
 
 
 def _widths(config: Any) -> list[str]:
     """Return the keys of a config that are widths of its layers' MLPs and experts, which ranks share."""
-    keys = MIXTURES.get(config.model_type, ())
-    return [*keys, "intermediate_size"] if not keys or _has_dense_layer(config) else list(keys)
+    keys = list(MIXTURES.get(config.model_type, ()))
+    if not keys or _has_dense_layer(config):
+        keys.append("intermediate_size")
+    return keys
 
 
 def _has_dense_layer(config: Any) -> bool:
     """Return whether a layer of a Qwen mixture has an MLP in place of experts."""
-    step, without = config.decoder_sparse_step, config.mlp_only_layers
-    return any(i in without or (i + 1) % step for i in range(config.num_hidden_layers))
+    step = getattr(config, "decoder_sparse_step", None)
+    if step is None:
+        return False
+    dense = config.mlp_only_layers
+    return any(i in dense or (i + 1) % step for i in range(config.num_hidden_layers))
 
 
 def _has_quantized_experts(config: Any, group_size: int | None) -> bool:
@@ -138,16 +164,28 @@ def shard_config(config: Any, size: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The numbers of a tensor that one rank has: `begin` to `end` of dimension `dim`.
+    """The numbers of a tensor that one rank has.
 
     Attributes:
-        padding: rows of zeros after them, so that all ranks have as many.
+        dim: dimension that is split.
+        ranges: first index of each run of the rank's indices in that dimension, and the one after
+            its last.
+        padding: rows of zeros after them, so that all ranks have equally many.
     """
 
     dim: int
-    begin: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
     padding: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the number of indices, without padding."""
+        return sum(end - begin for begin, end in self.ranges)
+
+    @property
+    def index(self) -> Int[Tensor, " N"]:
+        """Return the indices, without padding."""
+        return torch.cat([torch.arange(begin, end) for begin, end in self.ranges])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +193,38 @@ class Shard:
     """One rank's part of a target.
 
     Attributes:
-        vocab_size: vocabulary size of its lm_head.
-        kv_heads: key/value heads of a whole layer; each is on several ranks if there are more ranks.
+        rank: number of the rank, from 0.
+        size: number of ranks.
+        vocab_size: vocabulary size of the whole lm_head.
+        kv_heads: key/value heads of a whole layer; each is on several ranks if there are more
+            ranks.
+        heads: heads of queries of a whole layer.
+        form: form of the target's layers.
+        stacks: how tensors of all experts of a layer lie.
     """
 
     rank: int
     size: int
     vocab_size: int
     kv_heads: int
+    heads: int = 0
+    form: LayerForm = LLAMA_LAYERS
+    stacks: StackForm = USUAL_STACKS
+
+    @classmethod
+    def of(cls, config: Any, rank: int, size: int) -> Shard:
+        """Return a rank's part of a target of this config."""
+        family = FAMILIES[config.model_type]
+        assert family.layer is not None, "check_shards lets no others pass"
+        return cls(
+            rank,
+            size,
+            config.vocab_size,
+            kv_heads_of(config),
+            config.num_attention_heads,
+            family.layer,
+            family.stacks,
+        )
 
     @property
     def num_logits(self) -> int:
@@ -170,42 +232,104 @@ class Shard:
         return -(-self.vocab_size // self.size)
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """Return this rank's part of a tensor, or None for all of it. name: as checkpoints have it."""
-        layer, _, kind = name.rpartition(".")
-        layer = layer.rpartition(".")[2]
+        """Return this rank's part of a tensor, or None for all of it.
+
+        Args:
+            name: name of the tensor in checkpoints.
+        """
+        path, _, kind = name.rpartition(".")
+        layer = path.rpartition(".")[2]
         if layer == "lm_head":
-            begin = min(self.rank * self.num_logits, self.vocab_size)
-            end = min(begin + self.num_logits, self.vocab_size)
-            return Part(0, begin, end, self.num_logits - (end - begin))
+            return self._vocabulary_part()
         if layer in OF_KEYS:
-            copies = max(self.size // self.kv_heads, 1)
-            return replace(self, rank=self.rank // copies, size=self.size // copies).equal_part(0, shape[0])
+            return self._keys_part(0, shape[0])
+        if layer in OF_ROWS and self.form.has_row_norms:
+            is_query = layer == OF_ROWS[0]
+            return self.equal_part(0, shape[0]) if is_query else self._keys_part(0, shape[0])
+        if layer == QKV:
+            return self._qkv_part(shape[0])
+        if layer == GATE_UP:
+            return self._halves_part(0, shape[0])
+        if kind == SINKS:
+            return self.equal_part(0, shape[0])
         if layer in BY_ROWS:
             return self.equal_part(0, shape[0])
-        return self.equal_part(1, shape[1]) if layer in BY_INPUTS and kind == "weight" else None
+        if layer in BY_INPUTS and kind == "weight":
+            return self.equal_part(1, shape[1])
+        return None
+
+    def _vocabulary_part(self) -> Part:
+        begin = min(self.rank * self.num_logits, self.vocab_size)
+        end = min(begin + self.num_logits, self.vocab_size)
+        padding = self.num_logits - (end - begin)
+        return Part(0, ((begin, end),), padding)
+
+    def _keys_part(self, dim: int, number: int) -> Part:
+        """Return the part of keys or values: ranks that have the same heads of them count as one."""
+        copies = max(self.size // self.kv_heads, 1)
+        group = replace(self, rank=self.rank // copies, size=self.size // copies)
+        return group.equal_part(dim, number)
+
+    def _qkv_part(self, width: int) -> Part:
+        """Return the rows of queries, keys and values of a projection that has them one after the other."""
+        head = width // (self.heads + 2 * self.kv_heads)
+        num_queries, num_keys = self.heads * head, self.kv_heads * head
+        [queries] = self.equal_part(0, num_queries).ranges
+        [(begin, end)] = self._keys_part(0, num_keys).ranges
+        values_at = num_queries + num_keys
+        keys = (num_queries + begin, num_queries + end)
+        values = (values_at + begin, values_at + end)
+        return Part(0, (queries, keys, values))
+
+    def _halves_part(self, dim: int, number: int) -> Part:
+        """Return the part of a gate, and that of what follows it."""
+        half = number // 2
+        [(begin, end)] = self.equal_part(dim, half).ranges
+        return Part(dim, ((begin, end), (half + begin, half + end)))
+
+    def part_of_stack(self, kind: str, shape: Sequence[int]) -> Part | None:
+        """Return this rank's part of a tensor of all experts of a layer, or None for all of it.
+
+        Args:
+            kind: end of its name, such as gate_up_proj or down_proj_bias.
+        """
+        is_bias = kind.endswith("_bias")
+        if kind == SUMMED_BIAS:
+            return None
+        is_down = kind.startswith("down_proj")
+        dim = 1 if is_bias or is_down == self.stacks.has_inputs_first else 2
+        if is_down or self.stacks.has_pairs:
+            return self.equal_part(dim, shape[dim])
+        return self._halves_part(dim, shape[dim])
 
     def adds_bias(self, name: str) -> bool:
-        """Return whether this rank adds a bias to what it computes; that of a sum is added once."""
-        layer = name.rpartition(".")[0].rpartition(".")[2]
-        return layer not in BY_INPUTS or self.rank == 0
+        """Return whether this rank adds the layer's bias; only one rank adds it to a sum."""
+        path, _, kind = name.rpartition(".")
+        is_summed = path.rpartition(".")[2] in BY_INPUTS or kind == SUMMED_BIAS
+        return self.rank == 0 or not is_summed
 
     def equal_part(self, dim: int, number: int) -> Part:
-        """Return this rank's part of `number` rows, or of another dimension, of which each rank has as many."""
+        """Return this rank's part of a dimension of `number` indices, which is divided equally."""
         each = number // self.size
-        return Part(dim, self.rank * each, (self.rank + 1) * each)
+        begin = self.rank * each
+        return Part(dim, ((begin, begin + each),))
 
 
 def cut_out(tensor: Tensor, part: Part | None) -> Tensor:
     """Return the part's numbers of a whole tensor, in memory of their own."""
     if part is None:
         return tensor
-    rows = tensor.narrow(part.dim, part.begin, part.end - part.begin)
-    return padded_rows(rows, part.padding).clone(memory_format=torch.contiguous_format)
+    runs = [tensor.narrow(part.dim, begin, end - begin) for begin, end in part.ranges]
+    rows = padded_rows(torch.cat(runs, part.dim), part.padding)
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def padded_rows(rows: Tensor, padding: int) -> Tensor:
     """Return the rows with `padding` rows of zeros after them."""
-    return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])]) if padding else rows
+    if not padding:
+        return rows
+    zeros = rows.new_zeros(padding, *rows.shape[1:])
+    return torch.cat([rows, zeros])
 
 
 class ReducedLinear(nn.Module):
@@ -217,7 +341,8 @@ class ReducedLinear(nn.Module):
 
     def __init__(self, part: nn.Module, ranks: RankGroup):
         super().__init__()
-        self.part, self.ranks = part, ranks
+        self.part = part
+        self.ranks = ranks
         self.in_features: int = cast(Any, part).in_features
         self.out_features: int = cast(Any, part).out_features
 
@@ -234,6 +359,31 @@ class ReducedLinear(nn.Module):
         return self.ranks.reduce(self.part(inputs))
 
 
+class SharedNorm(nn.Module):
+    """An RMSNorm over the heads of a whole row, of which each rank has some: the ranks' squares are added up.
+
+    Args:
+        part: the norm of transformers, with weights of this rank's heads. Ranks that have the same
+            heads of keys count them as often each, so the mean is that of one of each.
+    """
+
+    def __init__(self, part: nn.Module, ranks: RankGroup):
+        super().__init__()
+        self.part = part
+        self.ranks = ranks
+        self.variance_epsilon: float = cast(Any, part).variance_epsilon
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Any, self.part).weight
+
+    def forward(self, rows: Float[Tensor, "*rows W"]) -> Float[Tensor, "*rows W"]:
+        squares = rows.float().pow(2).sum(-1, keepdim=True)
+        mean = self.ranks.reduce(squares) / (rows.shape[-1] * self.ranks.size)
+        normed = rows.float() * torch.rsqrt(mean + self.variance_epsilon)
+        return (normed * self.weight).to(rows.dtype)
+
+
 class ReducedBlock(nn.Module):
     """A mixture of experts of which each rank has some numbers of every expert: the ranks' outputs are added up.
 
@@ -243,29 +393,42 @@ class ReducedBlock(nn.Module):
 
     def __init__(self, part: nn.Module, ranks: RankGroup):
         super().__init__()
-        self.part, self.ranks = part, ranks
+        self.part = part
+        self.ranks = ranks
 
-    def forward(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        return self.ranks.reduce(self.part(hidden))
+    def forward(self, hidden: Float[Tensor, "*rows H"]) -> Any:
+        out = self.part(hidden)
+        if isinstance(out, tuple):  # and the router's scores
+            return (self.ranks.reduce(out[0]), *out[1:])
+        return self.ranks.reduce(out)
 
 
 class GatheredHead(nn.Module):
     """An lm_head of which each rank has some rows: the ranks' logits are put side by side.
 
     Args:
-        part: the layer of this rank's rows, as many as every rank has.
-        shard: which rows they are.
-        order: the output of all ranks, side by side, that each logit is; None for the first ones in order.
+        part: layer of this rank's rows; every rank has equally many.
+        shard: the rank's part of the whole head.
         num_logits: number of logits of the whole head.
+        order: index of each logit in all ranks' outputs side by side; None for the first ones in
+            order.
     """
 
     def __init__(
-        self, part: nn.Module, ranks: RankGroup, shard: Shard, num_logits: int, order: Int[Tensor, " D"] | None = None
+        self,
+        part: nn.Module,
+        ranks: RankGroup,
+        shard: Shard,
+        num_logits: int,
+        order: Int[Tensor, " D"] | None = None,
     ):
         super().__init__()
-        self.part, self.ranks, self.shard = part, ranks, shard
+        self.part = part
+        self.ranks = ranks
+        self.shard = shard
         self.in_features: int = cast(Any, part).in_features
-        self.out_features, self._order = num_logits, order
+        self.out_features = num_logits
+        self._order = order
 
     @property
     def weight(self) -> Tensor:
@@ -273,72 +436,131 @@ class GatheredHead(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         outputs = self.ranks.gather(self.part(hidden))
-        return outputs[..., : self.out_features] if self._order is None else outputs.index_select(-1, self._order)
+        if self._order is None:
+            return outputs[..., : self.out_features]
+        return outputs.index_select(-1, self._order)
 
     def rows(
-        self, token_ids: Int[Tensor, " D"], slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module]
+        self,
+        token_ids: Int[Tensor, " D"],
+        slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module],
     ) -> GatheredHead:
         """Return a head of these tokens, in the given order.
 
-        Plain rows are dealt out, as many to each rank. Frequent tokens have low ids, so their rows may all be the first
-        rank's, and all ranks wait for the one with most. Of other layers every rank has the rows that it has here.
+        Rows of a plain layer are dealt out again, equally many to each rank. Otherwise the first
+        rank might have all of them, since frequent tokens have low ids, and the others would wait
+        for it. In other layers every rank keeps the rows that it has here.
 
         Args:
             slice_rows: returns some rows of a rank's part.
         """
         if type(self.part) is nn.Linear and self.part.bias is None:
             return self._dealt_out(token_ids, self.part.weight)
-        each = self.shard.num_logits
-        owner, row = token_ids // each, token_ids % each
-        counts = torch.bincount(owner, minlength=self.shard.size)
-        num_rows = int(counts.max())
-        by_owner = torch.argsort(owner, stable=True)
-        place = torch.empty_like(by_owner)
-        first = counts.cumsum(0) - counts
-        place[by_owner] = torch.arange(len(token_ids), device=owner.device) - first[owner[by_owner]]
-        own = row[owner == self.shard.rank]
-        own = torch.cat([own, own.new_zeros(num_rows - len(own))])
-        part = slice_rows(self.part, own)
-        return GatheredHead(part, self.ranks, self.shard, len(token_ids), owner * num_rows + place)
 
-    def _dealt_out(self, token_ids: Int[Tensor, " D"], weight: Float[Tensor, "N H"]) -> GatheredHead:
-        """Return a head of these tokens of which each rank has as many rows, which others send to it."""
+        owner = token_ids // self.shard.num_logits
+        row = token_ids % self.shard.num_logits
+        counts = torch.bincount(owner, minlength=self.shard.size)
+        num_rows = int(counts.max())  # every rank has as many, some of them padding
+
+        # Place of each token among those of its rank, in the given order.
+        by_owner = torch.argsort(owner, stable=True)
+        first = counts.cumsum(0) - counts
+        index = torch.arange(len(token_ids), device=owner.device)
+        place = torch.empty_like(by_owner)
+        place[by_owner] = index - first[owner[by_owner]]
+        order = owner * num_rows + place
+
+        own = row[owner == self.shard.rank]
+        padding = own.new_zeros(num_rows - len(own))
+        part = slice_rows(self.part, torch.cat([own, padding]))
+        return GatheredHead(part, self.ranks, self.shard, len(token_ids), order)
+
+    def _dealt_out(
+        self, token_ids: Int[Tensor, " D"], weight: Float[Tensor, "N H"]
+    ) -> GatheredHead:
+        """Return a head of these tokens of which each rank has equally many rows, sent by the ranks that have them."""
         shard = replace(self.shard, vocab_size=len(token_ids))
-        padding = token_ids.new_zeros(shard.size * shard.num_logits - len(token_ids))
+        num_padding = shard.size * shard.num_logits - len(token_ids)
+        padding = token_ids.new_zeros(num_padding)
         wanted = torch.cat([token_ids, padding]).view(shard.size, -1)  # by the rank that gets them
-        at_once = max(DEALT_ROWS // shard.size, 1)  # for each rank; every rank gets what all of them get
-        rows = torch.cat([self._fetched(ids, weight) for ids in wanted.split(at_once, 1)])
+
+        # Slices bound the memory: every rank gets the rows of all ranks.
+        num_at_once = max(DEALT_ROWS // shard.size, 1)
+        slices = wanted.split(num_at_once, 1)
+        rows = torch.cat([self._fetched(ids, weight) for ids in slices])
+
         with torch.device("meta"):
             part = nn.Linear(self.in_features, shard.num_logits, bias=False)
         part.weight = nn.Parameter(rows, requires_grad=False)
         return GatheredHead(part, self.ranks, shard, len(token_ids))
 
-    def _fetched(self, token_ids: Int[Tensor, "size N"], weight: Float[Tensor, "_ H"]) -> Float[Tensor, "N H"]:
-        """Return the rows that this rank wants. token_ids: by the rank that wants them."""
-        owner, row = token_ids // self.shard.num_logits, token_ids % self.shard.num_logits
-        rows = torch.where((owner == self.shard.rank)[..., None], weight.detach()[row], 0)
-        of_all = self.ranks.gather(rows).unflatten(-1, (self.shard.size, -1))[self.shard.rank]
-        return of_all[torch.arange(len(of_all), device=owner.device), owner[self.shard.rank]]
+    def _fetched(
+        self, token_ids: Int[Tensor, "size N"], weight: Float[Tensor, "_ H"]
+    ) -> Float[Tensor, "N H"]:
+        """Return the rows that this rank wants.
+
+        Args:
+            token_ids: tokens that each rank wants.
+        """
+        rank = self.shard.rank
+        owner = token_ids // self.shard.num_logits
+        row = token_ids % self.shard.num_logits
+
+        # Every rank sends what it has of the rows that all ranks want.
+        is_own = (owner == rank)[..., None]
+        sent = torch.where(is_own, weight.detach()[row], 0)
+        by_sender = self.ranks.gather(sent).unflatten(-1, (self.shard.size, -1))
+
+        # Each row that this rank wants comes from its owner.
+        received = by_sender[rank]
+        indices = torch.arange(len(received), device=owner.device)
+        return received[indices, owner[rank]]
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
-    """Let the model of one rank's parts compute with the others: wrap what adds up parts, and the lm_head."""
-    for layer in model.base_model.layers:
-        layer.self_attn.o_proj = ReducedLinear(layer.self_attn.o_proj, ranks)
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = ReducedBlock(layer.mlp, ranks)
+    """Connect one rank's model to the others: wrap the layers that sum parts, and the lm_head."""
+    form = shard.form
+    for layer in layers_of(model).layers:
+        attention = layer.self_attn
+        attention.o_proj = ReducedLinear(attention.o_proj, ranks)
+        if form.has_row_norms:
+            for name in OF_ROWS:
+                setattr(attention, name, SharedNorm(getattr(attention, name), ranks))
+        mlp = getattr(layer, form.mlp)
+        if hasattr(mlp, "experts"):
+            setattr(layer, form.mlp, ReducedBlock(mlp, ranks))
         else:
-            layer.mlp.down_proj = ReducedLinear(layer.mlp.down_proj, ranks)
+            mlp.down_proj = ReducedLinear(mlp.down_proj, ranks)
     model.lm_head = GatheredHead(model.lm_head, ranks, shard, shard.vocab_size)
     return model
+
+
+def fit_row_norms(model: Any, shard: Shard) -> None:
+    """Give norms of whole rows as many weights as a rank has: OLMoE's class reads their number off the hidden size."""
+    if not shard.form.has_row_norms:
+        return
+    for layer in layers_of(model).layers:
+        attention = layer.self_attn
+        linears = (attention.q_proj, attention.k_proj)
+        for name, linear in zip(OF_ROWS, linears, strict=True):
+            norm = getattr(attention, name)
+            weight = norm.weight.new_empty(linear.out_features)
+            norm.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def group_size_of(quantization: Mapping[str, Any] | None) -> int | None:
     """Return the inputs that ranks cannot take apart, by a checkpoint's quantization_config; None for plain weights."""
     if quantization is None:
         return None
-    groups = quantization.get("config_groups") or {}
-    of_layers = [group.get("weights") or {} for group in groups.values()]
-    of_layers += [own or {} for own in (quantization.get("dynamic") or {}).values()]  # GPTQ's, by pattern
-    sizes = [quantization.get("q_group_size"), *(own.get("group_size") for own in (quantization, *of_layers))]
-    return math.lcm(*(size for size in sizes if isinstance(size, int) and size > 0), INPUT_BLOCK)
+
+    # Layers may have settings of their own: compressed-tensors' groups, and GPTQ's patterns.
+    settings: list[Mapping[str, Any]] = [quantization]
+    for group in (quantization.get("config_groups") or {}).values():
+        settings.append(group.get("weights") or {})
+    for own in (quantization.get("dynamic") or {}).values():
+        settings.append(own or {})
+
+    sizes = [quantization.get("q_group_size")]
+    sizes += [each.get("group_size") for each in settings]
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    return math.lcm(*known, INPUT_BLOCK)

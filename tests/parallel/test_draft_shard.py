@@ -64,7 +64,9 @@ def draft_levels(head: nn.Module, ranks: RankGroup | None = None):
     """Return the logits of a draft of three levels after a prompt, and the collectives of each level."""
     random = torch.Generator().manual_seed(7)
     lm_head = torch.randn(97, 32, generator=random) / 32**0.5
-    features = torch.randn(1, 6, head.fc.in_features if head.method == "eagle3" else 32, generator=random)
+    features = torch.randn(
+        1, 6, head.fc.in_features if head.method == "eagle3" else 32, generator=random
+    )
     found, counts = [], []
     with torch.inference_mode():
         hidden = head.project_features(features)
@@ -96,10 +98,14 @@ def test_logits_are_those_of_the_whole_head(tmp_path, shared_heads, name, size, 
     tensors, raw, num_gathers = PUBLISHED[name]
     path = write(tmp_path / "head", tensors(raw), raw, layout)
     whole, _ = draft_levels(load_head(path, TARGET))
-    results = on_ranks(size, tmp_path, lambda ranks: draft_levels(load_head(path, TARGET, ranks), ranks))
+    results = on_ranks(
+        size, tmp_path, lambda ranks: draft_levels(load_head(path, TARGET, ranks), ranks)
+    )
     for logits, counts in results:
         assert torch.equal(logits, results[0][0]), "all ranks have the same bits"
-        assert counts == [[2, num_gathers]] * 3, "two sums a layer, and a gathering for logits of its own"
+        assert counts == [[2, num_gathers]] * 3, (
+            "two sums a layer, and a gathering for logits of its own"
+        )
     torch.testing.assert_close(results[0][0], whole, rtol=0, atol=1e-5)
 
 
@@ -114,14 +120,21 @@ DFLASH = {
 def test_blocks_are_those_of_the_whole_head(tmp_path, shared_heads, name):
     config, num_layers, num_gathers = DFLASH[name]
     path, random = publish(tmp_path / "head", config()), torch.Generator().manual_seed(5)
-    block, lm_head = torch.randn(1, 5, 32, generator=random), torch.randn(97, 32, generator=random) / 32**0.5
+    block, lm_head = (
+        torch.randn(1, 5, 32, generator=random),
+        torch.randn(97, 32, generator=random) / 32**0.5,
+    )
     positions, visible = torch.arange(4, 9)[None], torch.ones(1, 5, 4, dtype=torch.bool)
 
     def logits_of(ranks: RankGroup | None):
         head = load_dflash(path, toy_config(), ranks)
-        features = torch.randn(1, 4, head.fc.in_features, generator=torch.Generator().manual_seed(6))
+        features = torch.randn(
+            1, 4, head.fc.in_features, generator=torch.Generator().manual_seed(6)
+        )
         with torch.inference_mode():
-            hidden = head(block, head.project_features(features), positions, torch.arange(4)[None], visible)
+            hidden = head(
+                block, head.project_features(features), positions, torch.arange(4)[None], visible
+            )
             logits = head.block_logits(hidden, lambda hidden: hidden @ lm_head.T)
         return logits, (0, 0) if ranks is None else (ranks.num_reduces, ranks.num_gathers)
 
@@ -149,11 +162,17 @@ def test_a_rank_reads_and_holds_its_part(tmp_path, shared_heads, monkeypatch):
 
     monkeypatch.setattr(head_files, "read_slice", counted)
     heads = on_ranks(2, tmp_path, work)
-    shared_numbers = sum(p.numel() for name, p in whole.named_parameters() if "proj" not in name and "lm_" not in name)
+    shared_numbers = sum(
+        p.numel()
+        for name, p in whole.named_parameters()
+        if "proj" not in name and "lm_" not in name
+    )
     numbers = sum(p.numel() for p in whole.parameters())
     for head in heads:
         own = sum(p.numel() for p in head.parameters())
-        assert 2 * (own - shared_numbers) == numbers - shared_numbers + 32, "a row of zeros in the last rank's lm_head"
+        assert 2 * (own - shared_numbers) == numbers - shared_numbers + 32, (
+            "a row of zeros in the last rank's lm_head"
+        )
         assert head.kv_spec.num_kv_heads == 2 and whole.kv_spec.num_kv_heads == 4
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in head.parameters())
 
@@ -169,7 +188,9 @@ def test_a_rank_of_a_head_is_planned(tmp_path, shared_heads):
 
 
 def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared_heads):
-    config = load_job(None, sets=["speculative.method=eagle2", "input.path=embedded:prompts", "output.path=x"])
+    config = load_job(
+        None, sets=["speculative.method=eagle2", "input.path=embedded:prompts", "output.path=x"]
+    )
     target, draft = (download("embedded:tiny", part) for part in ("target", "draft"))
     shape, lengths = load_config(target), SequenceLengths.of(config.speculative, 1536, 256)
 
@@ -190,7 +211,10 @@ def test_rounded_heads_of_a_quantised_target(tmp_path, shared_heads):
         head, random = load_head(path, target, ranks), torch.Generator().manual_seed(2)
         quantize_linears(head)
         pack_linears(head)
-        embeddings, features = torch.randn(1, 6, 256, generator=random), torch.randn(1, 6, 768, generator=random)
+        embeddings, features = (
+            torch.randn(1, 6, 256, generator=random),
+            torch.randn(1, 6, 768, generator=random),
+        )
         with torch.inference_mode():
             hidden = head(embeddings, head.project_features(features), torch.arange(6)[None])
             return head.logits(hidden, lambda hidden: hidden)
@@ -230,7 +254,10 @@ def test_indivisible_head_stays_whole_and_divisors_are_logged(tmp_path, shared_h
     path = write(tmp_path / "head", eagle3_tensors(), E3)
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         assert split_head(meta_head(path, TARGET), ranks_of(3)) is None
-    assert "whole on each of the 3 ranks: its heads and the width of its MLP can be divided by 1, 2, 4" in caplog.text
+    assert (
+        "whole on each of the 3 ranks: its heads and the width of its MLP can be divided by 1, 2, 4"
+        in caplog.text
+    )
 
 
 def test_draft_models_stay_whole(tmp_path, shared_heads, caplog):
@@ -238,7 +265,10 @@ def test_draft_models_stay_whole(tmp_path, shared_heads, caplog):
     with caplog.at_level(logging.INFO, logger="eagle_ray"):
         draft = load_draft_model(tmp_path, llama().config, ranks_of(2))
     assert draft.kv_spec.num_kv_heads == 2
-    assert "whole on each of the 2 ranks: layers of EAGLE's and DFlash's heads are split" in caplog.text
+    assert (
+        "whole on each of the 2 ranks: layers of EAGLE's and DFlash's heads are split"
+        in caplog.text
+    )
 
 
 def test_head_is_split_if_reading_it_is_slower_than_collectives(tmp_path, caplog):
@@ -258,7 +288,10 @@ def test_head_is_split_if_reading_it_is_slower_than_collectives(tmp_path, caplog
 def _empty(raw):
     width = raw["hidden_size"]
     return Eagle3Head(
-        head_config(raw), draft_vocab_size=raw["draft_vocab_size"], feature_size=3 * width, own_embedding=False
+        head_config(raw),
+        draft_vocab_size=raw["draft_vocab_size"],
+        feature_size=3 * width,
+        own_embedding=False,
     )
 
 
@@ -300,9 +333,12 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    "name, graphs", [("eagle2", "off"), pytest.param("eagle2", "on", marks=pytest.mark.slow), ("eagle3", "on")]
+    "name, graphs",
+    [("eagle2", "off"), pytest.param("eagle2", "on", marks=pytest.mark.slow), ("eagle3", "on")],
 )
-def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared_heads, monkeypatch, name, graphs):
+def test_the_tokens_are_those_of_one_process(
+    tmp_path, plain, shared_heads, monkeypatch, name, graphs
+):
     """Each step's trees are compared by checksum, so ranks whose drafts differ would end."""
     monkeypatch.setenv("EAGLE_RAY_GRAPHS", graphs)
     model, speculative = drafts(tmp_path)[name]
@@ -312,8 +348,13 @@ def test_the_tokens_are_those_of_one_process(tmp_path, plain, shared_heads, monk
 
     outputs, engines = with_ranks(2, tmp_path, model, speculative, ARGS, work)
     assert outputs == plain
-    assert [engine.drafter.head.kv_spec.num_kv_heads for engine in engines] == [1, 1], "a key/value head each"
-    counters = [(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines]
+    assert [engine.drafter.head.kv_spec.num_kv_heads for engine in engines] == [1, 1], (
+        "a key/value head each"
+    )
+    counters = [
+        (e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens)
+        for e in engines
+    ]
     assert counters[0] == counters[1]
     one = build_engine_from_config(model, speculative, ARGS).engine
     assert work(one) == plain
@@ -333,7 +374,13 @@ def test_a_rank_whose_drafts_differ_ends(tmp_path, monkeypatch, graphs):
     original = Rank.join
     monkeypatch.setattr(Rank, "join", join)
     with pytest.raises(RankError, match="rank 1: its step has checksum"):
-        with_ranks(2, tmp_path, *drafts(tmp_path)["eagle3"], ARGS, lambda engine: run(engine, *CASES_OF_TINY))
+        with_ranks(
+            2,
+            tmp_path,
+            *drafts(tmp_path)["eagle3"],
+            ARGS,
+            lambda engine: run(engine, *CASES_OF_TINY),
+        )
 
 
 @pytest.mark.parametrize("config", [deepspec_config, dflash2_config])
@@ -341,7 +388,9 @@ def test_blocks_of_an_engine(tmp_path, shared_heads, config):
     """A random target, whose features the head reads through keys and values of its own heads on each rank."""
     llama().save_pretrained(tmp_path / "target")
     path = publish(tmp_path / "head", config())
-    model = ModelConfig(target=str(tmp_path / "target"), draft=str(path), device="cpu", max_model_len=128)
+    model = ModelConfig(
+        target=str(tmp_path / "target"), draft=str(path), device="cpu", max_model_len=128
+    )
     prompts, params = some_prompts(12), some_params(12, 16)
 
     def work(engine):

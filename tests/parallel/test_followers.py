@@ -29,7 +29,9 @@ from tests.support.ranks import NAME, followers_of, wait_until
 PROMPTS = [f"The number {i} is" for i in range(48)]
 PARAMS = [SamplingParams(max_tokens=16, temperature=0.8 * (i % 2), seed=i) for i in range(48)]
 SETTINGS = dict(threads=1, slots=8, method="eagle2", budget="uniform", max_nodes=12, device="cpu")
-LONG = [SamplingParams(max_tokens=1000, ignore_eos=True, temperature=1.0, seed=i) for i in range(48)]
+LONG = [
+    SamplingParams(max_tokens=1000, ignore_eos=True, temperature=1.0, seed=i) for i in range(48)
+]
 
 
 @pytest.fixture
@@ -37,7 +39,9 @@ def warm_followers(monkeypatch, warm_python) -> None:
     """Fork followers from the warm process. They have its command line, so they are found by their process's name."""
     subprocess.run([sys.executable, "-c", ""], check=True)  # the warm process is there from now on
     name = f"from tests.support.forked_popen import set_process_name; set_process_name({NAME!r})"
-    monkeypatch.setattr(tensor_parallel, "COMMAND", f"{name}; {tensor_parallel.COMMAND}")
+    monkeypatch.setattr(
+        tensor_parallel, "FOLLOWER_PROGRAM", f"{name}; {tensor_parallel.FOLLOWER_PROGRAM}"
+    )
 
 
 def ids(outputs) -> list[list[int]]:
@@ -46,8 +50,14 @@ def ids(outputs) -> list[list[int]]:
 
 def open_resources() -> Counter[str]:
     """Return how many files, sockets and pipes this process has open, by kind, and children under "children"."""
-    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
-    kinds = Counter(name.partition(":")[0] if name.startswith(("socket:", "pipe:")) else name for name in names)
+    names = [
+        os.readlink(f"/proc/self/fd/{number}")
+        for number in os.listdir("/proc/self/fd")
+        if _is_open(number)
+    ]
+    kinds = Counter(
+        name.partition(":")[0] if name.startswith(("socket:", "pipe:")) else name for name in names
+    )
     return kinds + Counter(children=len(psutil.Process().children(recursive=True)))
 
 
@@ -57,7 +67,11 @@ def _is_open(number: str) -> bool:
 
 def listening() -> set[int]:
     """Return the ports at which this process listens."""
-    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.port
+        for c in psutil.Process().net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 def test_two_processes_answer_as_one_and_leave_nothing(warm_followers):
@@ -71,9 +85,9 @@ def test_two_processes_answer_as_one_and_leave_nothing(warm_followers):
         assert ids(llm.generate(PROMPTS, PARAMS)) == one
     assert not followers_of(os.getpid())
     assert wait_until(lambda: listening() <= ports, 5)
-    assert wait_until(lambda: [*(open_resources() - before).elements()] == ["/memfd:eagle-ray-ranks (deleted)"], 5), (
-        open_resources() - before
-    )
+    assert wait_until(
+        lambda: [*(open_resources() - before).elements()] == ["/memfd:eagle-ray-ranks (deleted)"], 5
+    ), open_resources() - before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -103,12 +117,17 @@ def without_memory(follower: psutil.Process) -> None:
     follower.rlimit(psutil.RLIMIT_AS, (follower.memory_info().vms,) * 2)
 
 
-HURTS = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend, "without memory": without_memory}
+HURTS = {
+    "killed": psutil.Process.kill,
+    "stopped": psutil.Process.suspend,
+    "without memory": without_memory,
+}
 LOST = r"rank 1 (was ended by signal|does not answer|ended with exit code 1|failed)"
 
 
 @pytest.mark.parametrize(
-    "moment, how", [*product(["weights", "costs"], ["killed", "stopped"]), ("weights", "without memory")]
+    "moment, how",
+    [*product(["weights", "costs"], ["killed", "stopped"]), ("weights", "without memory")],
 )
 def test_a_follower_lost_while_rank_0_starts_fails_the_start(request, monkeypatch, moment, how):
     """As the first tensor of the weights is read, while it imports torch, or before the first cost is measured."""
@@ -141,7 +160,8 @@ def test_a_follower_without_memory_ends_the_engine_and_says_so(warm_followers):
         llm.generate(PROMPTS[:2])
         without_memory(follower)
         with pytest.raises(
-            EngineError, match=r"rank 1 failed \((ImportError: .* failed to map|RuntimeError: can't start)"
+            EngineError,
+            match=r"rank 1 failed \((ImportError: .* failed to map|RuntimeError: can't start)",
         ):
             llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8, regex="[ab]{5}"))
         assert not followers_of(os.getpid())
@@ -168,7 +188,9 @@ def runs(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("stops_follower", [False, True])
 def test_a_leader_that_dies_leaves_no_process(warm_python, stops_follower):
     """Its followers end even if they are stopped."""
-    leader = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    leader = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert leader.stdout.readline() == b"ready\n"
         [follower] = followers_of(leader.pid)
@@ -185,12 +207,14 @@ def test_a_leader_that_dies_leaves_no_process(warm_python, stops_follower):
 
 def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
     """Engines with ranks that are opened one after another have as many threads each."""
-    monkeypatch.setattr(tensor_parallel, "COMMAND", "import time; time.sleep(60)")
+    monkeypatch.setattr(tensor_parallel, "FOLLOWER_PROGRAM", "import time; time.sleep(60)")
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         for _ in range(2):
-            member = tensor_parallel.launch_ranks(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2)
+            member = tensor_parallel.launch_ranks(
+                ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2
+            )
             assert torch.get_num_threads() == 2
             availability.together.add(member.ranks)
             member.lockstep.close()
@@ -202,9 +226,14 @@ def test_ranks_that_are_closed_give_back_threads_and_connections(monkeypatch):
 
 def test_ranks_are_left_once_their_requests_have_failed(monkeypatch):
     """As on a GPU, on which the leader waits in a sum."""
-    monkeypatch.setattr(tensor_parallel, "COMMAND", "raise SystemExit(3)")
+    monkeypatch.setattr(tensor_parallel, "FOLLOWER_PROGRAM", "raise SystemExit(3)")
     monkeypatch.setattr(followers_module, "GRACE_S", 0.1)
-    member, reasons = tensor_parallel.launch_ranks(ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2), []
+    member, reasons = (
+        tensor_parallel.launch_ranks(
+            ModelConfig(device="cpu"), SpeculativeConfig(), EngineArgs(2), 2
+        ),
+        [],
+    )
     try:
         availability.together.add(member.ranks)
         member.lockstep.tell_if_stuck(reasons.append)
@@ -238,7 +267,9 @@ def test_a_follower_that_cannot_be_started_is_named(monkeypatch):
     followers = Followers("import time; time.sleep(60)", 3, None)
     try:
         assert wait_until(lambda: followers.why_lost() is not None, 20)
-        assert followers.why_lost() == "rank 2 cannot be started ([Errno 12] Cannot allocate memory)"
+        assert (
+            followers.why_lost() == "rank 2 cannot be started ([Errno 12] Cannot allocate memory)"
+        )
         assert not [pid for pid in followers.pids if psutil.pid_exists(pid)]
     finally:
         followers.close()
@@ -254,7 +285,9 @@ def test_a_leader_that_does_not_come_back_is_told(monkeypatch):
         time.sleep(1.0)
         assert not reasons
         followers.note_meeting()
-        assert wait_until(lambda: bool(reasons), 10) and reasons == ["rank 1 ended with exit code 3"]
+        assert wait_until(lambda: bool(reasons), 10) and reasons == [
+            "rank 1 ended with exit code 3"
+        ]
     finally:
         followers.close()
 
@@ -268,11 +301,13 @@ followers.be_follower(lambda start, pipe: pipe.recv())
 
 def test_a_follower_waits_for_a_program_that_is_busy(warm_python, monkeypatch):
     """The leader's watch sends no beat within the test, as if the program's code held Python's lock."""
-    monkeypatch.setattr(followers_module, "BEAT_S", 1000.0)
+    monkeypatch.setattr(followers_module, "FOLLOWER_BEAT_S", 1000.0)
     followers = Followers(PATIENT, 2, None)
     try:
         [pid] = followers.pids
-        assert not wait_until(lambda: not psutil.pid_exists(pid) or followers.why_lost() is not None, 4)
+        assert not wait_until(
+            lambda: not psutil.pid_exists(pid) or followers.why_lost() is not None, 4
+        )
     finally:
         followers.close()
     assert not psutil.pid_exists(pid)

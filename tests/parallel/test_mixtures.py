@@ -21,13 +21,17 @@ from tests.support.families import MOE, config_of, random_model
 from tests.support.ranks import CountedSlice, on_ranks, with_ranks
 from tests.support.toy_models import run
 
-WHOLE = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)  # heads that four ranks share
+WHOLE = dict(
+    num_attention_heads=4, num_key_value_heads=4, head_dim=8
+)  # heads that four ranks share
 EXPERTS = MOE | dict(num_experts=6, num_local_experts=6)
 CONFIGS = {
     "mixtral": config_of("mixtral", **EXPERTS, **WHOLE),
     "qwen2_moe": config_of("qwen2_moe", **EXPERTS, **WHOLE, shared_expert_intermediate_size=40),
     "qwen3_moe": config_of("qwen3_moe", **EXPERTS, **WHOLE, norm_topk_prob=True),
-    "a layer without": config_of("qwen3_moe", **EXPERTS, head_dim=8, mlp_only_layers=[0]),  # two key/value heads
+    "a layer without": config_of(
+        "qwen3_moe", **EXPERTS, head_dim=8, mlp_only_layers=[0]
+    ),  # two key/value heads
 }
 ARGS = EngineArgs(6, kv_tokens=None)
 NUM = 24
@@ -78,9 +82,14 @@ def test_the_tokens_are_those_of_one_process(target, tmp_path, size, method):
         return outputs
 
     model = plain.model_copy(update={"draft": draft})
-    outputs, engines = with_ranks(size, tmp_path, model, SpeculativeConfig(**TREES, method=method), ARGS, work)
+    outputs, engines = with_ranks(
+        size, tmp_path, model, SpeculativeConfig(**TREES, method=method), ARGS, work
+    )
     assert outputs == expected
-    counters = [(e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens) for e in engines]
+    counters = [
+        (e.counters.num_steps, e.counters.num_verify_rows, e.counters.num_output_tokens)
+        for e in engines
+    ]
     assert counters == counters[:1] * size, "each step was checked, and had as many rows"
     num_rows, num_tokens = counters[0][1:]
     assert method == "none" or num_rows > num_tokens, "trees were verified"
@@ -92,7 +101,11 @@ def test_every_rank_chooses_the_same_experts(target, tmp_path):
 
     @torch.inference_mode()
     def work(ranks: RankGroup):
-        reader = Decoder.of(load_causal_lm(target, torch.float32, "cpu", ranks=ranks)).layers[-1].mlp.reader
+        reader = (
+            Decoder.of(load_causal_lm(target, torch.float32, "cpu", ranks=ranks))
+            .layers[-1]
+            .mlp.reader
+        )
         return [reader(rows[:num_rows]) for num_rows in (1, 2, 5, 33)]
 
     parts = on_ranks(2, tmp_path, work)
@@ -102,7 +115,9 @@ def test_every_rank_chooses_the_same_experts(target, tmp_path):
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_a_rank_whose_router_scores_otherwise_ends_at_the_start(name, tmp_path, monkeypatch):
     """By last bits, with which other experts are chosen at a near tie alone: that may come after hours."""
-    model = ModelConfig(target=str(_saved(CONFIGS[name], tmp_path / "target")), device="cpu", max_model_len=128)
+    model = ModelConfig(
+        target=str(_saved(CONFIGS[name], tmp_path / "target")), device="cpu", max_model_len=128
+    )
 
     def load(model, args, start, tokenizer, ranks):
         target = original(model, args, start, tokenizer, ranks)
@@ -112,7 +127,9 @@ def test_a_rank_whose_router_scores_otherwise_ends_at_the_start(name, tmp_path, 
 
     original = assemble.load_target
     monkeypatch.setattr(assemble, "load_target", load)
-    with pytest.raises(RankError, match=r"rank . of 2: the router of layer 1 scores experts in other last bits"):
+    with pytest.raises(
+        RankError, match=r"rank . of 2: the router of layer 1 scores experts in other last bits"
+    ):
         with_ranks(2, tmp_path, model, SpeculativeConfig(method="none"), ARGS, lambda engine: True)
 
 
@@ -120,20 +137,35 @@ def test_a_rank_whose_router_scores_otherwise_ends_at_the_start(name, tmp_path, 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rank_reads_its_part_and_no_more(name, layout, tmp_path, monkeypatch):
     """Nothing is read twice, nothing that belongs to another rank, and the ranks' parts make up the whole."""
-    path = _saved(CONFIGS[name], tmp_path / "target", save_original_format=layout == "each expert's own tensors")
+    path = _saved(
+        CONFIGS[name],
+        tmp_path / "target",
+        save_original_format=layout == "each expert's own tensors",
+    )
     stored = load_file(path / "model.safetensors")
-    assert any(name.endswith("experts.gate_up_proj") for name in stored) == (layout == "tensors of all experts")
+    assert any(name.endswith("experts.gate_up_proj") for name in stored) == (
+        layout == "tensors of all experts"
+    )
     counts: Counter[str] = Counter()
     slice_of = SafetensorFiles.slice_of
     monkeypatch.setattr(
-        SafetensorFiles, "slice_of", lambda self, name: CountedSlice(slice_of(self, name), name, counts)
+        SafetensorFiles,
+        "slice_of",
+        lambda self, name: CountedSlice(slice_of(self, name), name, counts),
     )
-    monkeypatch.setattr(SafetensorFiles, "tensor", lambda self, name: pytest.fail(f"{name} was read whole"))
-    model = load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(1, 4, str(tmp_path / "meeting")))
+    monkeypatch.setattr(
+        SafetensorFiles, "tensor", lambda self, name: pytest.fail(f"{name} was read whole")
+    )
+    model = load_causal_lm(
+        path, torch.float32, "cpu", ranks=RankGroup(1, 4, str(tmp_path / "meeting"))
+    )
     assert counts.keys() == stored.keys()
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
     wholes = [key for key, count in counts.items() if count == stored[key].numel()]
-    assert all(any(part in key for part in ("norm", "embed_tokens", "gate.weight", "_gate.")) for key in wholes)
+    assert all(
+        any(part in key for part in ("norm", "embed_tokens", "gate.weight", "_gate."))
+        for key in wholes
+    )
     for key in counts.keys() - {*wholes, LM_HEAD}:
         num_parts = CONFIGS[name].num_key_value_heads if "k_proj" in key or "v_proj" in key else 4
         assert num_parts * counts[key] == stored[key].numel()
@@ -144,7 +176,10 @@ def test_both_layouts_give_the_same_experts(name, tmp_path):
     def parts_of(original: bool) -> list[dict[str, torch.Tensor]]:
         path = _saved(CONFIGS[name], tmp_path / f"{original}", save_original_format=original)
         meetings = [RankGroup(rank, 2, str(tmp_path / "meeting")) for rank in range(2)]
-        return [dict(load_causal_lm(path, torch.float32, "cpu", ranks=each).named_parameters()) for each in meetings]
+        return [
+            dict(load_causal_lm(path, torch.float32, "cpu", ranks=each).named_parameters())
+            for each in meetings
+        ]
 
     whole = dict(random_model(CONFIGS[name]).named_parameters())
     own, stacked = parts_of(True), parts_of(False)
@@ -152,7 +187,9 @@ def test_both_layouts_give_the_same_experts(name, tmp_path):
         assert own[rank].keys() == stacked[rank].keys()
         assert all(torch.equal(own[rank][key], stacked[rank][key]) for key in own[rank])
     block = "model.layers.1.mlp.{}experts.{}_proj"
-    gate_up, down = ([part[block.format("part.", kind)] for part in own] for kind in ("gate_up", "down"))
+    gate_up, down = (
+        [part[block.format("part.", kind)] for part in own] for kind in ("gate_up", "down")
+    )
     gates, ups = zip(*(part.chunk(2, 1) for part in gate_up), strict=True)
     assert torch.equal(torch.cat([*gates, *ups], 1), whole[block.format("", "gate_up")])
     assert torch.equal(torch.cat(down, 2), whole[block.format("", "down")])
@@ -164,9 +201,17 @@ def test_an_expert_that_is_missing_or_has_another_width_is_named(tmp_path):
     key = "model.layers.1.mlp.experts.3.up_proj.weight"
     for tensors, words in (
         ({k: v for k, v in stored.items() if k != key}, f"tensor {key}: is missing"),
-        (stored | {key: stored[key][:20]}, rf"{key} is \(20, 32\), and its config wants \(24, 32\)"),
-        ({k: v for k, v in stored.items() if ".experts." not in k}, "the target is not whole: missing .*experts"),
+        (
+            stored | {key: stored[key][:20]},
+            rf"{key} is \(20, 32\), and its config wants \(24, 32\)",
+        ),
+        (
+            {k: v for k, v in stored.items() if ".experts." not in k},
+            "the target is not whole: missing .*experts",
+        ),
     ):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         with pytest.raises(EngineError, match=words):
-            load_causal_lm(path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting")))
+            load_causal_lm(
+                path, torch.float32, "cpu", ranks=RankGroup(0, 2, str(tmp_path / "meeting"))
+            )

@@ -12,9 +12,10 @@ from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.core.errors import RankError, UnfitDevice
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.availability import turn_off
-from eagle_ray.parallel import rank_group
+from eagle_ray.parallel import collectives, rank_group
+from eagle_ray.parallel.collectives import CudaCollectives
 from eagle_ray.parallel.lockstep import ALONE
-from eagle_ray.parallel.rank_group import CudaCollectives, RankGroup, SymmetricMemory
+from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.planner.planner import Allocation
 from tests.support.ranks import on_ranks
 
@@ -27,7 +28,9 @@ def parts_of(size: int) -> list[torch.Tensor]:
 @pytest.fixture
 def default_group(tmp_path):
     """A default group of the program that the engine is part of."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "theirs"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "theirs"), 1), rank=0, world_size=1
+    )
     try:
         yield dist.group.WORLD
     finally:
@@ -69,11 +72,41 @@ def test_all_have_the_first_ones_tensor(tmp_path):
 
 
 def test_the_host_reads_no_mask_to_send_it():
-    keep = torch.zeros(2, 5, dtype=torch.bool, device="meta")  # as on a GPU that has not made it yet
+    keep = torch.zeros(
+        2, 5, dtype=torch.bool, device="meta"
+    )  # as on a GPU that has not made it yet
     sent = Allocation(keep, 3, 6, 1.5).packed()
     received = Allocation.unpacked(sent, torch.device("cpu"))
-    assert received.keep.tolist() == [[True, False, False, False, False]] * 2, "the roots, until the others come"
-    assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (3, 6, 1.5, None)
+    assert received.keep.tolist() == [[True, False, False, False, False]] * 2, (
+        "the roots, until the others come"
+    )
+    assert (received.num_nodes, received.num_rows, received.expected, received.sizes) == (
+        3,
+        6,
+        1.5,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "says, is_lost",
+    [
+        ("Connection closed by peer [127.0.0.1]:1", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+        ("CUDA error: operation not permitted when stream is capturing\nsecond line", False),
+    ],
+)
+def test_what_failed_is_said_before_whom_it_may_be_of(says, is_lost, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_group, "REASON_S", 0.0)
+
+    def fails(self, part):
+        raise RuntimeError(says)
+
+    monkeypatch.setattr(collectives.GlooCollectives, "reduce", fails)
+    with pytest.raises(RankError) as raised:
+        RankGroup(0, 1, str(tmp_path / "meeting")).reduce(torch.zeros(2))
+    assert str(raised.value).startswith("rank 0 of 1: " + says.splitlines()[0])
+    assert ("another rank is lost" in str(raised.value)) == is_lost
 
 
 class ThreadRanks:
@@ -138,7 +171,10 @@ def test_ranks_that_are_closed_compute_no_more(tmp_path):
 @pytest.mark.parametrize(
     "error, kind",
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), torch.OutOfMemoryError),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            torch.OutOfMemoryError,
+        ),
         (RuntimeError("Connection reset by peer"), RankError),
     ],
 )
@@ -148,7 +184,7 @@ def test_a_rank_without_memory_has_lost_no_other(error, kind, tmp_path, monkeypa
     def fails(self, part):
         raise error
 
-    monkeypatch.setattr(rank_group.GlooCollectives, "reduce", fails)
+    monkeypatch.setattr(collectives.GlooCollectives, "reduce", fails)
 
     def work(ranks: RankGroup):
         with pytest.raises(kind):
@@ -156,34 +192,6 @@ def test_a_rank_without_memory_has_lost_no_other(error, kind, tmp_path, monkeypa
         return True
 
     assert on_ranks(2, tmp_path, work) == [True, True]
-
-
-class PartialSymmetricMemory:
-    """Symmetric memory that one rank lacks. Ranks are threads here."""
-
-    own = threading.local()
-
-    def __init__(self, rank_without: int):
-        self._without, self.meetings = rank_without, []
-
-    def set_group_info(self, name, rank, size, store) -> None:
-        self.own.rank = rank
-
-    def empty_strided_p2p(self, shape, strides, dtype, device):
-        if self.own.rank == self._without:
-            raise RuntimeError("no symmetric memory here")
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def rendezvous(self, shared, name) -> None:
-        self.meetings.append(self.own.rank)
-
-
-@pytest.mark.parametrize("rank_without", [0, 1])
-def test_no_rank_waits_for_one_that_lacks_symmetric_memory(rank_without, tmp_path, monkeypatch):
-    memory = PartialSymmetricMemory(rank_without)
-    monkeypatch.setattr(rank_group, "memory_library", lambda: memory)
-    assert on_ranks(2, tmp_path, SymmetricMemory.of) == [None, None]
-    assert not memory.meetings
 
 
 def test_kernels_that_fail_on_one_rank_alone_end_it(tmp_path, monkeypatch):
