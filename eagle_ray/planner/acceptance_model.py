@@ -1,16 +1,13 @@
 """AcceptanceModel: how many drafts are accepted from a tree of a given width, depth and size, by recent drafts.
 
-CalibratedAcceptance adds how accurate the model has been. AcceptanceByBatchSize keeps one for each octave of batch
-sizes.
-
-A tree drafted with width w contains the trees of every smaller width and depth: the first w' parents of each level and
-their children. So one wide draft shows what all narrower ones would have proposed.
+A tree drafted with width w contains the trees of every smaller width and depth: the first w'
+parents of each level and their children. So one wide draft shows what all narrower ones would have
+proposed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,34 +17,49 @@ from torch.nn.functional import pad
 
 from eagle_ray.core.device import DeviceToHost, copy_to_device, to_device
 
-# Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
-SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
-SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
+# Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is
+# interpolated linearly.
+GRID_SIZES = tuple(n / 8 for n in range(1, 8))
+GRID_SIZES += (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
+GRID_SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
 EMA_RATE = 0.04  # weight of one sequence's draft in a moving average
 MEMORY = 50  # steps that averages reach back, that turning drafts on must pay for itself in, and until the first retry
-FADED = 0.1  # of the weight of what was observed before the texts changed
-PRIOR_COUNT = 4.0  # observations that a prior counts as: the level above for a level, 1 for the accuracy
-TINY = 1e-30  # avoids a division by 0
+FADED = 0.1  # share of its weight that an observation keeps when the texts change
+# Observations that a prior counts as: the level above for a level, 1 for the accuracy.
+PRIOR_COUNT = 4.0
+MAX_SUM = 1e6  # the largest decaying sum or count of drafts
+MIN_DIVISOR = 1e-30  # avoids a division by 0
 
 
 class AcceptanceModel:
     """Moving averages over recent drafts, for all widths and depths that a planner may choose.
 
-    Every draft contains the shallowest and narrowest tree. A deeper tree is kept as a ratio to the tree one level
-    shallower *in the same drafts*, and a wider one as a ratio to the narrowest of its depth. So plans that were drafted
-    at different times, for easier and harder texts, can be compared.
+    Every draft contains the shallowest and narrowest tree. A deeper tree is kept as a ratio to the
+    tree one level shallower *in the same drafts*, and a wider one as a ratio to the narrowest of
+    its depth. So plans that were drafted at different times, for easier and harder texts, can be
+    compared.
     """
 
     def __init__(self, widths: tuple[int, ...], max_depth: int):
-        self.widths, self.max_depth = widths, max_depth
-        shape = len(widths), max_depth, len(SIZES)
-        self._sums, self._base = torch.zeros(shape), torch.zeros(shape)  # decaying sums over drafts
-        self._values = np.zeros((*shape[:2], 1 + len(SIZES)))  # the first size is 0 nodes
-        self._level_masses: list[list[float]] = []  # by level: the parents' probability, then the children's by rank
-        self._num_observations: list[int] = []  # of each level
-        self._children: list[list[float]] = []  # by level, recomputed after each observation
-        self._counts: list[float] = []  # by level: decaying count of observed sequences
-        # the last draft's values, its members, its widths, and the depths at which it would have been the same
+        self.widths = widths
+        self.max_depth = max_depth
+        num_widths = len(widths)
+        num_sizes = len(GRID_SIZES)
+        # Decaying sums over drafts.
+        self._sums = torch.zeros(num_widths, max_depth, num_sizes)
+        self._base = torch.zeros(num_widths, max_depth, num_sizes)
+        # The first size is 0 nodes.
+        self._values = np.zeros((num_widths, max_depth, 1 + num_sizes))
+        # By level: the parents' probability, then the children's by rank.
+        self._level_masses: list[list[float]] = []
+        # By level: the number of drafts that had it.
+        self._num_observations: list[int] = []
+        # By level, recomputed after each observation.
+        self._children: list[list[float]] = []
+        # By level: decaying count of observed sequences.
+        self._counts: list[float] = []
+        # The last draft's values, its members, its widths, and the depths at which it would have
+        # been the same.
         self._pending: tuple[DeviceToHost, int, int, int] | None = None
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
@@ -56,14 +68,22 @@ class AcceptanceModel:
         For widths or depths never drafted, the value of the largest one seen is used.
         """
         self.sync()
-        known = (0.0, *SIZES)
+        known = (0.0, *GRID_SIZES)
         place = np.interp(sizes, known, range(len(known)))
-        below = np.minimum(place.astype(int), len(SIZES) - 1)
+        below = np.minimum(place.astype(int), len(GRID_SIZES) - 1)
         share = place - below
-        return self._values[:, :, below] * (1 - share) + self._values[:, :, below + 1] * share
+        lower = self._values[:, :, below]
+        upper = self._values[:, :, below + 1]
+        return lower * (1 - share) + upper * share
 
     def children(self, depth: int) -> list[float]:
-        """Return, by rank, the conditional probability of the children at `depth` of the expanded nodes.
+        """Return, by rank, the conditional probability of the children at `depth` of the expanded nodes."""
+        by_depth = self.children_by_depth
+        return by_depth[min(depth, len(by_depth)) - 1]
+
+    @property
+    def children_by_depth(self) -> list[list[float]]:
+        """Return `children` of each depth that has been drafted; deeper levels are like the last one.
 
         A level with few or old observations is shrunk towards the level above it.
         """
@@ -71,14 +91,20 @@ class AcceptanceModel:
         if not self._children:
             self._children = [self._ratios(1)]
             for level in range(2, len(self._level_masses) + 1):
-                known = self._counts[level - 1]
-                own = zip(self._ratios(level), self._children[-1], strict=True)
-                self._children.append([(known * x + PRIOR_COUNT * above) / (known + PRIOR_COUNT) for x, above in own])
-        return self._children[min(depth, len(self._children)) - 1]
+                self._children.append(self._shrunk(level, self._children[-1]))
+        return self._children
+
+    def _shrunk(self, depth: int, above: list[float]) -> list[float]:
+        """Return a level's children, shrunk towards those of the level above."""
+        known = self._counts[depth - 1]
+        total = known + PRIOR_COUNT
+        pairs = zip(self._ratios(depth), above, strict=True)
+        return [(known * own + PRIOR_COUNT * prior) / total for own, prior in pairs]
 
     def _ratios(self, depth: int) -> list[float]:
+        """Return, by rank, the conditional probability of a level's children."""
         parents, *children = self._level_masses[depth - 1]
-        return [mass / max(parents, TINY) for mass in children]
+        return [mass / max(parents, MIN_DIVISOR) for mass in children]
 
     def observe(
         self,
@@ -95,29 +121,41 @@ class AcceptanceModel:
             width: width of the draft.
             extra_log_values: log values of candidates that do not depend on the width, by depth.
             remaining: remaining tokens of each sequence; deeper nodes yield nothing.
-            is_stopped: it has no more levels because they would not pay. Then a deeper plan's tree is this one, too:
-                levels drafted only for easy texts would otherwise promise as much for all.
+            is_stopped: it has no more levels because they would not pay. Then a deeper plan's tree
+                is this one, too: levels drafted only for easy texts would otherwise promise as much
+                for all.
         """
         self.sync()
         widths = [w for w in self.widths if w <= width]
-        curves = _curves(_mask_too_deep(remaining, levels), widths, _mask_too_deep(remaining, extra_log_values))
+        inside = _mask_too_deep(remaining, levels)
+        extra_inside = _mask_too_deep(remaining, extra_log_values)
+        curves = _curves(inside, widths, extra_inside)
         copy = DeviceToHost(curves, _level_masses(levels))
-        self._pending = copy, len(levels[0]), len(widths), self.max_depth - len(levels) if is_stopped else 0
+        num_members = len(levels[0])
+        num_same = self.max_depth - len(levels) if is_stopped else 0
+        self._pending = (copy, num_members, len(widths), num_same)
 
     def sync(self) -> None:
         """Include the last observed draft. Its copy was started during its step and has arrived by now."""
         if self._pending is None:
             return
-        (copy, num_members, num_widths, num_same), self._pending = self._pending, None
+        copy, num_members, num_widths, num_same = self._pending
+        self._pending = None
         curves, masses = copy.read()
         self._children.clear()
+
+        # A draft of many sequences counts as that many observations.
         rate = 1 - (1 - EMA_RATE) ** num_members
         self._counts = [known * (1 - rate) for known in self._counts]
         for level, fresh in enumerate(masses):
             self._update_level_masses(level, fresh, rate)
             self._counts[level] += num_members
+
+        # A draft that was stopped has the values of its last level at all deeper ones.
         values = torch.tensor(curves).view(num_widths, len(masses), -1)
-        self._update_values(torch.cat([values, values[:, -1:].expand(-1, num_same, -1)], 1), rate)
+        deeper = values[:, -1:].expand(-1, num_same, -1)
+        values = torch.cat([values, deeper], 1)
+        self._update_values(values, rate)
 
     def fade(self) -> None:
         """Let the next drafts outweigh all earlier ones, which were of other texts."""
@@ -128,33 +166,122 @@ class AcceptanceModel:
         self._num_observations = [0] * len(self._num_observations)
         self._children.clear()
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the observations, which `load_state` accepts."""
+        self.sync()
+        return {
+            "widths": torch.tensor(self.widths),
+            "sums": self._sums.clone(),
+            "base": self._base.clone(),
+            "masses": torch.tensor(self._level_masses),
+            "num_observations": torch.tensor(self._num_observations),
+            "counts": torch.tensor(self._counts),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the state of a model with the same widths and depths, or with more of them.
+
+        Raises ValueError if it lacks some, or holds what no model observes.
+        """
+        _check_state(state)
+        index_of = {width: i for i, width in enumerate(state["widths"].tolist())}
+        lacking = [width for width in self.widths if width not in index_of]
+        max_depth = state["sums"].shape[1]
+        if lacking or max_depth < self.max_depth:
+            raise ValueError(f"it has no widths {lacking}, or fewer levels than {self.max_depth}")
+        self.sync()
+
+        # Other widths and depths are left out.
+        own = [index_of[width] for width in self.widths]
+        sums = state["sums"][own, : self.max_depth].float()
+        base = state["base"][own, : self.max_depth].float()
+        values = _values_of(sums, base)
+        if not values.isfinite().all() or values.max() > self.max_depth + 1:
+            raise ValueError(f"it promises more accepted tokens than {self.max_depth} levels have")
+        self._sums.copy_(sums)
+        self._base.copy_(base)
+
+        # The parents' probability and those of as many children as the widest draft has.
+        masses = state["masses"][: self.max_depth, : 1 + max(self.widths)]
+        self._level_masses = masses.tolist()
+        num_levels = len(masses)
+        self._num_observations = state["num_observations"][:num_levels].long().tolist()
+        self._counts = state["counts"][:num_levels].tolist()
+        self._children.clear()
+        self._values[:, :, 1:] = values.numpy()
+
     def _update_values(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
         """Add one draft's values, and those of the shallower or narrower trees within it."""
+        num_widths, num_depths, _ = fresh.shape
+
+        # A wider tree's base is the narrowest one; that one's is the tree a level shallower.
         base = fresh[:1].expand_as(fresh).clone()
-        base[0] = torch.cat([torch.ones_like(fresh[0, :1]), fresh[0, :-1]])
-        for sums, new in ((self._sums, fresh), (self._base, base)):
-            seen = sums[: new.shape[0], : new.shape[1]]
-            seen *= 1 - rate
-            seen += new
-        ratios = torch.where(self._base > TINY, self._sums / self._base.clamp(min=TINY), 1.0)
-        narrowest = ratios[:1].cumprod(1)
-        self._values[:, :, 1:] = torch.cat([narrowest, narrowest * ratios[1:]]).numpy()
+        base[0, 0] = 1.0
+        base[0, 1:] = fresh[0, :-1]
+
+        sums = self._sums[:num_widths, :num_depths]
+        sums *= 1 - rate
+        sums += fresh
+        bases = self._base[:num_widths, :num_depths]
+        bases *= 1 - rate
+        bases += base
+
+        self._values[:, :, 1:] = _values_of(self._sums, self._base).numpy()
 
     def _rate_at(self, depth: int, rate: float) -> float:
-        """Return the weight of an observation: 1 for a level's first, then at least 1 / their number."""
+        """Return the weight of a new observation: 1 for a level's first, 1 / n for its n-th, but at least `rate`."""
         return max(rate, 1 / self._num_observations[depth - 1])
 
     def _update_level_masses(self, depth: int, fresh: list[float], rate: float) -> None:
+        """Add one draft's masses of the level below `depth`."""
         if depth == len(self._level_masses):
             self._level_masses.append([0.0] * (1 + max(self.widths)))
             self._num_observations.append(0)
             self._counts.append(0.0)
         self._num_observations[depth] += 1
-        old = self._level_masses[depth]
-        old[: len(fresh)] = _ema(old[: len(fresh)], fresh, self._rate_at(depth + 1, rate))
+        known = self._level_masses[depth]
+        num_known = len(fresh)
+        rate = self._rate_at(depth + 1, rate)
+        known[:num_known] = _ema(known[:num_known], fresh, rate)
+
+
+def _values_of(
+    sums: Float[Tensor, "W D S"], base: Float[Tensor, "W D S"]
+) -> Float[Tensor, "W D S"]:
+    """Return the accepted drafts of each width and depth, from ratios to the next narrower or shallower tree."""
+    is_known = base > MIN_DIVISOR
+    ratios = sums / base.clamp(min=MIN_DIVISOR)
+    ratios = torch.where(is_known, ratios, 1.0)
+
+    # By depth for the narrowest tree, then by width.
+    narrowest = ratios[:1].cumprod(1)
+    wider = narrowest * ratios[1:]
+    return torch.cat([narrowest, wider])
+
+
+def _check_state(state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for tensors that are no AcceptanceModel's state."""
+    num_widths = len(state["widths"])
+    max_depth = state["sums"].shape[1:2]
+    num_levels = len(state["counts"])
+    if not num_widths or not num_levels:
+        raise ValueError("nothing was observed")
+    num_masses = 1 + int(state["widths"].max())
+    by_size = (num_widths, *max_depth, len(GRID_SIZES))
+    shapes = {"sums": by_size, "base": by_size, "masses": (num_levels, num_masses)}
+    shapes |= {"num_observations": (num_levels,), "counts": (num_levels,)}
+    for name, shape in shapes.items():
+        tensor = state[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)} and not {list(shape)}")
+        if not tensor.isfinite().all() or (tensor < 0).any():
+            raise ValueError(f"{name} has a number that is negative or not finite")
+        if tensor.max() > MAX_SUM:
+            raise ValueError(f"{name} has a number that no decaying sum reaches")
 
 
 def _ema(old: list[float], fresh: list[float], rate: float) -> list[float]:
+    """Return moving averages after one more observation."""
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
@@ -164,44 +291,78 @@ def _mask_too_deep(
     """Return log values without nodes too deep: a node needs a remaining token, and so does the target's after it."""
     if remaining is None:
         return list(levels)
-    too_deep = [(remaining <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
-    return [level.masked_fill(deep, -torch.inf) for level, deep in zip(levels, too_deep, strict=True)]
+    masked = []
+    for depth, level in enumerate(levels, 1):
+        other_dims = [1] * (level.dim() - 1)
+        is_too_deep = (remaining <= depth).view(-1, *other_dims)
+        masked.append(level.masked_fill(is_too_deep, -torch.inf))
+    return masked
 
 
 def _curves(
-    levels: list[Float[Tensor, "M _ K"]], widths: list[int], extra_log_values: Sequence[Float[Tensor, "M _"]]
+    levels: list[Float[Tensor, "M _ K"]],
+    widths: list[int],
+    extra_log_values: Sequence[Float[Tensor, "M _"]],
 ) -> Float[Tensor, "C S"]:
-    """Return accepted drafts per sequence at each of SIZES, the batch's best nodes first, for every width and depth.
+    """Return accepted drafts per sequence for every width and depth, at each of GRID_SIZES, the best nodes first.
 
     All nodes are sorted once; nodes outside a width and depth are neither added nor counted there.
     """
-    num_members, device = len(levels[0]), levels[0].device
-    nodes = [*levels, *(x[:, None] for x in extra_log_values[: len(levels)])]
-    values, order = torch.cat([x.flatten() for x in nodes]).sort(descending=True, stable=True)
-    has = _membership(levels, nodes, widths)[:, order]
-    counts, totals = has.cumsum(1, dtype=torch.int32), pad((has * values.exp()).cumsum(1), (1, 0)) / num_members
-    positions = to_device([size * num_members for size in SIZES], device, torch.float32)
-    below = positions.floor()
+    num_members = len(levels[0])
+    num_levels = len(levels)
+    extra = [values[:, None] for values in extra_log_values[:num_levels]]
+    nodes = [*levels, *extra]
+    all_values = torch.cat([level.flatten() for level in nodes])
+    values, order = all_values.sort(descending=True, stable=True)
+
+    # For each width and depth: how many of the first n nodes it contains, and their summed values.
+    has = _membership(levels, nodes, widths)
+    has = has[:, order]
+    counts = has.cumsum(1, dtype=torch.int32)
+    sums = (has * values.exp()).cumsum(1)
+    totals = pad(sums, (1, 0)) / num_members
 
     def total(number: Float[Tensor, " S"]) -> Float[Tensor, "C S"]:
+        """Return the summed values of the best `number` nodes, or of all if there are fewer."""
         wanted = torch.minimum(number.int(), counts[:, -1:])
-        return totals.gather(1, torch.where(wanted > 0, torch.searchsorted(counts, wanted) + 1, 0))
+        place = torch.searchsorted(counts, wanted) + 1
+        place = torch.where(wanted > 0, place, 0)
+        return totals.gather(1, place)
 
+    # Interpolate between whole numbers of nodes.
+    wanted_sizes = [size * num_members for size in GRID_SIZES]
+    positions = to_device(wanted_sizes, levels[0].device, torch.float32)
+    below = positions.floor()
     lower = total(below)
-    return lower + (positions - below) * (total(below + 1) - lower)
+    upper = total(below + 1)
+    share = positions - below
+    return lower + share * (upper - lower)
 
 
-def _membership(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
+def _membership(
+    levels: list[Tensor], nodes: list[Tensor], widths: list[int]
+) -> Bool[Tensor, "C N"]:
     """Return which nodes a draft of each width and depth contains."""
-    device, retained = levels[0].device, []
-    width = torch.tensor(widths).repeat_interleave(len(levels))
-    depth = torch.arange(len(levels)).repeat(len(widths))
+    device = levels[0].device
+    num_levels = len(levels)
+
+    # A line for each width and depth.
+    width = torch.tensor(widths).repeat_interleave(num_levels)
+    depth = torch.arange(num_levels).repeat(len(widths))
+    retained = []
     for i, level in enumerate(nodes):
-        ranks = torch.arange(level.shape[1] if i < len(levels) else 1)
-        has = (ranks < width[:, None]) & (i % len(levels) <= depth)[:, None]
-        retained.append(
-            copy_to_device(has, device)[:, None, :, None].expand(-1, len(level), -1, level[0, 0].numel()).flatten(1)
-        )
+        # Nodes past the levels are extra ones, which every width contains.
+        num_parents = level.shape[1] if i < num_levels else 1
+        parents = torch.arange(num_parents)
+        is_wide_enough = parents < width[:, None]
+        is_deep_enough = i % num_levels <= depth
+        has = is_wide_enough & is_deep_enough[:, None]
+        has = copy_to_device(has, device)
+
+        # All sequences and all children of a parent have equal bits.
+        num_children = level[0, 0].numel()
+        by_node = has[:, None, :, None].expand(-1, len(level), -1, num_children)
+        retained.append(by_node.flatten(1))
     return torch.cat(retained, 1)
 
 
@@ -211,65 +372,10 @@ def _level_masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]
     for depth, level in enumerate(levels):
         parents = torch.ones_like(level[:, :1, 0])
         if depth:
-            parents = levels[depth - 1].flatten(1).topk(level.shape[1], dim=1).values.exp()
-        rows.append(torch.cat([parents.sum()[None], level.exp().sum((0, 1))]) / len(level))
+            above = levels[depth - 1].flatten(1)
+            parents = above.topk(level.shape[1], dim=1).values.exp()
+        children = level.exp().sum((0, 1))
+        total = parents.sum()[None]
+        row = torch.cat([total, children]) / len(level)
+        rows.append(row)
     return torch.stack(rows)
-
-
-class CalibratedAcceptance:
-    """An acceptance model, and how accurate it has been: accepted over expected drafts, averaged over MEMORY steps."""
-
-    def __init__(self, model: AcceptanceModel):
-        self.model = model
-        self._accepted = self._expected = PRIOR_COUNT
-
-    @property
-    def accuracy(self) -> float:
-        return (self._accepted + PRIOR_COUNT) / (self._expected + PRIOR_COUNT)
-
-    def update(self, num_accepted: float, num_expected: float) -> None:
-        """Observe the drafts of one step. One without drafts says nothing of them."""
-        if not num_expected:
-            return
-        decay = 1 - 1 / MEMORY
-        self._accepted = decay * self._accepted + num_accepted
-        self._expected = decay * self._expected + num_expected
-
-    def fade(self) -> None:
-        """Let the next drafts outweigh all earlier ones, which were of other texts."""
-        self.model.fade()
-        self._accepted = FADED * self._accepted + PRIOR_COUNT
-        self._expected = FADED * self._expected + PRIOR_COUNT
-
-    def copy(self) -> CalibratedAcceptance:
-        """Return a copy that is updated separately."""
-        self.model.sync()
-        return deepcopy(self)
-
-
-def octave(size: int) -> int:
-    """Return the number of the octave of a batch size: 1, 2, 3 to 4, 5 to 8, ... sequences."""
-    return (size - 1).bit_length()
-
-
-class AcceptanceByBatchSize:
-    """One CalibratedAcceptance for 1, 2, 3 to 4, 5 to 8, ... sequences.
-
-    The last sequences of a job differ from its first ones: long answers, hard texts and high temperatures are left.
-    Their acceptance says little about the full batch of the next job. A new octave starts with a copy of the last one.
-
-    Attributes:
-        last: the one used last; at first one that belongs to no size.
-    """
-
-    def __init__(self, model: AcceptanceModel):
-        self.last = CalibratedAcceptance(model)
-        self._by_octave: dict[int, CalibratedAcceptance] = {}
-
-    def of(self, size: int) -> CalibratedAcceptance:
-        """Return the one for a batch size, the same object every time."""
-        key = octave(size)
-        if key not in self._by_octave:
-            self._by_octave[key] = self.last.copy()
-        self.last = self._by_octave[key]
-        return self.last

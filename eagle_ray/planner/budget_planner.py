@@ -1,7 +1,7 @@
 """BudgetPlanner: one row budget for the whole batch, spent where a second yields the most tokens.
 
-The rate of a step is (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead). The best
-rate is the price of a second, and every part of a step must be worth its price:
+The rate of a step is (sequences + drafts expected to be accepted) / (seconds to draft + to verify +
+overhead). The best rate is the price of a second, and every part of a step must be worth its price:
 
     before drafting   take the width and depth with the best rate, or a plain step (`plan_search.py`)
     between levels    stop if the next level's nodes would not pay for drafting them
@@ -9,15 +9,16 @@ rate is the price of a second, and every part of a step must be worth its price:
 
 Whether drafts are on, and of which kind, is the mode (`modes.py`).
 
-It learns only from what it runs. So single steps are probes. OFF, or with lookups alone: a model's draft, on a CPU for
-a part of the batch, and a few steps with lookups. ON with the model: a plain step, the widest draft or lookups alone,
-by turns. A kind whose drafts are hardly accepted is probed ever more rarely until other texts come (`ProbeSchedule`).
+It learns only from what it runs. So single steps are probes. OFF, or with lookups alone: a model's
+draft, on a CPU for a part of the batch, and a few steps with lookups. ON with the model: a plain
+step, the widest draft or lookups alone, by turns. A kind whose drafts are hardly accepted is probed
+ever more rarely until other texts come (`ProbeSchedule`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,23 +32,21 @@ from eagle_ray.core.device import StepTimes, to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import (
-    MEMORY,
-    AcceptanceByBatchSize,
-    AcceptanceModel,
-    CalibratedAcceptance,
-)
+from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceModel
+from eagle_ray.planner.calibrated_acceptance import AcceptanceByBatchSize, CalibratedAcceptance
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.modes import OFF_REVIEW_EVERY, Mode, PlannerModes
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanSearch
 from eagle_ray.planner.planner import Allocation, DraftKind, StepOutcome
 from eagle_ray.tree.budget import Budget, Candidates
-from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan, PartialDraft, PriceRule
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 10)
-NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs
-MAX_PROBED = 4  # sequences of such a probe: their drafts say enough, and those of larger batches take long
+PLANNED_WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+# Probes of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs.
+NUM_PROBES = 4
+# Sequences of such a probe: their drafts say enough, and those of larger batches take long.
+MAX_PROBED = 4
 FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may show to be typical
 
 
@@ -55,11 +54,13 @@ class BudgetPlanner:
     """Plans by measured costs and observed acceptance.
 
     Args:
-        can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
-            before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
+        can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the
+            depth is decided before drafting and the number of rows by the acceptance model, so that
+            only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
         kinds: kinds of drafts that the drafter can make.
-        lookup_hits: indexes a batch's texts and returns what `Drafter.lookup_hits` does; None without look-ups.
+        lookup_hits: indexes a batch's texts and returns what `Drafter.lookup_hits` does; None
+            without look-ups.
 
     Attributes:
         modes: whether drafts are on, and of which kind.
@@ -82,17 +83,19 @@ class BudgetPlanner:
         self._bounds = bounds
         self._has_model = DraftKind.MODEL in kinds
         self._lookups = LookupGains(bounds) if DraftKind.LOOKUPS in kinds else None
-        self._can_sync, self._replays = can_sync, sizes is not None
+        self._can_sync = can_sync
+        self._replays = sizes is not None
         self.predicted_s = 0.0
         self.predicted_plain_s = 0.0
         self.search = PlanSearch(bounds, costs, can_sync, sizes or PassSizes())
         self.modes = PlannerModes(self.search, self._lookups, self._has_model)
-        widths = (*(w for w in WIDTHS if w < bounds.top_k), bounds.top_k)
+        widths = (*(w for w in PLANNED_WIDTHS if w < bounds.top_k), bounds.top_k)
         self.acceptance_by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._bounds.depth))
         self.acceptance = self.acceptance_by_size.last
+        self._is_known = False  # acceptance was known before the first draft
         self._repeats_probe = False  # at the next step
         self._probes_anew = False  # the next probe is the first one since the texts have changed
-        self._num_probes_on = 0  # while the model is on
+        self._num_probes_on = 0  # probes while the model is on
         self._last_draft = 0  # the last step that drafted or might have
         self.num_drafts = 0
         self.num_offers = 0  # nonempty drafts
@@ -105,16 +108,30 @@ class BudgetPlanner:
 
     @property
     def will_draft(self) -> bool:
-        return self._has_model and self.modes.mode is not Mode.OFF and self.modes.kind is DraftKind.MODEL
+        is_model = self._has_model and self.modes.kind is DraftKind.MODEL
+        return is_model and self.modes.mode is not Mode.OFF
+
+    def acceptance_state(self) -> dict[str, Tensor]:
+        """Return how often drafts were accepted, which `load_acceptance` reads."""
+        return self.acceptance_by_size.usual.model.state()
+
+    def load_acceptance(self, state: Mapping[str, Tensor]) -> None:
+        """Decide about drafts from a state at once, without the warm-up's probes, before the first step.
+
+        Raises ValueError and KeyError as AcceptanceModel.load_state does.
+        """
+        self.acceptance_by_size.last.load_state(state)
+        self._is_known = True
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
-        if self._can_sync and max(batch.remaining_tokens) <= 1:  # each has one token left, which needs no draft
-            return PLAIN
+        if self._can_sync and max(batch.remaining_tokens) <= 1:
+            return PLAIN_PLAN  # each has one token left, which needs no draft
         self.acceptance = self.acceptance_by_size.of(len(batch))
         if self.modes.mode is not Mode.WARM_UP or self._is_warm:
             self.modes.review(batch, self.acceptance)
+
         if self.modes.mode is Mode.WARM_UP:
-            return PLAIN if self._lacks_plain_steps(batch) else self._draft_probe(batch)
+            return PLAIN_PLAN if self._lacks_plain_steps(batch) else self._draft_probe(batch)
         if self.modes.mode is Mode.PROBING:
             return self._as_probe(self._best_plan(batch))
         if self._repeats_probe:
@@ -134,11 +151,11 @@ class BudgetPlanner:
         if self.modes.runs(DraftKind.LOOKUPS):
             return self._lookups_plan(batch)
         if self._lookups is None:
-            return PLAIN
+            return PLAIN_PLAN
         if not self._lookups.is_trying and self._is_trial_due(self._lookups, batch):
             self._lookups.begin_trial(self.modes.num_steps)
         if not self._lookups.is_trying:
-            return PLAIN
+            return PLAIN_PLAN
         self.modes.remember_texts(batch)
         return self._as_probe(self._lookups_plan(batch))
 
@@ -157,23 +174,30 @@ class BudgetPlanner:
             if plan.is_drafting:
                 self._observe_draft(draft, plan, batch)
             return Allocation(draft.tree.valid, 1, size)
+
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
         rows = self._row_counts(size, len(candidates.log_values))
         gains = self._gains(rows, candidates, draft, plan, size)
         if plan.is_drafting:
-            self._observe_draft(draft, plan, batch)  # last, since a query of the acceptance model waits for its copy
+            # After the gains, since a query of the acceptance model waits for its copy.
+            self._observe_draft(draft, plan, batch)
+
         best = int(self._profits(batch, rows, gains, plan).argmax())
-        self._rows_per_sequence = rows[best] / size
-        keep = candidates.keep(rows[best])
-        sizes = keep.sum(1).tolist() if self._can_sync else None
-        num_nodes = max(sizes) if sizes else min(self._bounds.num_nodes, draft.tree.num_nodes)
-        return Allocation(keep, num_nodes, rows[best], gains[best], sizes)
+        num_rows = rows[best]
+        self._rows_per_sequence = num_rows / size
+        if self._can_sync:
+            keep, sizes = candidates.keep_and_count(num_rows)
+            return Allocation(keep, max(sizes), num_rows, gains[best], sizes)
+        num_nodes = min(self._bounds.num_nodes, draft.tree.num_nodes)
+        return Allocation(candidates.keep(num_rows), num_nodes, num_rows, gains[best])
 
     def observe(self, outcome: StepOutcome) -> None:
         self.modes.count(outcome)
         if self._may_skip(outcome):
             self._observe_plain(outcome)
             return
+
+        # Compare the step with its prediction, and correct the costs.
         predicted = self.costs.predict(outcome)
         plain_s = self.search.plain_seconds(outcome.batch_size, outcome.num_cached)
         predicted_s = predicted.total - self.costs.prefill_seconds(outcome)
@@ -183,6 +207,7 @@ class BudgetPlanner:
             outcome = replace(outcome, seconds=predicted)
         else:
             self.costs.update(outcome, predicted, self._max_overhead(outcome.plan))
+
         if outcome.plan.lookups_only:
             self._observe_lookups(outcome, predicted, plain_s)
             return
@@ -193,22 +218,27 @@ class BudgetPlanner:
             self.modes.charge(self._probe_cost(outcome), plain_s, outcome.plan.is_drafting)
         if outcome.plan.is_drafting and self.modes.mode is Mode.OFF:
             self.modes.review_soon()
-        self.acceptance_by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected_drafts)
+        acceptance = self.acceptance_by_size.of(outcome.batch_size)
+        acceptance.update(outcome.num_accepted, outcome.num_expected_drafts)
 
     # modes
 
     @property
     def _is_warm(self) -> bool:
         """Return whether enough was drafted to decide; a model's drafts may be empty at first."""
-        return not self._has_model or self.num_offers >= NUM_PROBES or self.num_drafts >= MEMORY
+        if self._is_known or not self._has_model:
+            return True
+        return self.num_offers >= NUM_PROBES or self.num_drafts >= MEMORY
 
     def _lacks_plain_steps(self, batch: DecodeBatch) -> bool:
         """Return whether the warm-up needs a plain step: the measured ones were greedy and sampled rows cost more."""
-        return not self._replays and batch.sampling.any_sampled and self.modes.num_steps < NUM_PROBES
+        is_new = self.modes.num_steps < NUM_PROBES
+        return not self._replays and batch.sampling.any_sampled and is_new
 
     def _is_warm_up_probe(self, plan: DraftPlan) -> bool:
         """Return whether the plan is one of the warm-up's. Steps overlap, so it may be observed after the warm-up."""
-        return plan.probe and self.num_offers <= NUM_PROBES and self.num_drafts <= MEMORY
+        is_early = self.num_offers <= NUM_PROBES and self.num_drafts <= MEMORY
+        return plan.probe and is_early and not self._is_known
 
     # plans
 
@@ -228,55 +258,45 @@ class BudgetPlanner:
         Now and then it is a level deeper or a little wider. Near the optimum that costs little.
         """
         explores = self.num_drafts % (NUM_PROBES * REVIEW_EVERY) == 0
-        width, more = self.modes.best.width, int(explores)
+        more = int(explores)
+        width = self.modes.best.width
         if explores:
             width = next((w for w in self.acceptance.model.widths if w > width), width)
         if not self._can_sync:
             return self._plan(min(self.modes.best.depth + more, self._bounds.depth), width)
-        price = self.modes.opportunity_rate(len(batch), batch.num_cached)
-        num_rows = len(batch) * self._rows_per_sequence
-        row_price = price * self.costs.row_seconds(num_rows, batch.num_cached, len(batch), batch.num_prefill_rows)
-        level_price = price * self.costs.expand(len(batch) * width)
-        unpaid = 0
 
-        def should_stop(builder: PartialDraft) -> bool:
-            nonlocal unpaid
-            unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
-            return unpaid > more
-
-        return self._plan(min(self._bounds.depth, max(batch.remaining_tokens) - 1), width, should_stop=should_stop)
-
-    def _pays(self, builder: PartialDraft, level_price: float, row_price: float) -> bool:
-        """Return whether one more level is expected to yield more than it costs. Both prices are in tokens.
-
-        A node is worth what it yields beyond the price of its row. Computed on the host, node by node, until the answer
-        is clear, mostly after two or three nodes.
-        """
-        children = self.acceptance.model.children(builder.depth + 1)
-        accuracy, gain = self.acceptance.accuracy, 0.0
-        for value in builder.frontier().log_values.exp().flatten().tolist():
-            for child in children:
-                more = accuracy * value * child - row_price
-                if more <= 0:  # the following ones are worth less
-                    break
-                gain += more
-            if gain > level_price:
-                return True
-        return False
+        # The price of a row and of a level, in tokens.
+        size = len(batch)
+        price = self.modes.opportunity_rate(size, batch.num_cached)
+        num_rows = size * self._rows_per_sequence
+        row_price = price * self.costs.row_seconds(
+            num_rows, batch.num_cached, size, batch.num_prefill_rows
+        )
+        level_price = price * self.costs.expand(size * width)
+        rule = PriceRule(
+            self.acceptance.model.children_by_depth,
+            self.acceptance.accuracy,
+            level_price,
+            row_price,
+            more,
+        )
+        depth = min(self._bounds.depth, max(batch.remaining_tokens) - 1)
+        return self._plan(depth, width, should_stop=rule.should_stop(), price_rule=rule)
 
     # probes
 
     def _next_probe(self, batch: DecodeBatch) -> DraftPlan:
         """Return the next probe. ON with the model: a plain step, the widest draft or lookups alone, by turns.
 
-        Otherwise: a trial, which also observes the cost of drafting for the whole batch, if it is promising; or a
-        draft, and another at the next step if drafts are replayed.
+        Otherwise: a trial, which also observes the cost of drafting for the whole batch, if it is
+        promising; or a draft, and another at the next step if drafts are replayed.
         """
         self.modes.begin_probe()
         if self.modes.runs(DraftKind.MODEL):
             return self._next_probe_on(batch)
         if not self.modes.is_trial_promising(batch):
-            # After plain steps a replayed draft catches up in a pass of its own. Only the next one shows its cost.
+            # After plain steps a replayed draft catches up in a pass of its own. Only the next one
+            # shows its cost.
             self._repeats_probe = self._replays
             return self._draft_probe(batch)
         self.modes.begin_trial()
@@ -287,8 +307,10 @@ class BudgetPlanner:
         turn = self._num_probes_on % (2 if self._lookups is None else 3)
         self._num_probes_on += 1
         if turn == 0:
-            return self._as_probe(PLAIN)
-        return self._widest_plan(batch, None) if turn == 1 else self._as_probe(self._lookups_plan(batch))
+            return self._as_probe(PLAIN_PLAN)
+        if turn == 1:
+            return self.widest_plan(batch, None)
+        return self._as_probe(self._lookups_plan(batch))
 
     def _as_probe(self, plan: DraftPlan) -> DraftPlan:
         return replace(plan, probe=True)
@@ -296,28 +318,40 @@ class BudgetPlanner:
     def _draft_probe(self, batch: DecodeBatch) -> DraftPlan:
         """Return the widest draft for a part of the batch, by turns.
 
-        If steps are replayed it is for the whole batch: on an H200 a replayed draft took 4 to 12 ms for 4 to 64
-        sequences, and an eager one for a quarter of them 13 to 20 ms, the first one half a second.
+        If steps are replayed it is for the whole batch: on an H200 a replayed draft took 4 to 12 ms
+        for 4 to 64 sequences, and an eager one for a quarter of them 13 to 20 ms, the first one
+        half a second.
         """
-        size, num_members = len(batch), min(-(-len(batch) // NUM_PROBES), MAX_PROBED)
+        size = len(batch)
+        num_members = min(-(-size // NUM_PROBES), MAX_PROBED)
         if self._probes_anew:
-            num_members, self._probes_anew = min(size, MAX_PROBED), False
+            self._probes_anew = False
+            num_members = min(size, MAX_PROBED)
         if num_members == size or self._replays:
-            return self._widest_plan(batch, None)
+            return self.widest_plan(batch, None)
         first = self.num_drafts * num_members
-        return self._widest_plan(batch, tuple(sorted((first + i) % size for i in range(num_members))))
+        members = sorted((first + i) % size for i in range(num_members))
+        return self.widest_plan(batch, tuple(members))
 
-    def _widest_plan(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> DraftPlan:
+    def widest_plan(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> DraftPlan:
+        """Return the plan that shows most: as deep and as wide as drafts may be, until no level can pay."""
         should_stop = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
-        return self._plan(self._bounds.depth, self._bounds.top_k, members=members, should_stop=should_stop, probe=True)
+        return self._plan(
+            self._bounds.depth,
+            self._bounds.top_k,
+            members=members,
+            should_stop=should_stop,
+            probe=True,
+        )
 
     def _cannot_pay(self, builder: PartialDraft, batch: DecodeBatch) -> bool:
         """Return whether no further level could pay, even if the whole batch drafted and children matched parents."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._bounds.top_k, level.shape[1]), dim=1).values
         scale = len(batch) / len(beam)
+        gain = scale * beam.exp().sum().item()
         price = self.search.plain_rate(len(batch), batch.num_cached)
-        return scale * beam.exp().sum().item() < price * self.costs.expand(scale * beam.numel())
+        return gain < price * self.costs.expand(scale * beam.numel())
 
     def _probe_cost(self, probe: StepOutcome) -> float:
         """Return the seconds of a probe, without prompts, beyond those that its tokens would take otherwise."""
@@ -340,26 +374,41 @@ class BudgetPlanner:
             max_depths = batch.remaining_on_device - 1
         return Budget(num_rows=0, num_nodes=self._bounds.num_nodes, max_depths=max_depths)
 
-    def _gains(self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int) -> list[float]:
-        """Return the accepted drafts to expect of each number of rows: by this draft's values, or by recent drafts' if
-        reading them would let the device wait.
+    def _gains(
+        self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int
+    ) -> list[float]:
+        """Return the accepted drafts to expect of each number of rows.
+
+        They are by this draft's values, or by recent drafts' if reading them would let the device
+        wait.
         """
         sizes = [min(n - size, len(candidates.log_values)) for n in rows]
         if self._can_sync or plan.probe:
             return candidates.expected(sizes)
-        model, num_members = self._acceptance_of(plan, size).model, plan.num_members(size)
-        width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
-        curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._bounds.depth) - 1]
-        return (num_members * curve).tolist()
 
-    def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float], plan: DraftPlan) -> np.ndarray:
+        model = self._acceptance_of(plan, size).model
+        num_members = plan.num_members(size)
+        curves = model.expected([n / num_members for n in sizes])
+        width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
+        depth = min(draft.depth, self._bounds.depth)
+        return (num_members * curves[width, depth - 1]).tolist()
+
+    def _profits(
+        self, batch: DecodeBatch, rows: list[int], gains: list[float], plan: DraftPlan
+    ) -> np.ndarray:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""
-        seconds = self.costs.verify_seconds_by_rows(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
-        seconds = seconds + self.costs.rows_overhead(np.asarray(rows), len(batch))
+        size = len(batch)
+        num_rows = np.asarray(rows)
+        seconds = self.costs.verify_seconds_by_rows(
+            rows, batch.num_cached, size, batch.num_prefill_rows
+        )
+        seconds = seconds + self.costs.rows_overhead(num_rows, size)
         if plan.lookups_only:
-            seconds += np.where(np.asarray(rows) > len(batch), self.costs.tree_overhead(len(batch)), 0.0)
-        price = self.modes.opportunity_rate(len(batch), batch.num_cached)
-        return self._acceptance_of(plan, len(batch)).accuracy * np.asarray(gains) - price * seconds
+            has_drafts = num_rows > size
+            seconds += np.where(has_drafts, self.costs.tree_overhead(size), 0.0)
+        price = self.modes.opportunity_rate(size, batch.num_cached)
+        accuracy = self._acceptance_of(plan, size).accuracy
+        return accuracy * np.asarray(gains) - price * seconds
 
     def _acceptance_of(self, plan: DraftPlan, size: int) -> CalibratedAcceptance:
         """Return what is known of drafts of the plan's kind."""
@@ -399,14 +448,20 @@ class BudgetPlanner:
             plain_s: those of a plain step.
         """
         self._pay(outcome)
-        lookups, size = self._lookups, outcome.batch_size
+        lookups = self._lookups
         if lookups is None:
             return
+
+        # A draft that catches up takes longer than lookups do.
+        size = outcome.batch_size
         seconds = outcome.seconds
-        draft_s = predicted.draft if outcome.num_catch_up > outcome.usual_catch_up else seconds.draft
+        catches_up = outcome.num_catch_up > outcome.usual_catch_up
+        draft_s = predicted.draft if catches_up else seconds.draft
         verify_s = predicted.verify - self.costs.prefill_seconds(outcome)
         lookups.update(outcome, draft_s + verify_s + seconds.overhead - plain_s)
-        lookups.acceptance_by_size.of(size).update(outcome.num_accepted, outcome.num_expected_drafts)
+        acceptance = lookups.acceptance_by_size.of(size)
+        acceptance.update(outcome.num_accepted, outcome.num_expected_drafts)
+
         if not outcome.plan.probe:
             return
         if self.modes.runs(DraftKind.MODEL):
@@ -422,7 +477,8 @@ class BudgetPlanner:
     def _max_overhead(self, plan: DraftPlan) -> float:
         """Return the factor by which the overhead of a step with this plan may exceed the measured one.
 
-        The widest drafts have much more, and so do the first ones, since a drafter updates its calibration after each.
+        The widest drafts have much more, and so do the first ones, since a drafter updates its
+        calibration after each.
         """
         if plan.is_drafting and plan.width > self.modes.best.width:
             return 0.0
@@ -437,7 +493,9 @@ class BudgetPlanner:
             levels = self._to_full_depth(draft, plan, len(batch))
             remaining = self._remaining_tokens(levels, plan, batch)
             is_stopped = self._can_sync and not plan.probe and len(levels) < plan.max_depth
-            self.acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining, is_stopped)
+            self.acceptance.model.observe(
+                levels, plan.width, draft.extra_log_values, remaining, is_stopped
+            )
         self.num_drafts += 1
         self.num_offers += draft.depth > 0
 
@@ -448,22 +506,30 @@ class BudgetPlanner:
         self._lookups.num_drafts += 1
         if self._can_sync or (self._lookups.num_drafts % REVIEW_EVERY and not plan.probe):
             return
-        num_members, device = plan.num_members(len(batch)), draft.tree.tokens.device
-        nothing = torch.full((num_members, 1, 1), -torch.inf, device=device)
-        by_depth = [level.flatten(1) for level in draft.levels] or [nothing[:, 0]]
-        levels = [nothing] * self._bounds.depth
-        remaining = self._remaining_tokens(by_depth, plan, batch)
-        self._lookups.acceptance_by_size.of(len(batch)).model.observe(levels, 1, by_depth, remaining)
 
-    def _remaining_tokens(self, levels: list[Tensor], plan: DraftPlan, batch: DecodeBatch) -> Int[Tensor, " M"] | None:
+        # Looked-up nodes do not depend on the width, so no level has any.
+        num_members = plan.num_members(len(batch))
+        nothing = torch.full((num_members, 1, 1), -torch.inf, device=draft.tree.tokens.device)
+        levels = [nothing] * self._bounds.depth
+        by_depth = [level.flatten(1) for level in draft.levels] or [nothing[:, 0]]
+        remaining = self._remaining_tokens(by_depth, plan, batch)
+        model = self._lookups.acceptance_by_size.of(len(batch)).model
+        model.observe(levels, 1, by_depth, remaining)
+
+    def _remaining_tokens(
+        self, levels: list[Tensor], plan: DraftPlan, batch: DecodeBatch
+    ) -> Int[Tensor, " M"] | None:
         """Return the remaining tokens of the sequences that were drafted for, or None if all levels fit."""
         if min(batch.remaining_tokens) > len(levels):
             return None
+        remaining = batch.remaining_on_device
         if plan.members is None:
-            return batch.remaining_on_device
-        return batch.remaining_on_device[to_device(plan.members, batch.remaining_on_device.device)]
+            return remaining
+        return remaining[to_device(plan.members, remaining.device)]
 
-    def _to_full_depth(self, draft: Draft, plan: DraftPlan, size: int) -> list[Float[Tensor, "M _ K"]]:
+    def _to_full_depth(
+        self, draft: Draft, plan: DraftPlan, size: int
+    ) -> list[Float[Tensor, "M _ K"]]:
         """Return the draft's levels, with empty ones below if the drafter had nothing more to propose."""
         if not draft.is_exhausted or len(draft.levels) >= self._bounds.depth:
             return draft.levels

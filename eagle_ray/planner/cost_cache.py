@@ -1,4 +1,4 @@
-"""What a machine's steps cost, kept between runs: one small JSON file per pair, device, dtype and number of threads.
+"""Cache the measured step costs of a machine: one JSON file per pair, device, dtype and number of threads.
 
     ~/.cache/eagle_ray/costs/1f0c...json        (EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray)
 
@@ -7,12 +7,10 @@ A file that cannot be read or written is as good as none: the costs are measured
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +18,23 @@ from typing import Any
 
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
-from eagle_ray.storage.cache_directory import cache_home, locked
+from eagle_ray.storage.cache_directory import cached_file, locked
+from eagle_ray.storage.local import write_atomic
 
 log = logging.getLogger("eagle_ray")
-VERSION = 9  # of the files; costs of another version are measured again
+COSTS_VERSION = 9  # the files' format; costs of another version are measured again
 CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
 LOCK_LIMIT_S = 120.0  # longer than any measurement takes
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
-DAMAGES = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what reading a file raises
+# Exceptions of reading a file.
+COST_FILE_DAMAGES = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 used_files: set[Path] = set()  # files of costs that this process has read or measured
 
@@ -49,6 +56,24 @@ def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> 
     return costs
 
 
+def latest_costs(fits: Callable[[Mapping[str, Any]], bool]) -> StepCosts | None:
+    """Return the costs that this machine has kept last, of those with parts that fit; None if it has none.
+
+    Args:
+        fits: told the parts of a file, whether they are the wanted ones.
+    """
+    folder = cache_path({}).parent
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        try:
+            stored = json.loads(path.read_text("utf-8"))
+            if fits(stored["of"]) and cache_path(stored["of"]) == path:
+                return costs_of(stored["costs"])
+        except (OSError, *COST_FILE_DAMAGES) as error:
+            log.debug("%s: %s", path, error)
+    return None
+
+
 def used_costs() -> list[Path]:
     """Return the files of costs that this process has read or measured."""
     return sorted(path for path in used_files if path.is_file())
@@ -63,7 +88,7 @@ def adopt_costs(name: str, data: bytes) -> None:
         stored = json.loads(data)
         parts, costs = stored["of"], costs_of(stored["costs"])
         path = cache_path(parts)
-    except DAMAGES as error:
+    except COST_FILE_DAMAGES as error:
         raise ValueError(f"it holds no costs of steps ({type(error).__name__}: {error})") from None
     if path.name != name:
         raise ValueError("it holds costs of other parts or of another version")
@@ -77,7 +102,9 @@ def _measuring(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            waiting = "waiting for another process of this machine, which measures the cost of steps"
+            waiting = (
+                "waiting for another process of this machine, which measures the cost of steps"
+            )
             stack.enter_context(locked(path.with_suffix(".lock"), waiting, LOCK_LIMIT_S))
         except OSError as error:
             log.debug("%s: %s", path, error)
@@ -85,21 +112,21 @@ def _measuring(path: Path) -> Iterator[None]:
 
 
 def cache_path(parts: dict[str, object]) -> Path:
-    """parts: whatever the costs depend on, by name."""
-    as_read = json.loads(dump_json(parts, default=str))  # with keys as a file has them, which adopt_costs compares
-    text = dump_json(as_read | {"version": VERSION}, sort_keys=True)
-    return cache_home() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    """Return the path of the costs that depend on these named parts."""
+    # With keys as a file has them, which adopt_costs compares.
+    as_read = json.loads(dump_json(parts, default=str))
+    return cached_file("costs", as_read | {"version": COSTS_VERSION}, ".json")
 
 
 def costs_json(costs: StepCosts) -> dict[str, object]:
-    """Curves as lists of rows and seconds."""
+    """Return the cost curves as JSON: lists of rows and seconds."""
     curves = {name: getattr(costs, name) for name in CURVES}
     numbers = {name: getattr(costs, name) for name in NUMBERS}
     return {name: {"rows": c.rows, "seconds": c.seconds} for name, c in curves.items()} | numbers
 
 
 def costs_of(stored: dict[str, Any]) -> StepCosts:
-    """Back from costs_json. Raises one of DAMAGES for anything else."""
+    """Return the cost curves of `costs_json`. Raises an error of COST_FILE_DAMAGES for other content."""
     parts: dict[str, Any] = {name: float(stored[name]) for name in NUMBERS}
     if not all(map(math.isfinite, parts.values())):
         raise ValueError("a cost is no number of seconds")
@@ -122,7 +149,7 @@ def _read(path: Path) -> StepCosts | None:
         return costs_of(json.loads(path.read_text("utf-8"))["costs"])
     except FileNotFoundError:
         return None
-    except (OSError, *DAMAGES) as error:
+    except (OSError, *COST_FILE_DAMAGES) as error:
         log.warning("the costs kept in %s cannot be read (%s): measuring again", path, error)
         return None
 
@@ -130,10 +157,10 @@ def _read(path: Path) -> StepCosts | None:
 def keep_costs(parts: dict[str, object], costs: StepCosts) -> None:
     """Keep the costs for later calls with these parts. Written atomically, so several workers may do it at once."""
     path = cache_path(parts)
-    mine = path.with_suffix(f".{os.getpid()}.tmp")
+    text = dump_json({"of": parts, "costs": costs_json(costs)}, default=str, indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_text(dump_json({"of": parts, "costs": costs_json(costs)}, default=str, indent=1), "utf-8")
-        os.replace(mine, path)
+        write_atomic(str(path), text.encode())
     except OSError as error:
-        log.warning("the costs cannot be kept in %s (%s): the next start measures again", path, error)
+        log.warning(
+            "the costs cannot be kept in %s (%s): the next start measures again", path, error
+        )

@@ -1,8 +1,9 @@
 """StepCosts: the seconds of the parts of a step, by the rows that they run.
 
-Measured before the first request (`engine/calibrate.py`) and corrected by every step. What slows a machine down slows
-all sizes, so most of a surprise corrects the whole curve and a small part only the sizes that were run: a few slow
-passes at the start, attributed to their size alone, once kept drafts off for a whole job.
+Measured before the first request (`engine/calibrate.py`) and corrected by every step. What slows a
+machine down slows all sizes, so most of a surprise corrects the whole curve and a small part only
+the sizes that were run: a few slow passes at the start, attributed to their size alone, once kept
+drafts off for a whole job.
 """
 
 from __future__ import annotations
@@ -20,15 +21,41 @@ from eagle_ray.core.device import StepTimes
 from eagle_ray.planner.planner import StepOutcome
 
 # Rows of a pass that are measured, and between which a budget on a GPU chooses.
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+BUCKETS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)
 LOOKUP_S = 5e-5  # seconds of a look-up for one sequence, until some are observed
 COST_RATE = 0.2  # weight of one time for all sizes; of the first ones more
 SIZE_RATE = 0.05  # weight of one time for the sizes that were run
 MAX_RATIO = 2.0  # a longer or shorter time counts as this times the predicted one: other work on the machine
-MAX_FIRST_RATIO = 8.0  # likewise of the first MAX_FIRST_TIMES, where they may be far from the measurement
+# The limit for the first MAX_FIRST_TIMES, where they may be far from the measurement.
+MAX_FIRST_RATIO = 8.0
 MAX_FIRST_TIMES = 4  # the measurement is one of them
 USUAL_GROWTH = 1.5  # times the measured overhead: as much as others on the machine may make of it
 BAR = 48  # characters of the longest
+WORTH_ROWS = 6  # rows around which the slope of a row is shown
+WORTH_TREES = ((4, 2), (8, 3), (16, 4))  # nodes and levels of trees whose break-even is shown
 TITLES = {
     "verify": "verify: a pass of the target, by rows",
     "catch_up": "catch up: the draft head's first pass of a step, with level 1, by tokens",
@@ -43,7 +70,8 @@ class CostCurve:
     """Seconds of one pass by its number of rows: piecewise linear and never falling.
 
     Attributes:
-        seconds: as measured. Falling neighbours are pooled (isotonic regression on their logarithms).
+        seconds: as measured. Falling neighbours are pooled (isotonic regression on their
+            logarithms).
         trusts_first: the first times may be far from the measurement, which was of other work.
     """
 
@@ -51,8 +79,10 @@ class CostCurve:
     seconds: list[float]
     trusts_first: bool = field(default=False, compare=False)
     _rising: list[float] = field(init=False)
-    _num_times: int = field(init=False, default=1, compare=False)  # observed times; the measurement counts as one
-    _num_times_of_new: dict[int, int] = field(init=False, default_factory=dict, compare=False)  # by index
+    # Observed times; the measurement counts as one.
+    _num_times: int = field(init=False, default=1, compare=False)
+    # By index.
+    _num_times_of_new: dict[int, int] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         self._rising = isotonic(self.seconds)
@@ -64,7 +94,12 @@ class CostCurve:
         if rows > self.rows[-1]:
             return self._rising[-1] + self._slope_beyond * (rows - self.rows[-1])
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
+        a, b, x, y = (
+            self.rows[right - 1],
+            self.rows[right],
+            self._rising[right - 1],
+            self._rising[right],
+        )
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
     def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -86,7 +121,8 @@ class CostCurve:
     def _slope_beyond(self) -> float:
         """Return the seconds of one more row past the last measured number.
 
-        The slope over the last doubling or over all sizes, whichever is more; two adjacent sizes would be too noisy.
+        The slope over the last doubling or over all sizes, whichever is more; two adjacent sizes
+        would be too noisy.
         """
         if len(self.rows) == 1:
             return 0.0
@@ -96,8 +132,9 @@ class CostCurve:
     def update(self, rows: float, ratio: float) -> None:
         """Correct the curve by a pass of `rows` that took `ratio` times its prediction.
 
-        A pass larger than any before by an eighth becomes a size of its own. Its time includes one-time work, so only
-        half of its excess counts, in logarithms; the next such pass corrects it.
+        A pass larger than any before by an eighth becomes a size of its own. Its time includes
+        one-time work, so only half of its excess counts, in logarithms; the next such pass corrects
+        it.
         """
         if rows > self.rows[-1] * 9 / 8:
             self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
@@ -105,10 +142,15 @@ class CostCurve:
             self._num_times_of_new[len(self.rows) - 1] = 0
         else:
             self._count(rows)
-            limit = MAX_FIRST_RATIO if self.trusts_first and self._num_times <= MAX_FIRST_TIMES else MAX_RATIO
+            limit = (
+                MAX_FIRST_RATIO
+                if self.trusts_first and self._num_times <= MAX_FIRST_TIMES
+                else MAX_RATIO
+            )
             surprise = math.log(min(max(ratio, 1 / limit), limit))
             self.seconds = [
-                s * math.exp(gain * surprise) for s, gain in zip(self._rising, self._gains(rows), strict=True)
+                s * math.exp(gain * surprise)
+                for s, gain in zip(self._rising, self._gains(rows), strict=True)
             ]
         self._rising = isotonic(self.seconds)
 
@@ -128,7 +170,11 @@ class CostCurve:
 
     def _size_rate(self, index: int) -> float:
         """Return the weight of a time for one size: SIZE_RATE, or more for the first times of a new size."""
-        return max(1 / self._num_times_of_new[index], SIZE_RATE) if index in self._num_times_of_new else SIZE_RATE
+        return (
+            max(1 / self._num_times_of_new[index], SIZE_RATE)
+            if index in self._num_times_of_new
+            else SIZE_RATE
+        )
 
     def _shares(self, rows: float) -> dict[int, float]:
         """Return the indices of the measured numbers next to `rows` and their interpolation weights."""
@@ -164,10 +210,13 @@ class StepCosts:
         catch_up: the drafter's first pass, by the rows that it reads pairs with, level 1 included
             (replayed, that is two passes, of which the second is padded by sequences).
         expand: each further level, by rows.
-        plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by sequences.
-        attention_per_row: added for each cached token and each row of its sequence beyond the first.
+        plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by
+            sequences.
+        attention_per_row: added for each cached token and each row of its sequence beyond the
+            first.
         per_sequence: added to a pass for each sequence.
-        lookup: a draft by lookups alone, by the sequences that it is for. It is learned from steps and not measured.
+        lookup: a draft by lookups alone, by the sequences that it is for. It is learned from steps
+            and not measured.
     """
 
     verify: CostCurve
@@ -184,10 +233,14 @@ class StepCosts:
 
     def __post_init__(self) -> None:
         self._measured_overhead = CostCurve(self.plain_overhead.rows, self.plain_overhead.seconds)
-        self._measured_draft_overhead = CostCurve(self.draft_overhead.rows, self.draft_overhead.seconds)
+        self._measured_draft_overhead = CostCurve(
+            self.draft_overhead.rows, self.draft_overhead.seconds
+        )
         self.plain_overhead.trusts_first = True
 
-    def verify_seconds(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+    def verify_seconds(
+        self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0
+    ) -> float:
         """Return the seconds of a pass.
 
         Args:
@@ -207,21 +260,30 @@ class StepCosts:
             rows / batch_size, num_cached, batch_size
         )
 
-    def row_seconds(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+    def row_seconds(
+        self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0
+    ) -> float:
         """Return the seconds of one more row in a pass of about num_rows rows."""
         attention_s = self.attention_per_row * num_cached / batch_size
-        return self.verify.slope(num_rows + num_prefill_rows) + attention_s + self.rows_overhead(1, batch_size)
+        return (
+            self.verify.slope(num_rows + num_prefill_rows)
+            + attention_s
+            + self.rows_overhead(1, batch_size)
+        )
 
     def rows_overhead(self, num_rows: Any, batch_size: int) -> Any:
         """Return what a step with drafts spends on its rows after the pass, beyond draft_overhead.
 
-        Greedy rows were measured. Sampling, penalties and log-probabilities cost more for each row, as plain steps
-        show, which have one for each sequence: on a 2-core CPU 1.4 ms a row of SmolLM2, as much as its verification.
+        Greedy rows were measured. Sampling, penalties and log-probabilities cost more for each row,
+        as plain steps show, which have one for each sequence: on a 2-core CPU 1.4 ms a row of
+        SmolLM2, as much as its verification.
 
         Args:
             num_rows: one number or several.
         """
-        more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(batch_size)
+        more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(
+            batch_size
+        )
         return max(more_s, 0.0) / batch_size * num_rows
 
     def tree_overhead(self, batch_size: int) -> float:
@@ -229,7 +291,11 @@ class StepCosts:
         return max(self.draft_overhead(batch_size) - self.plain_overhead(batch_size), 0.0)
 
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
-        """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
+        """Return what the sequences and their contexts add.
+
+        Args:
+            rows_each: rows per sequence, one number or several.
+        """
         return self.per_sequence * batch_size + num_cached * (
             self.attention_per_token + self.attention_per_row * (rows_each - 1)
         )
@@ -247,15 +313,38 @@ class StepCosts:
         return np.outer(self.expand.at(level_rows), range(max_depth))
 
     def plain_seconds(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
-        """Return the seconds of a plain step. num_rows: rows of its pass, if it is padded."""
-        return self.verify_seconds(max(num_rows, batch_size), num_cached, batch_size) + self.plain_overhead(batch_size)
+        """Return the seconds of a plain step.
+
+        Args:
+            num_rows: rows of its pass, if it is padded.
+        """
+        return self.verify_seconds(
+            max(num_rows, batch_size), num_cached, batch_size
+        ) + self.plain_overhead(batch_size)
+
+    def break_even(self, num_nodes: int, depth: int) -> float:
+        """Return the tokens a pass from which a tree of one sequence is no slower than plain decoding.
+
+        The context is empty; a level has one parent.
+
+        Args:
+            num_nodes: nodes that are verified, the root included.
+            depth: levels that are drafted.
+        """
+        draft_s = self.draft_seconds(num_nodes, 1, depth) + self.draft_overhead(1)
+        step_s = draft_s + self.verify_seconds(num_nodes, 0, 1) + self.rows_overhead(num_nodes, 1)
+        return step_s / self.plain_seconds(1, 0)
 
     def predict(self, outcome: StepOutcome) -> StepTimes:
         """Return the predicted seconds of a step like this one."""
-        verify = self.verify_seconds(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
+        verify = self.verify_seconds(
+            outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows
+        )
         rest = self.plain_overhead(outcome.batch_size)
         if outcome.depth:
-            rest = self.draft_overhead(outcome.batch_size) + self.rows_overhead(outcome.num_rows, outcome.batch_size)
+            rest = self.draft_overhead(outcome.batch_size) + self.rows_overhead(
+                outcome.num_rows, outcome.batch_size
+            )
         draft = 0.0
         if outcome.plan.lookups_only:
             draft = self.lookup(outcome.plan.num_members(outcome.batch_size))
@@ -265,18 +354,24 @@ class StepCosts:
 
     def prefill_seconds(self, outcome: StepOutcome) -> float:
         """Return the seconds of the prompt rows in the step's pass."""
-        return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
+        return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(
+            outcome.num_rows
+        )
 
-    def update(self, outcome: StepOutcome, predicted: StepTimes, max_overhead: float = math.inf) -> None:
+    def update(
+        self, outcome: StepOutcome, predicted: StepTimes, max_overhead: float = math.inf
+    ) -> None:
         """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
 
         Args:
             predicted: its predicted seconds.
-            max_overhead: how many times the measured overhead may be taken for typical; with 0 it only lowers the
-                curves.
+            max_overhead: how many times the measured overhead may be taken for typical; with 0 it
+                only lowers the curves.
         """
         seconds = outcome.seconds
-        self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
+        self.verify.update(
+            outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify
+        )
         if outcome.plan.lookups_only:
             if outcome.num_catch_up <= outcome.usual_catch_up:
                 num_members = outcome.plan.num_members(outcome.batch_size)
@@ -310,7 +405,36 @@ def costs_text(costs: StepCosts) -> str:
         f"{costs.attention_per_row * 1e6:.3f} us with each row of its sequence beyond the first"
     )
     each = f"sequences: {costs.per_sequence * 1e6:.1f} us more for each of them"
-    return "\n\n".join([*parts, f"{each}\n{context}"])
+    worth = f"one sequence: {DraftWorth.of(costs).text}"
+    return "\n\n".join([*parts, f"{each}\n{context}", worth])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWorth:
+    """What drafts must bring in on a machine, for one sequence: derived here, wherever it is shown.
+
+    Attributes:
+        row_passes: what one row more takes, as a share of a pass of one row.
+        tau: tokens a pass from which drafts pay, by the nodes of the tree.
+    """
+
+    row_passes: float
+    tau: dict[int, float]
+
+    @classmethod
+    def of(cls, costs: StepCosts) -> DraftWorth:
+        """Return what drafts must bring in at these costs."""
+        row_passes = costs.verify.slope(WORTH_ROWS) / costs.verify(1)
+        return cls(row_passes, {n: costs.break_even(n, depth) for n, depth in WORTH_TREES})
+
+    @property
+    def text(self) -> str:
+        """Return both in a line: the break-even of the smallest tree, and of larger ones in brackets."""
+        (_, smallest), *larger = self.tau.items()
+        more = ", ".join(f"{tau:.1f} with {n} nodes" for n, tau in larger)
+        return (
+            f"a row costs {self.row_passes:.2f} passes: drafts pay from tau {smallest:.1f} ({more})"
+        )
 
 
 def _bars(curve: CostCurve) -> str:

@@ -1,12 +1,12 @@
-"""LookupGains: what steps yield that draft by lookups alone, as far as such steps have run.
+"""LookupGains: measure the accepted drafts and the cost of steps that draft by lookups alone.
 
     gains.update(outcome, more_s)               # accepted drafts, and the seconds beyond those of a plain step
     gains.rate(batch_size, plain_s)             # tokens per second of a step with lookups
     gains.promise(counts)                       # a trial out of turn: texts repeat what was read
 
-Lookups propose nothing in most steps and long drafts in a few. On an average over steps of what each number of rows
-yields, a few rows pay in every step or in none. So what is averaged is what the steps brought in, each with as many
-rows as its own draft was worth.
+Lookups propose nothing in most steps and long drafts in a few. On an average over steps of what
+each number of rows yields, a few rows pay in every step or in none. So what is averaged is what the
+steps brought in, each with as many rows as its own draft was worth.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.planner.acceptance_model import (
-    EMA_RATE,
-    FADED,
-    MEMORY,
-    PRIOR_COUNT,
-    AcceptanceByBatchSize,
-    AcceptanceModel,
-    octave,
-)
+from eagle_ray.planner.acceptance_model import EMA_RATE, FADED, MEMORY, PRIOR_COUNT, AcceptanceModel
+from eagle_ray.planner.calibrated_acceptance import AcceptanceByBatchSize, octave
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.probe_schedule import ProbeSchedule
 
-LOOKUP_SHARE = 0.001  # of the time, for trials of lookups
+LOOKUP_SHARE = 0.001  # share of the time for trials of lookups
 TRIAL_STEPS = 8  # one after the other, since lookups seldom propose anything
-FIRST_TRIAL_STEPS = 24  # of the first trial, when texts are short
-MIN_FORESEEN = 0.3  # of the tokens, for a trial out of turn
+FIRST_TRIAL_STEPS = 24  # steps of the first trial, when texts are short
+MIN_FORESEEN = 0.3  # share of the tokens that must be foreseen for a trial out of turn
 MORE_FORESEEN = 1.25  # times the share at the last trial that did not pay
 
 
@@ -46,7 +39,8 @@ class LookupGains:
     """Sums by octave of batch sizes, and when lookups are tried while they are off.
 
     Attributes:
-        acceptance_by_size: how accurate the values of looked-up drafts are, and on a GPU what they are worth.
+        acceptance_by_size: how accurate the values of looked-up drafts are, and on a GPU what they
+            are worth.
         schedule: when the next trial may begin.
         num_drafts: drafts by lookups alone so far.
     """
@@ -57,10 +51,11 @@ class LookupGains:
         self.num_drafts = 0
         self._by_octave: dict[int, _Sums] = {}
         self._last = _Sums()
-        self._trial_steps = FIRST_TRIAL_STEPS  # that are left
+        self._trial_steps = FIRST_TRIAL_STEPS  # steps of the trial that are left
         self._trial_s = 0.0
         self._counts = 0, 0  # tokens read, and foreseen ones, when they were last looked at
-        self._share = self._share_unpaid = 0.0
+        self._share = 0.0
+        self._share_unpaid = 0.0
 
     @property
     def is_trying(self) -> bool:
@@ -70,17 +65,23 @@ class LookupGains:
     def promise(self, counts: tuple[int, int] | None) -> bool:
         """Return whether the tokens read since the last call make a trial worth while, whenever the next one is due.
 
-        counts: all tokens read so far, and those that lookups would have found; None if they are not counted.
+        Args:
+            counts: all tokens read so far, and those that lookups would have found; None if they
+                are not counted.
         """
-        if counts is None or counts[0] <= self._counts[0]:
+        last_read, last_foreseen = self._counts
+        if counts is None or counts[0] <= last_read:
             return False
-        self._share = (counts[1] - self._counts[1]) / (counts[0] - self._counts[0])
+        num_read, num_foreseen = counts
+        self._share = (num_foreseen - last_foreseen) / (num_read - last_read)
         self._counts = counts
         return self._share >= max(MIN_FORESEEN, MORE_FORESEEN * self._share_unpaid)
 
     def begin_trial(self, step: int) -> None:
+        """Try lookups in the next steps."""
         self.schedule.begin(step)
-        self._trial_steps, self._trial_s = TRIAL_STEPS, 0.0
+        self._trial_steps = TRIAL_STEPS
+        self._trial_s = 0.0
 
     def count_trial_step(self, cost_s: float, plain_s: float) -> None:
         """Count a step of a trial, which ends early once it has lost more than a plain step takes.
@@ -98,7 +99,11 @@ class LookupGains:
         self._share_unpaid = 0.0
         self._by_octave.clear()
         known = self._last
-        self._last = _Sums(FADED * known.accepted, FADED * known.seconds, FADED * known.count)
+        self._last = _Sums(
+            accepted=FADED * known.accepted,
+            seconds=FADED * known.seconds,
+            count=FADED * known.count,
+        )
 
     def end_trial(self, size: int, plain_s: float) -> None:
         """Set when the next trial may begin: ever later, as long as lookups bring in less than they take."""
@@ -117,18 +122,23 @@ class LookupGains:
         """
         size = outcome.batch_size
         num_members = outcome.plan.num_members(size)
-        known, decay = self._of(size), (1 - EMA_RATE) ** num_members
-        self._last = self._by_octave[octave(size)] = _Sums(
-            decay * known.accepted + outcome.num_accepted,
-            decay * known.seconds + more_s,
-            decay * known.count + num_members,
+        decay = (1 - EMA_RATE) ** num_members
+        known = self._of(size)
+        updated = _Sums(
+            accepted=decay * known.accepted + outcome.num_accepted,
+            seconds=decay * known.seconds + more_s,
+            count=decay * known.count + num_members,
         )
+        self._by_octave[octave(size)] = updated
+        self._last = updated
 
     def rate(self, size: int, plain_s: float) -> float:
         """Return the tokens per second to expect of steps with lookups where a plain one takes plain_s."""
         known = self._of(size)
         each = size / (known.count + PRIOR_COUNT)
-        return (size + each * known.accepted) / max(plain_s + each * known.seconds, plain_s / 2)
+        num_tokens = size + each * known.accepted
+        seconds = max(plain_s + each * known.seconds, plain_s / 2)
+        return num_tokens / seconds
 
     def _of(self, size: int) -> _Sums:
         return self._by_octave.get(octave(size), self._last)

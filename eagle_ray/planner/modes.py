@@ -1,4 +1,4 @@
-"""PlannerModes: what the planner does at an ordinary step, and when that changes.
+"""PlannerModes: switch between plain decoding, drafts and lookups for ordinary steps.
 
 The mode is reviewed every REVIEW_EVERY steps and when the batch size changes:
 
@@ -8,8 +8,9 @@ The mode is reviewed every REVIEW_EVERY steps and when the batch size changes:
     OFF -> PROBING           if a probe is due and a trial by the whole batch is promising
     PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch, or once they have lost much
 
-If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which contain what is
-looked up, and lookups alone. The kind with the better rate runs, so lookups may be on where the model does not pay.
+If the drafter looks up drafts as well, ON has two kinds (`DraftKind`): drafts of the model, which
+contain what is looked up, and lookups alone. The kind with the better rate runs, so lookups may be
+on where the model does not pay.
 """
 
 from __future__ import annotations
@@ -17,21 +18,28 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.planner.acceptance_model import MEMORY, CalibratedAcceptance, octave
+from eagle_ray.planner.acceptance_model import MEMORY
+from eagle_ray.planner.calibrated_acceptance import CalibratedAcceptance, octave
 from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
 from eagle_ray.planner.planner import DraftKind, StepOutcome
-from eagle_ray.planner.probe_schedule import ProbeSchedule, TextHistogram
+from eagle_ray.planner.probe_schedule import ProbeSchedule
+from eagle_ray.planner.text_histogram import TextHistogram
 
-HYSTERESIS = 0.03  # of plain decoding's rate
-TRIAL_LOSS = 2.0  # plain steps that a trial by the whole batch may be expected to lose; it ends once it has
-POOR_ACCEPTANCE = 0.3  # of each sequence's likeliest draft token: no cost that may have been mistaken would help
-PATIENCE = 2 * MEMORY // REVIEW_EVERY  # reviews that may find drafts a little slower than plain decoding in a row
-OFF_REVIEW_EVERY = 4 * REVIEW_EVERY  # steps between reviews while nothing is drafted and nothing new is known
+# Share of plain decoding's rate.
+HYSTERESIS = 0.03
+# Plain steps that a trial by the whole batch may be expected to lose; it ends once it has.
+TRIAL_LOSS = 2.0
+# Acceptance of each sequence's likeliest draft token: no cost that may have been mistaken would help.
+POOR_ACCEPTANCE = 0.3
+# Reviews in a row that may find drafts a little slower than plain decoding.
+MAX_SLOW_REVIEWS = 2 * MEMORY // REVIEW_EVERY
+# Steps between reviews while nothing is drafted and nothing new is known.
+OFF_REVIEW_EVERY = 4 * REVIEW_EVERY
 
 
 class Mode(Enum):
-    """What the planner does at an ordinary step."""
+    """What an ordinary step drafts."""
 
     WARM_UP = auto()  # probes alone
     OFF = auto()  # plain steps
@@ -40,7 +48,7 @@ class Mode(Enum):
 
 
 class PlannerModes:
-    """The current mode, reviewed by what drafts promise.
+    """The current mode, reviewed by the rates that the plans promise.
 
     Args:
         search: rates of plans by the current costs.
@@ -56,17 +64,22 @@ class PlannerModes:
     """
 
     def __init__(self, search: PlanSearch, lookups: LookupGains | None, has_model: bool):
-        self._search, self._lookups, self._has_model = search, lookups, has_model
+        self._search = search
+        self._lookups = lookups
+        self._has_model = has_model
         self.mode = Mode.WARM_UP
         self.kind = DraftKind.MODEL if has_model else DraftKind.LOOKUPS
         self.best = PlanEstimate(0.0)
-        self.next_review = self.num_steps = 0
-        self._probes = ProbeSchedule()  # of the model; while it is on, of anything else
-        self._texts = TextHistogram()  # those that the last probe was of
+        self.next_review = 0
+        self.num_steps = 0
+        self._probes = ProbeSchedule()  # probes of the model; while it is on, of anything else
+        self._texts = TextHistogram()  # the texts of the last probe
         self._review_size = 0  # batch size of the last review
         self._num_unpaid = 0  # reviews in a row that left drafts on at a small loss
-        self._judges_probe = False  # at the next review, after a probe of the model while it was off
-        self._trial_s = 0.0  # what the steps of the last trial cost beyond what their tokens would have taken
+        # Whether the next review judges a probe of the model, which ran while it was off.
+        self._judges_probe = False
+        # What the steps of the last trial cost beyond what their tokens would have taken.
+        self._trial_s = 0.0
         self._num_missed = 0  # tokens that the drafter has to catch up on
         self._prompt_tokens = 0.0  # new prompt tokens per step, on average
 
@@ -97,7 +110,8 @@ class PlannerModes:
         if self.mode is Mode.PROBING and not is_due:
             return
         self._choose(batch, acceptance)
-        self.next_review = self.num_steps + (OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY)
+        wait = OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY
+        self.next_review = self.num_steps + wait
 
     def review_soon(self) -> None:
         """Review at the next step at the latest."""
@@ -106,8 +120,8 @@ class PlannerModes:
     def opportunity_rate(self, size: int, num_cached: int) -> float:
         """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
 
-        A step should not maximise its own rate. If its texts are hard, a second is worth more in the steps to come; if
-        they are easy, it is worth less there.
+        A step should not maximise its own rate. If its texts are hard, a second is worth more in
+        the steps to come; if they are easy, it is worth less there.
         """
         plain_s = self._search.plain_seconds(size, num_cached)
         return max(size / plain_s, *self._rates(size, plain_s).values())
@@ -129,7 +143,8 @@ class PlannerModes:
         Args:
             cost_s: its seconds beyond those that its tokens would have taken.
             plain_s: seconds of a plain step.
-            is_drafting: the model drafted. Then the probe is judged at the next review, if the model is off.
+            is_drafting: the model drafted. Then the probe is judged at the next review, if the
+                model is off.
         """
         self._probes.charge(cost_s)
         self._trial_s += cost_s
@@ -146,7 +161,7 @@ class PlannerModes:
         return self._texts.have_changed(batch)
 
     def remember_texts(self, batch: DecodeBatch) -> None:
-        """Compare later texts with those of this batch, which a probe is of."""
+        """Store the texts of a probe's batch, for `texts_have_changed`."""
         self._texts.remember(batch)
 
     def restart_probes(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
@@ -163,13 +178,19 @@ class PlannerModes:
 
     def is_trial_promising(self, batch: DecodeBatch) -> bool:
         """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
-        plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
-        rate = max(len(batch) / plain_s, self._rates(len(batch), plain_s).get(DraftKind.LOOKUPS, 0.0))
-        return REVIEW_EVERY * (self.best.tau - 1) >= 1 and self.best.rate >= (1 - TRIAL_LOSS / REVIEW_EVERY) * rate
+        size = len(batch)
+        plain_s = self._search.plain_seconds(size, batch.num_cached)
+        lookups_rate = self._rates(size, plain_s).get(DraftKind.LOOKUPS, 0.0)
+        rate = max(size / plain_s, lookups_rate)
+        yields_drafts = REVIEW_EVERY * (self.best.tau - 1) >= 1
+        loses_little = self.best.rate >= (1 - TRIAL_LOSS / REVIEW_EVERY) * rate
+        return yields_drafts and loses_little
 
     def begin_trial(self) -> None:
         """Draft for the whole batch until the next review."""
-        self.mode, self.kind, self._trial_s = Mode.PROBING, DraftKind.MODEL, 0.0
+        self.mode = Mode.PROBING
+        self.kind = DraftKind.MODEL
+        self._trial_s = 0.0
         self.next_review = self.num_steps + REVIEW_EVERY
 
     # reviews
@@ -182,12 +203,15 @@ class PlannerModes:
 
     def _choose(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
         """Turn on the kind of drafts with the best rate of those that pay, or none."""
-        size, plain_s = len(batch), self._search.plain_seconds(len(batch), batch.num_cached)
-        rates = self._rates(size, plain_s)
+        size = len(batch)
+        plain_s = self._search.plain_seconds(size, batch.num_cached)
         previous = self.mode, self.kind
-        paying = {
-            kind: rate for kind, rate in rates.items() if rate > self._hurdle(kind, batch, plain_s) * size / plain_s
-        }
+        paying = {}
+        for kind, rate in self._rates(size, plain_s).items():
+            if rate > self._hurdle(kind, batch, plain_s) * size / plain_s:
+                paying[kind] = rate
+
+        # The kind that is on stays on if another one is hardly better.
         if self.runs(self.kind) and self.kind in paying:
             paying[self.kind] *= 1 + HYSTERESIS
         self.mode = Mode.ON if paying else Mode.OFF
@@ -205,27 +229,41 @@ class PlannerModes:
     def _hurdle(self, kind: DraftKind, batch: DecodeBatch, plain_s: float) -> float:
         """Return how many times plain decoding's rate a kind must promise to be on.
 
-        What lookups promise is what they brought in, so they are off as soon as that is less than they take.
+        What lookups promise is what they brought in, so they are off as soon as that is less than
+        they take.
         """
         if kind is DraftKind.LOOKUPS:
             return 1.0 if self.runs(kind) else 1 + HYSTERESIS / 3
         if self.runs(kind):
-            return 1 - HYSTERESIS if self._num_unpaid < PATIENCE else 1.0
-        catch_up_s = self._search.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * len(batch)))
+            return 1 - HYSTERESIS if self._num_unpaid < MAX_SLOW_REVIEWS else 1.0
+
+        # The first draft also reads what the drafter has missed.
+        num_missed = min(self._num_missed, batch.num_cached, MEMORY * len(batch))
+        catch_up_s = self._search.costs.catch_up(num_missed)
         return 1 + HYSTERESIS + catch_up_s / (MEMORY * plain_s)
 
     def _schedule_probes(
-        self, previous: tuple[Mode, DraftKind], batch: DecodeBatch, plain_s: float, acceptance: CalibratedAcceptance
+        self,
+        previous: tuple[Mode, DraftKind],
+        batch: DecodeBatch,
+        plain_s: float,
+        acceptance: CalibratedAcceptance,
     ) -> None:
         """Set when the model is probed next, after its mode was chosen."""
-        was_on, is_on = previous == (Mode.ON, DraftKind.MODEL), self.runs(DraftKind.MODEL)
-        self._num_unpaid = self._num_unpaid + 1 if is_on and self.best.rate * plain_s < len(batch) else 0
+        was_on = previous == (Mode.ON, DraftKind.MODEL)
+        is_on = self.runs(DraftKind.MODEL)
+        if is_on and self.best.rate * plain_s < len(batch):
+            self._num_unpaid += 1
+        else:
+            self._num_unpaid = 0
+
         if is_on:
             self._probes.resume()
         elif was_on:
             self._probes.allow_retry(plain_s)
         elif self._has_model and (self._judges_probe or previous[0] is Mode.WARM_UP):
             self.remember_texts(batch)
-            if acceptance.accuracy * float(acceptance.model.expected([1.0])[0, 0, 0]) < POOR_ACCEPTANCE:
+            likeliest = acceptance.accuracy * float(acceptance.model.expected([1.0])[0, 0, 0])
+            if likeliest < POOR_ACCEPTANCE:
                 self._probes.back_off()
         self._judges_probe = False

@@ -2,14 +2,14 @@
 
     rate = (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead)
 
-Drafts come from the acceptance model, seconds from the cost model. Both are by batch size, so the rates are too.
+Drafts come from the acceptance model, seconds from the cost model. Both are by batch size, so the
+rates are too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Int
@@ -17,11 +17,23 @@ from jaxtyping import Int
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import CalibratedAcceptance
+from eagle_ray.planner.calibrated_acceptance import CalibratedAcceptance
 from eagle_ray.planner.cost_model import BUCKETS, StepCosts
 
-FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
-REVIEW_EVERY = 8  # steps: between decisions, between observations of a draft, between probes, and of a trial
+# Steps between decisions, between observations of a draft and between probes; steps of a trial.
+REVIEW_EVERY = 8
+
+
+def _fine_buckets(number: int) -> tuple[int, ...]:
+    """Return numbers of rows from 1 on, each an eighth more than the one before."""
+    buckets = [1]
+    while len(buckets) < number:
+        last = buckets[-1]
+        buckets.append(last + max(1, last // 8))
+    return tuple(buckets)
+
+
+FINE_BUCKETS = _fine_buckets(65)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,8 @@ class PlanSearch:
 
     def plain_seconds(self, size: int, num_cached: int) -> float:
         """Return the seconds of a plain step, in the pass that is run for that many rows."""
-        return self.costs.plain_seconds(size, num_cached, self._sizes.batch(size))
+        num_rows = self._sizes.batch(size)
+        return self.costs.plain_seconds(size, num_cached, num_rows)
 
     def plain_rate(self, size: int, num_cached: int) -> float:
         """Return plain decoding's tokens per second."""
@@ -66,41 +79,63 @@ class PlanSearch:
 
     def row_counts(self, size: int, num_candidates: int) -> list[int]:
         """Return the numbers of rows to choose from: the roots alone, some candidates, all candidates."""
-        return self.padded([size, *self._between(size, num_candidates)])
+        some_or_all = self._between(size, num_candidates)
+        return self.padded([size, *some_or_all])
 
     def padded(self, rows: Sequence[int]) -> list[int]:
         """Return the rows of the passes that are run for these numbers of rows."""
         return sorted({self._sizes.rows(n) for n in rows})
 
-    def best(self, batch: DecodeBatch, acceptance: CalibratedAcceptance, num_prompt_tokens: float) -> PlanEstimate:
+    def best(
+        self, batch: DecodeBatch, acceptance: CalibratedAcceptance, num_prompt_tokens: float
+    ) -> PlanEstimate:
         """Return the width, depth and number of rows with the best rate.
 
         Args:
             num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
         """
-        size, costs, widths = len(batch), self.costs, acceptance.model.widths
-        rows = [n for n in self.padded(self._between(size, size * self._bounds.max_nodes)) if n > size]
-        gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
+        size = len(batch)
+        costs = self.costs
+        widths = acceptance.model.widths
 
+        # The accepted drafts by width, depth and number of rows.
+        candidates = self.padded(self._between(size, size * self._bounds.max_nodes))
+        rows = [n for n in candidates if n > size]
+        nodes_per_sequence = [n / size - 1 for n in rows]
+        accepted = acceptance.model.expected(nodes_per_sequence)
+        gains = acceptance.accuracy * size * accepted
+
+        # The seconds to draft: it also reads the tokens of the previous step, and new prompts.
         prompts = num_prompt_tokens * costs.catch_up.per_row
-        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._bounds.depth)
+        level_rows = [self._sizes.level_rows(size, width) for width in widths]
+        levels = costs.level_seconds(level_rows, self._bounds.depth)
         pairs = size + gains if self._sizes.pairs is None else self._pair_rows(size, rows)
-        drafted = costs.catch_up.at(pairs) + levels[:, :, None]  # it reads the tokens of the previous step
-        spent = (
-            prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)
-        )
+        drafted = costs.catch_up.at(pairs) + levels[:, :, None]
+
+        # The seconds of the whole step.
+        verified = costs.verify_seconds_by_rows(rows, batch.num_cached, size)
+        spent = prompts + costs.draft_overhead(size) + drafted + verified
         spent += costs.rows_overhead(np.asarray(rows), size)
 
+        # The best rate over all of them.
         rates = (size + gains) / spent
         rates[1:, 0] = 0.0  # a single level has one parent, however wide the draft
-        width, depth, n = np.unravel_index(rates.argmax(), rates.shape)
-        tau = 1 + float(gains[width, depth, n]) / size
-        return PlanEstimate(float(rates[width, depth, n]), widths[width], int(depth) + 1, rows[n], tau)
+        best = np.unravel_index(rates.argmax(), rates.shape)
+        width, depth, n = best
+        return PlanEstimate(
+            rate=float(rates[best]),
+            width=widths[width],
+            depth=int(depth) + 1,
+            num_rows=rows[n],
+            tau=1 + float(gains[best]) / size,
+        )
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
-        largest = max(min(size + num_candidates, self._sizes.max_rows(size)), size)
-        return [*(n for n in self._buckets if size < n < largest), largest]
+        largest = min(size + num_candidates, self._sizes.max_rows(size))
+        largest = max(largest, size)
+        between = [n for n in self._buckets if size < n < largest]
+        return [*between, largest]
 
     def _pair_rows(self, size: int, rows: Sequence[int]) -> Int[np.ndarray, "depth rows"]:
         """Return the rows of the pass that reads pairs after steps like these, whose results only the device knows.
@@ -108,5 +143,8 @@ class PlanSearch:
         A sequence has at most as many new pairs as its tree has levels and one, and as it has rows.
         """
         pairs = self._sizes.pairs or int
-        depths = range(1, self._bounds.depth + 1)
-        return np.array([[pairs(min(size * (1 + depth), n)) for n in rows] for depth in depths])
+        by_depth = []
+        for depth in range(1, self._bounds.depth + 1):
+            max_pairs = size * (1 + depth)
+            by_depth.append([pairs(min(max_pairs, n)) for n in rows])
+        return np.array(by_depth)

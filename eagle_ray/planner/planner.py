@@ -1,8 +1,8 @@
 """Planner: the protocol of what decides how much each step drafts and verifies; UniformPlanner, the constant one.
 
-A planner never changes the output, only its cost. `plan` runs before anything is drafted, `allocate` once the
-candidates' values are known, and `observe` when the step is over. If steps overlap, the next one is planned and
-allocated before.
+A planner never changes the output, only its cost. `plan` runs before anything is drafted,
+`allocate` once the candidates' values are known, and `observe` when the step is over. If steps
+overlap, the next one is planned and allocated before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from eagle_ray.tree.expand import DraftPlan, PartialDraft
 
 
 class DraftKind(Enum):
-    """What a step drafts with."""
+    """The source of a step's drafts."""
 
     MODEL = auto()  # a model, and what the drafter looks up if it looks up at all
-    LOOKUPS = auto()  # what the drafter looks up, alone
+    LOOKUPS = auto()  # lookups alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,19 @@ class Allocation:
         """Keep the best nodes of every tree, `limit` of them with the root, or all if a tree has fewer."""
         num_nodes = min(limit, draft.tree.num_nodes)
         num_rows = len(draft.tree.tokens) * num_nodes
+        if draft.tree.num_nodes == 1:
+            return cls(draft.tree.valid, num_nodes, num_rows)
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
     def packed(self) -> tuple[tuple[int, ...], int, int, float, list[int] | None]:
-        """Return what the host knows of the allocation, as it is sent to other ranks."""
+        """Return the allocation's host data, to send it to other ranks."""
         return tuple(self.keep.shape), self.num_nodes, self.num_rows, self.expected, self.sizes
 
     @classmethod
     def unpacked(
         cls, packed: tuple[tuple[int, ...], int, int, float, list[int] | None], device: torch.device
     ) -> Allocation:
-        """Return the allocation on a device. It keeps the roots alone: what else is kept is sent there."""
+        """Return the allocation on a device. It keeps only the roots until the kept nodes are sent."""
         shape, num_nodes, num_rows, expected, sizes = packed
         keep = torch.zeros(shape, dtype=torch.bool, device=device)
         keep[:, 0] = True
@@ -87,10 +89,12 @@ class StepOutcome:
         depth: levels that were drafted; 0 if nothing was proposed, whatever the plan.
         num_accepted: accepted drafts of the batch, without those past a sequence's end.
         num_prompt_tokens: prompt tokens that were computed during the step.
-        is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not predict theirs.
+        is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not
+            predict theirs.
         num_expected_drafts: as allocated.
         num_prefill_rows: prompt rows in the same pass of the target.
-        num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are replayed.
+        num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are
+            replayed.
         num_pair_rows: as in Draft.
         caught_up_before: as in Draft.
     """
@@ -146,10 +150,13 @@ class Planner(Protocol):
 class UniformPlanner:
     """Drafts a tree of one size for every sequence at every step, as EAGLE-2 was published.
 
-    should_stop: as in DraftPlan.
+    Args:
+        should_stop: as in DraftPlan.
     """
 
-    def __init__(self, bounds: TreeBounds, should_stop: Callable[[PartialDraft], bool] | None = None):
+    def __init__(
+        self, bounds: TreeBounds, should_stop: Callable[[PartialDraft], bool] | None = None
+    ):
         self._plan = DraftPlan(bounds.depth, bounds.top_k, should_stop=should_stop)
         self._num_nodes = bounds.num_nodes
 

@@ -1,44 +1,37 @@
-"""ProbeSchedule: when the next probe may run, by what probes have cost and promised. TextHistogram: other texts.
+"""ProbeSchedule: decide when the next probe may run, by the cost and the promise of earlier ones.
 
-if schedule.is_due(step):
-    schedule.begin(step)
-    ...
-    schedule.charge(seconds)      # what the probe took beyond what its tokens would have taken
-    schedule.back_off()           # if its drafts were hardly accepted
-schedule.pay(seconds)             # of every step
-if texts.have_changed(batch):
-    schedule.restart(step_seconds)
+    if schedule.is_due(step):
+        schedule.begin(step)
+        ...
+        schedule.charge(seconds)      # its time beyond that of the same tokens without it
+        schedule.back_off()           # if its drafts were hardly accepted
+    schedule.pay(seconds)             # at every step
+
+`text_histogram.py` says when texts have changed, so that it starts again.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from jaxtyping import Float
-
-from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 
-PROBE_SHARE = 0.003  # of the time
-BACK_OFF = 2  # times as many steps until the next probe, after each one whose drafts were hardly accepted
-NUM_BINS = 1024  # of token ids
-NUM_TOKENS = 256  # the last ones of the batch that are counted
-# Of SmolLM2's tokens, two histograms of one task of Spec-Bench agree by 0.41 to 0.9, of English and Finnish by 0.16,
-# of prose and code by 0.2 to 0.35, and of two tasks by 0.3 to 0.47.
-MIN_AGREEMENT = 0.35
+PROBE_SHARE = 0.003  # share of the time
+# Factor of the steps until the next probe, after each one whose drafts were hardly accepted.
+BACK_OFF = 2
 
 
 class ProbeSchedule:
     """The debt of probes in seconds, the step of the last one, and the steps until the next.
 
-    Probes cost time that the best known plan would not have spent. Their cost is kept within PROBE_SHARE of the time:
-    each probe adds its cost to a debt, every step pays some of it off, and the next probe waits until it is paid.
+    Probes cost time that the best known plan would not have spent. Their cost is kept within
+    PROBE_SHARE of the time: each probe adds its cost to a debt, every step pays some of it off, and
+    the next probe waits until it is paid.
 
-    One exception: after drafts were turned off, the debt is such that a retry comes soon, since their cost is only
-    observed while they are on. Each further retry waits twice as long.
+    One exception: after drafts were turned off, the debt is such that a retry comes soon, since
+    their cost is only observed while they are on. Each further retry waits twice as long.
 
-    After each probe whose drafts were hardly accepted the next one waits twice as long, so that the number of such
-    probes rises with the logarithm of the steps.
+    After each probe whose drafts were hardly accepted the next one waits twice as long, so that the
+    number of such probes rises with the logarithm of the steps.
 
     Args:
         share: share of the time; None is PROBE_SHARE.
@@ -49,7 +42,8 @@ class ProbeSchedule:
         self._share = PROBE_SHARE if share is None else share
         self._debt_s = 0.0
         self._last_step = -REVIEW_EVERY
-        self._min_wait = self._wait = wait  # steps from one probe to the next
+        self._min_wait = wait  # steps from one probe to the next, at first
+        self._wait = wait
         self._retry_after = MEMORY
 
     def is_due(self, step: int) -> bool:
@@ -82,39 +76,7 @@ class ProbeSchedule:
         self._wait = self._min_wait
 
     def restart(self, step_seconds: float) -> None:
-        """Probe soon again after a long wait, since what the last probes showed says little about what comes."""
+        """Make the next probe due soon, since texts may have changed during a long wait."""
         if self._wait > self._min_wait:
             self.resume()
             self.allow_retry(step_seconds)
-
-
-class TextHistogram:
-    """How often tokens occur among the last ones of a batch, to notice texts unlike those of the last probe.
-
-    Ids share NUM_BINS bins. Two histograms agree by the Bhattacharyya coefficient: 1 if they are equal.
-    """
-
-    def __init__(self) -> None:
-        self._reference: Float[np.ndarray, " bins"] | None = None  # square roots of frequencies
-
-    def remember(self, batch: DecodeBatch) -> None:
-        """Compare later batches with this one."""
-        self._reference = _root_frequencies(batch)
-
-    def have_changed(self, batch: DecodeBatch) -> bool:
-        """Return whether the batch's texts are unlike the remembered ones."""
-        if self._reference is None:
-            return False
-        return float(self._reference @ _root_frequencies(batch)) < MIN_AGREEMENT
-
-
-def _root_frequencies(batch: DecodeBatch) -> Float[np.ndarray, " bins"]:
-    each = -(-NUM_TOKENS // len(batch))
-    ids: list[int] = []
-    for sequence in batch.sequences:
-        outputs = sequence.output_ids[-each:]
-        lacking = each - len(outputs)
-        ids += sequence.prompt_ids[-lacking:] if lacking else []
-        ids += outputs
-    counts = np.bincount(np.asarray(ids, dtype=np.int64) % NUM_BINS, minlength=NUM_BINS)
-    return np.sqrt(counts / max(len(ids), 1))

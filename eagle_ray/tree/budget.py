@@ -4,7 +4,8 @@
     best_of_batch    the best nodes of the whole batch, whichever tree they are in
     static(paths)    a fixed set of paths by rank: EAGLE-1
 
-If a policy keeps a node, it keeps its ancestors: values never rise along a path, and ties go to the earlier node.
+If a policy keeps a node, it keeps its ancestors: values never rise along a path, and ties go to the
+earlier node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.device import to_device
+from eagle_ray.kernels import tree_ops
 from eagle_ray.tree.draft_tree import DraftTree
 
 
@@ -42,7 +44,8 @@ Policy = Callable[[DraftTree, Budget], Bool[Tensor, "B N"]]
 
 def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
     """Keep the num_nodes best nodes of each tree, or all if it has fewer. budget.num_rows must allow that."""
-    return (ranks(tree.log_values) < budget.num_nodes) & tree.valid
+    is_best = ranks(tree.log_values) < budget.num_nodes
+    return is_best & tree.valid
 
 
 def best_of_batch(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
@@ -54,30 +57,51 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
     """Return a policy that keeps the given paths from the root (EAGLE-1).
 
     Args:
-        paths: ranks among siblings, one per level. Prefixes are added. Paths that the candidates lack are left out.
+        paths: ranks among siblings, one per level. Prefixes are added. Paths that the candidates
+            lack are left out.
     """
-    wanted = sorted({path[:end] for path in paths for end in range(len(path) + 1)} | {()})
-    longest, width = max(map(len, wanted)), 1 + max((max(path) for path in wanted if path), default=-1)
+    # A node has a row only if its ancestors have, so prefixes are paths too. The root's is ().
+    prefixes: set[tuple[int, ...]] = {()}
+    for path in paths:
+        prefixes.update(path[:end] for end in range(len(path) + 1))
+    wanted = sorted(prefixes)
+    longest = max(map(len, wanted))
+
+    # Ranks from `width` on are in no path, and share the last column of the table.
+    largest_rank = max((max(path) for path in wanted if path), default=-1)
+    width = 1 + largest_rank
     steps = _steps(wanted, width)
 
     def keep(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-        table, parents = steps.to(tree.tokens.device), tree.parents.clamp(min=0)
-        rank, at = _sibling_ranks(tree).clamp(max=width), torch.zeros_like(tree.tokens)
+        table = steps.to(tree.tokens.device)
+        parents = tree.parents.clamp(min=0)
+        rank = _sibling_ranks(tree).clamp(max=width)
+
+        # The path index of each node follows from its parent's, so one more level is right after each turn.
+        at = torch.zeros_like(tree.tokens)
         for _ in range(longest):
-            at = table[at.gather(1, parents), rank]
+            at_parent = at.gather(1, parents)
+            at = table[at_parent, rank]
             at[:, 0] = 0
-        return (at < len(wanted)) & (tree.depths <= longest) & tree.valid
+
+        # Deeper nodes have only the index that an ancestor had some turns ago.
+        is_path = at < len(wanted)
+        is_known = tree.depths <= longest
+        return is_path & is_known & tree.valid
 
     return keep
 
 
 def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
     """Return a table from (path index, rank) to the index of the longer path; len(paths) is no path."""
+    no_path = len(paths)
     index_of = {path: place for place, path in enumerate(paths)}
-    steps = torch.full((len(paths) + 1, width + 1), len(paths))
+    steps = torch.full((no_path + 1, width + 1), no_path)
     for path, place in index_of.items():
         if path:
-            steps[index_of[path[:-1]], path[-1]] = place
+            parent = index_of[path[:-1]]
+            rank = path[-1]
+            steps[parent, rank] = place
     return steps
 
 
@@ -90,37 +114,80 @@ class Candidates:
         owners: the tree of each candidate.
         nodes: its index in that tree.
         shape: (B, N) of the trees.
+        totals: drafts that the first 0, 1, ... candidates are expected to yield; None if they are
+            not summed yet.
     """
 
     log_values: Float[Tensor, " C"]
     owners: Int[Tensor, " C"]
     nodes: Int[Tensor, " C"]
     shape: torch.Size
+    totals: Float[Tensor, " C1"] | None = None
 
     @classmethod
     def of(cls, tree: DraftTree, budget: Budget) -> Candidates:
+        """Return the candidates of these trees within a budget, the roots left out."""
+        if not tree_ops.available(tree.tokens.device):
+            return cls.of_portably(tree, budget)
+        values = _worth(tree, budget)[:, 1:]
+        best, owners, nodes, totals = tree_ops.best_candidates(values, budget.num_nodes - 1)
+        return cls(best, owners, nodes, tree.tokens.shape, totals)
+
+    @classmethod
+    def of_portably(cls, tree: DraftTree, budget: Budget) -> Candidates:
+        """Compute `of` with torch operations, on any device."""
         values = _worth(tree, budget)[:, 1:]
         batch, num_candidates = values.shape
+
+        # The best candidates of each tree, if it has more than may be kept.
         order = torch.arange(num_candidates, device=values.device).expand(batch, -1)
-        if budget.num_nodes - 1 < num_candidates:
+        max_candidates = budget.num_nodes - 1
+        if max_candidates < num_candidates:
             values, order = values.sort(dim=1, descending=True, stable=True)
-            values, order = values[:, : budget.num_nodes - 1], order[:, : budget.num_nodes - 1]
+            values = values[:, :max_candidates]
+            order = order[:, :max_candidates]
+
+        # The best of the whole batch first. Node 0 of a tree is its root, which is no candidate.
         best, index = values.flatten().sort(descending=True, stable=True)
-        return cls(best, index // max(values.shape[1], 1), order.flatten()[index] + 1, tree.tokens.shape)
+        num_each = max(values.shape[1], 1)
+        owners = index // num_each
+        nodes = order.flatten()[index] + 1
+        return cls(best, owners, nodes, tree.tokens.shape)
 
     def expected(self, sizes: list[int]) -> list[float]:
         """Return the accepted drafts that the m best candidates are expected to yield, for each m. Syncs once."""
+        if self.totals is not None:
+            known = self.totals.tolist()
+            return [known[size] for size in sizes]
         values = self.log_values.exp()
-        totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        return totals[to_device(sizes, values.device)].tolist()
+        none = values.new_zeros(1)
+        totals = torch.cat([none, values.cumsum(0)])
+        index = to_device(sizes, values.device)
+        return totals[index].tolist()
+
+    def keep_and_count(self, num_rows: int) -> tuple[Bool[Tensor, "B N"], list[int]]:
+        """Return `keep` and the number of nodes that it keeps of each tree. Waits for the device."""
+        if tree_ops.available(self.nodes.device):
+            num_candidates = num_rows - self.shape[0]
+            parts = self.log_values, self.owners, self.nodes
+            return tree_ops.keep_candidates(*parts, num_candidates, self.shape)
+        keep = self.keep(num_rows)
+        return keep, keep.sum(1).tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
         """Keep the roots and the best num_rows - B candidates."""
         batch, num_nodes = self.shape
-        chosen = slice(max(num_rows - batch, 0))
-        real = self.log_values[chosen] > -torch.inf
-        index = torch.where(real, self.owners[chosen] * num_nodes + self.nodes[chosen], 0)  # index 0 is a root
-        keep = torch.zeros(batch * num_nodes, dtype=torch.bool, device=index.device).index_fill(0, index, True)
+        num_chosen = max(num_rows - batch, 0)
+        owners = self.owners[:num_chosen]
+        nodes = self.nodes[:num_chosen]
+
+        # There may be fewer candidates than rows. Index 0 is a root, which is kept anyway.
+        is_real = self.log_values[:num_chosen] > -torch.inf
+        index = owners * num_nodes + nodes
+        index = torch.where(is_real, index, 0)
+
+        keep = torch.zeros(batch * num_nodes, dtype=torch.bool, device=index.device)
+        keep = keep.index_fill(0, index, True)
         keep = keep.view(batch, num_nodes)
         keep[:, 0] = True
         return keep
@@ -129,8 +196,11 @@ class Candidates:
 def ranks(values: Float[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """Return each node's rank in its own tree, 0 for the most valuable. Ties go to the earlier node."""
     order = values.sort(dim=1, descending=True, stable=True).indices
-    place = torch.arange(values.shape[1], device=values.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, place)
+
+    # The inverse of the order: the node at a place gets that place as its rank.
+    place = torch.arange(values.shape[1], device=values.device)
+    inverse = torch.empty_like(order)
+    return inverse.scatter_(1, order, place.expand_as(order))
 
 
 def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
@@ -139,13 +209,22 @@ def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
     if budget.log_weights is not None:
         worth = worth + budget.log_weights[:, None]
     if budget.max_depths is not None:
-        worth = worth.masked_fill(tree.depths > budget.max_depths[:, None], -torch.inf)
+        is_too_deep = tree.depths > budget.max_depths[:, None]
+        worth = worth.masked_fill(is_too_deep, -torch.inf)
     return worth
 
 
 def _sibling_ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
     """Return the number of siblings before each node; siblings are adjacent, most probable first."""
-    node = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.parents)
-    parents = torch.where(tree.parents >= 0, tree.parents, tree.num_nodes)  # the root has no siblings
-    first = node.new_full((len(node), tree.num_nodes + 1), tree.num_nodes).scatter_reduce(1, parents, node, "amin")
+    num_nodes = tree.num_nodes
+    node = torch.arange(num_nodes, device=tree.tokens.device)
+    node = node.expand_as(tree.parents)
+
+    # The root has no siblings, so its parent is a node past the last one.
+    has_parent = tree.parents >= 0
+    parents = torch.where(has_parent, tree.parents, num_nodes)
+
+    # The first child of each parent, and how far each of them is behind it.
+    first = node.new_full((len(node), num_nodes + 1), num_nodes)
+    first = first.scatter_reduce(1, parents, node, "amin")
     return node - first.gather(1, parents)

@@ -1,18 +1,14 @@
-"""DraftTree: B trees of candidate tokens as six [B, N] tensors, their packing into the rows of one verify pass, and the
-accepted paths.
+"""DraftTree: B trees of candidate tokens as six [B, N] tensors, and their packing into the rows of a verify pass.
 
-Node 0 is the root, the last committed token. Invariants of every tree (``check_tree`` in the tests): parents come
-before their children; nodes are in breadth-first order; a child's log value never exceeds its parent's; siblings have
-different tokens; valid nodes are a prefix of each row.
+Node 0 is the root, the last committed token. Invariants of every tree (``check_tree`` in the
+tests): parents come before their children; nodes are in breadth-first order; a child's log value
+never exceeds its parent's; siblings have different tokens; valid nodes are a prefix of each row.
 
         0 root          tokens   [the, cat, dog, sat]
        / \\              parents  [ -1,   0,   0,   1]
       1   2             depths   [  0,   1,   1,   2]
       |
       3
-
-The target samples a token at every node. From the root, the accepted path follows the child that has the sampled token.
-If no child has it, the sampled token is the bonus token. So every emitted token is the target's own, greedy or sampled.
 """
 
 from __future__ import annotations
@@ -20,14 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels import tree_ops
+from eagle_ray.tree.ancestor_words import diagonal_words, unpack_ancestors
 
-NODES_PER_WORD = 64  # of a mask of ancestors: node j is bit j % 64 of word j // 64
 TOKEN_STEP = 1 << 20  # in `sums`, between two tokens: more than a tree has nodes
+_PADDING = (0, -1, 0, -torch.inf, -torch.inf, False)  # padding value of each of DraftTree's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +32,12 @@ class DraftTree:
 
     Attributes:
         parents: index of the parent; -1 for the root and for padding.
-        log_values: fp32, calibrated log-probability of the path from the root; 0 for the root, -inf for padding.
-        draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 and -inf likewise.
-        valid: false for padding; true values are a prefix of each row, but for candidates that were not reranked yet.
+        log_values: fp32, calibrated log-probability of the path from the root; 0 for the root, -inf
+            for padding.
+        draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 and
+            -inf likewise.
+        valid: false for padding; true values are a prefix of each row, but for candidates that were
+            not reranked yet.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -53,7 +52,15 @@ class DraftTree:
         """Return trees of one root each: a step of plain decoding."""
         tokens = roots[:, None]
         zeros = torch.zeros_like(tokens)
-        return cls(tokens, zeros - 1, zeros, zeros.float(), zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
+        values = zeros.float()
+        return cls(
+            tokens=tokens,
+            parents=zeros - 1,
+            depths=zeros,
+            log_values=values,
+            draft_log_probs=values,
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -70,31 +77,27 @@ class DraftTree:
         if self.num_nodes == 1:
             return self
         if tree_ops.available(keep.device):
-            return DraftTree(*tree_ops.select_nodes(self.tensors, keep, min(num_nodes, self.num_nodes)))
+            tensors = tree_ops.select_nodes(self.tensors, keep, min(num_nodes, self.num_nodes))
+            return DraftTree(*tensors)
         return self.rerank_portably(keep, num_nodes)
 
     def rerank_portably(self, keep: Bool[Tensor, "B N"], num_nodes: int) -> DraftTree:
-        """Do what `rerank` does by torch, on any device."""
+        """Compute `rerank` with torch operations, on any device."""
+        # Kept nodes stay breadth-first; what is not kept comes last, as no node.
         index = torch.arange(self.num_nodes, device=keep.device)
-        return self.select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
+        index = torch.where(keep, index, self.num_nodes)
+        in_order = index.sort(1).values
+        return self.select(in_order[:, :num_nodes])
 
     def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
         """Return a batch of B trees: tree members[m] is tree m of these, every other tree is its root alone."""
-        batch = DraftTree.of_roots(roots)
-
-        def place(own: Tensor, alone: Tensor, padding: int | float) -> Tensor:
+        roots_alone = DraftTree.of_roots(roots)
+        spread = []
+        for own, alone, padding in zip(self.tensors, roots_alone.tensors, _PADDING, strict=True):
             rows = own.new_full((len(roots), self.num_nodes), padding)
             rows[:, 0] = alone[:, 0]
-            return rows.index_copy(0, members, own)
-
-        return DraftTree(
-            tokens=place(self.tokens, batch.tokens, 0),
-            parents=place(self.parents, batch.parents, -1),
-            depths=place(self.depths, batch.depths, 0),
-            log_values=place(self.log_values, batch.log_values, -torch.inf),
-            draft_log_probs=place(self.draft_log_probs, batch.draft_log_probs, -torch.inf),
-            valid=place(self.valid, batch.valid, False),
-        )
+            spread.append(rows.index_copy(0, members, own))
+        return DraftTree(*spread)
 
     def head(self, num_trees: int) -> DraftTree:
         """Return the first num_trees trees."""
@@ -103,13 +106,22 @@ class DraftTree:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors, in the order of the constructor's arguments."""
-        return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
+        return (
+            self.tokens,
+            self.parents,
+            self.depths,
+            self.log_values,
+            self.draft_log_probs,
+            self.valid,
+        )
 
     def sums(self) -> Int[Tensor, " B"]:
         """Return a number for each tree that differs, most likely, where a token, a parent or a node's place does."""
+        # An odd weight for each place, so that no two places can be exchanged.
         weights = torch.arange(1, 2 * self.num_nodes, 2, device=self.tokens.device)
-        nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP) * weights
-        return (nodes * self.valid).sum(1)
+        nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP)
+        weighted = nodes * weights
+        return (weighted * self.valid).sum(1)
 
     def to(self, device: torch.device | str) -> DraftTree:
         """Return the trees on another device."""
@@ -121,35 +133,60 @@ class DraftTree:
         Values must not rise along a path, and parents come before their children.
         """
         count = self.num_nodes
-        nodes = torch.arange(count, device=self.tokens.device).expand_as(self.tokens)
+        index = torch.arange(count, device=self.tokens.device)
+        nodes = index.expand_as(self.tokens)
         if num_nodes < count:
-            nodes = self.log_values.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+            by_value = self.log_values.sort(dim=1, descending=True, stable=True).indices
+            nodes = by_value[:, :num_nodes]
+
+        # Sort by depth, then by index.
         last = count * count  # the key of padding
-        keys = torch.where(self.valid, self.depths * count + torch.arange(count, device=nodes.device), last)
-        keys = keys.gather(1, nodes).sort(1).values
+        keys = self.depths * count + index
+        keys = torch.where(self.valid, keys, last)
+        keys = keys.gather(1, nodes)
+        keys = keys.sort(1).values
         return torch.where(keys < last, keys % count, count)
 
     def select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
-        """Return the subtrees of the given nodes. nodes: indices, parents before their children; N for no node."""
+        """Return the subtrees of the given nodes.
+
+        Args:
+            nodes: indices, parents before their children; N for no node.
+        """
         batch, num_nodes = self.tokens.shape
         is_node = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)
-        new_index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+
+        # The new index of each old node; what is no node is written to a last column.
         index_of = nodes.new_zeros(batch, num_nodes + 1)
-        index_of.scatter_(1, torch.where(is_node, nodes, num_nodes), new_index)
+        new_index = torch.arange(nodes.shape[1], device=nodes.device)
+        old_index = torch.where(is_node, nodes, num_nodes)
+        index_of.scatter_(1, old_index, new_index.expand_as(nodes))
+
+        # A parent is selected with its child, so it has a new index. Roots have no parent.
         old_parents = self.parents.gather(1, nodes)
+        has_parent = is_node & (old_parents >= 0)
         parents = index_of.gather(1, old_parents.clamp(min=0))
+
+        tokens = self.tokens.gather(1, nodes)
+        depths = self.depths.gather(1, nodes)
+        log_values = self.log_values.gather(1, nodes)
+        draft_log_probs = self.draft_log_probs.gather(1, nodes)
         return DraftTree(
-            tokens=torch.where(is_node, self.tokens.gather(1, nodes), 0),
-            parents=torch.where(is_node & (old_parents >= 0), parents, -1),
-            depths=torch.where(is_node, self.depths.gather(1, nodes), 0),
-            log_values=torch.where(is_node, self.log_values.gather(1, nodes), -torch.inf),
-            draft_log_probs=torch.where(is_node, self.draft_log_probs.gather(1, nodes), -torch.inf),
+            tokens=torch.where(is_node, tokens, 0),
+            parents=torch.where(has_parent, parents, -1),
+            depths=torch.where(is_node, depths, 0),
+            log_values=torch.where(is_node, log_values, -torch.inf),
+            draft_log_probs=torch.where(is_node, draft_log_probs, -torch.inf),
             valid=is_node,
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
-        """Return a mask [b, i, j]: node j is node i or an ancestor of it. max_depth: a bound on the depths."""
+        """Return a mask [b, i, j]: node j is node i or an ancestor of it.
+
+        Args:
+            max_depth: a bound on the depths.
+        """
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
         if tree_ops.available(self.parents.device):
@@ -159,13 +196,18 @@ class DraftTree:
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
         """Return `ancestors` as bits of int64 words, by pointer doubling."""
         batch, num_nodes = self.tokens.shape
-        words = _diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
+        words = diagonal_words(num_nodes, self.tokens.device)
+        words = words.expand(batch, -1, -1)
         if num_nodes == 1:
             return words
-        jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))
+
+        # Each turn a node sees what the node `distance` levels above it sees; roots see themselves.
+        node = torch.arange(num_nodes, device=self.tokens.device)
+        jump = torch.where(self.parents >= 0, self.parents, node)
         distance = 1
         while True:
-            words = words | words.gather(1, jump[:, :, None].expand_as(words))
+            seen_from = jump[:, :, None].expand_as(words)
+            words = words | words.gather(1, seen_from)
             distance *= 2
             if distance > max_depth:
                 return words
@@ -173,44 +215,84 @@ class DraftTree:
 
     def confidences(self) -> Float[Tensor, "B N"]:
         """Return each node's calibrated probability given that its parent is accepted; 1 for roots, 0 for padding."""
-        parent_values = self.log_values.gather(1, self.parents.clamp(min=0))
-        ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
+        parents = self.parents.clamp(min=0)
+        parent_values = self.log_values.gather(1, parents)
+        has_parent = self.parents >= 0
+        parent_values = torch.where(has_parent, parent_values, 0.0)
+        ratio = (self.log_values - parent_values).exp()
         return torch.where(self.valid, ratio, 0.0)
 
     def draft_confidences(self) -> Float[Tensor, "B N"]:
         """Return the drafter's own probability of each node given its parent."""
         return self.draft_log_probs.exp()
 
-    def pack(self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None) -> VerifyRows:
+    def pack(
+        self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None
+    ) -> VerifyRows:
         """Lay the valid nodes out as the rows of one pass.
 
-        If num_rows is B * N, row b * N + i is node i of tree b, and padding nodes are padding rows. Otherwise the trees
-        follow one another and padding rows come last.
+        If num_rows is B * N, row b * N + i is node i of tree b, and padding nodes are padding rows.
+        Otherwise the trees follow one another and padding rows come last.
 
         Args:
             lengths: cached tokens of each sequence.
             num_rows: at least the number of valid nodes.
             sizes: valid nodes of each tree, if the host knows them.
         """
-        batch, num_nodes = self.tokens.shape
-        positions = lengths[:, None] + self.depths
-        seq = torch.arange(batch, device=lengths.device)[:, None].expand(batch, num_nodes)
-        node = torch.arange(num_nodes, device=lengths.device).expand(batch, num_nodes)
-        seq = torch.where(self.valid, seq, -1)
-        if num_rows == batch * num_nodes:
-            row_of = torch.arange(num_rows, device=lengths.device).view(batch, num_nodes)
-            tokens, positions, seq, node = (x.reshape(-1) for x in (self.tokens, positions, seq, node))
+        if tree_ops.available(lengths.device):
+            tokens, positions, seq, node, row_of = tree_ops.pack_rows(
+                self.tensors, lengths, num_rows
+            )
             return VerifyRows(tokens, positions, seq, node, row_of, sizes)
+        return self.pack_portably(lengths, num_rows, sizes)
+
+    def pack_portably(
+        self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None
+    ) -> VerifyRows:
+        """Compute `pack` with torch operations, on any device."""
+        batch, num_nodes = self.tokens.shape
+        device = lengths.device
+        positions = lengths[:, None] + self.depths
+        tree = torch.arange(batch, device=device)
+        tree = tree[:, None].expand(batch, num_nodes)
+        seq = torch.where(self.valid, tree, -1)
+        node = torch.arange(num_nodes, device=device)
+        node = node.expand(batch, num_nodes)
+
+        # The rectangle: every node has a row of its own, padding included.
+        if num_rows == batch * num_nodes:
+            row_of = torch.arange(num_rows, device=device)
+            return VerifyRows(
+                tokens=self.tokens.reshape(-1),
+                positions=positions.reshape(-1),
+                seq=seq.reshape(-1),
+                node=node.reshape(-1),
+                row_of=row_of.view(batch, num_nodes),
+                sizes=sizes,
+            )
+
+        # Packed: padding nodes are written to a last row, which is cut off.
         counts = self.valid.sum(1)
-        first = (counts.cumsum(0) - counts)[:, None]
-        row_of = torch.where(self.valid, first + node, num_rows)
+        first = counts.cumsum(0) - counts
+        row = first[:, None] + node
+        row_of = torch.where(self.valid, row, num_rows)
+        return VerifyRows(
+            tokens=_place(self.tokens, row_of, num_rows, 0),
+            positions=_place(positions, row_of, num_rows, 0),
+            seq=_place(seq, row_of, num_rows, -1),
+            node=_place(node, row_of, num_rows, 0),
+            row_of=row_of.clamp(max=num_rows - 1),
+            sizes=sizes,
+        )
 
-        def place(values: Int[Tensor, "B N"], padding: int) -> Int[Tensor, " R"]:
-            rows = values.new_full((num_rows + 1,), padding)
-            return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
 
-        tensors = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
-        return VerifyRows(*tensors, row_of.clamp(max=num_rows - 1), sizes)
+def _place(
+    values: Int[Tensor, "B N"], row_of: Int[Tensor, "B N"], num_rows: int, padding: int
+) -> Int[Tensor, " R"]:
+    """Return each node's value at its row, padding elsewhere; row num_rows is dropped."""
+    rows = values.new_full((num_rows + 1,), padding)
+    rows = rows.scatter(0, row_of.reshape(-1), values.reshape(-1))
+    return rows[:num_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +315,11 @@ class VerifyRows:
     sizes: list[int] | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors, in the order of the constructor's arguments."""
+        return self.tokens, self.positions, self.seq, self.node, self.row_of
+
+    @property
     def is_rectangle(self) -> bool:
         """Return whether row b * N + i is node i of tree b."""
         return self.tokens.shape[0] == self.row_of.numel()
@@ -244,76 +331,12 @@ class VerifyResult:
 
     Attributes:
         accepted_nodes: nodes of the path; the first is 0, the root; -1 is padding.
-        num_accepted: accepted drafts, root and bonus token excluded; -1 for a padding tree without root.
-        tokens: the accepted drafts, then the bonus token: the first num_accepted + 1 of each row are valid.
+        num_accepted: accepted drafts, root and bonus token excluded; -1 for a padding tree without
+            root.
+        tokens: the accepted drafts, then the bonus token: the first num_accepted + 1 of each row
+            are valid.
     """
 
     accepted_nodes: Int[Tensor, "B D1"]
     num_accepted: Int[Tensor, " B"]
     tokens: Int[Tensor, "B D1"]
-
-
-def accept_path(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max_depth: int) -> VerifyResult:
-    """Return the longest path of each tree on which every node has the token that the target sampled at its parent.
-
-    Args:
-        picks: the token that the target sampled after each row.
-        max_depth: a bound on the depths, D1 - 1.
-    """
-    if tree_ops.available(picks.device):
-        parts = tree.tokens, tree.parents, tree.depths, tree.valid, rows.row_of, picks, max_depth + 1
-        return VerifyResult(*tree_ops.walk_paths(*parts))
-    return accept_path_portably(tree, rows, picks, max_depth)
-
-
-def accept_path_portably(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max_depth: int) -> VerifyResult:
-    """Do what `accept_path` does by torch, on any device."""
-    picks_at = picks[rows.row_of]
-    if max_depth == 0:
-        return VerifyResult(torch.zeros_like(picks_at), torch.zeros_like(picks_at[:, 0]), picks_at)
-    accepted = accepted_mask(tree, picks_at, max_depth)
-    nodes = torch.full((tree.tokens.shape[0], max_depth + 2), -1, dtype=torch.int64, device=picks.device)
-    index = torch.arange(tree.num_nodes, device=picks.device).expand_as(tree.tokens)
-    dump = max_depth + 1  # rejected nodes are written to a last column, which is cut off
-    nodes = nodes.scatter(1, torch.where(accepted, tree.depths, dump), index)[:, : max_depth + 1]
-    return VerifyResult(
-        accepted_nodes=nodes,
-        num_accepted=accepted.sum(1) - 1,
-        tokens=picks_at.gather(1, nodes.clamp(min=0)),
-    )
-
-
-def accepted_mask(tree: DraftTree, picks_at: Int[Tensor, "B N"], max_depth: int) -> Bool[Tensor, "B N"]:
-    """Return the nodes of the accepted paths, roots included."""
-    parents = tree.parents.clamp(min=0)
-    picked = (tree.tokens == picks_at.gather(1, parents)) & tree.valid
-    picked[:, 0] = tree.valid[:, 0]
-    accepted = picked
-    for _ in range(max_depth - 1):
-        accepted = picked & accepted.gather(1, parents)
-    return accepted
-
-
-def num_ancestor_words(num_nodes: int) -> int:
-    """Return the words of a node's mask."""
-    return -(-num_nodes // NODES_PER_WORD)
-
-
-def _diagonal(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
-    """Return the mask in which each of N nodes sees its own position."""
-    node = torch.arange(num_nodes, device=device)
-    words = torch.zeros(num_nodes, num_ancestor_words(num_nodes), dtype=torch.int64, device=device)
-    return words.scatter_(1, (node // NODES_PER_WORD)[:, None], (1 << (node % NODES_PER_WORD))[:, None])
-
-
-def pack_ancestors(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
-    """Return masks as words, which a GPU's attention reads: nodes 0, 1 and 3 are 0b1011."""
-    padding = num_ancestor_words(seen.shape[-1]) * NODES_PER_WORD - seen.shape[-1]
-    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, NODES_PER_WORD))
-    return (bits << torch.arange(NODES_PER_WORD, device=seen.device)).sum(-1)
-
-
-def unpack_ancestors(words: Int[Tensor, "*rows words"], num_nodes: int) -> Bool[Tensor, "*rows M"]:
-    """Return the bits of masks."""
-    bits = words[..., None] >> torch.arange(min(num_nodes, NODES_PER_WORD), device=words.device) & 1
-    return bits.flatten(-2)[..., :num_nodes].bool()

@@ -12,7 +12,8 @@ Which nodes those are is decided by value, or by a shape that was fixed before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -28,8 +29,10 @@ from eagle_ray.tree.static_tree import StaticTree
 class Frontier:
     """The F nodes of the last level that are worth children.
 
-    parent_rows: each node's parent, as an index into the frontier before (0, the root, at level 1).
-    log_values: log values of their paths; -inf is padding, whose children are padding too.
+    Attributes:
+        parent_rows: each node's parent, as an index into the frontier before (0, the root, at level
+            1).
+        log_values: log values of their paths; -inf is padding, whose children are padding too.
     """
 
     tokens: Int[Tensor, "B F"]
@@ -39,7 +42,12 @@ class Frontier:
 
 @runtime_checkable
 class PartialDraft(Protocol):
-    """Trees between two levels. depth: levels so far; levels: their log values."""
+    """Trees between two levels.
+
+    Attributes:
+        depth: levels so far.
+        levels: log values of each level.
+    """
 
     @property
     def depth(self) -> int: ...
@@ -50,11 +58,61 @@ class PartialDraft(Protocol):
     def frontier(self) -> Frontier: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PriceRule:
+    """A draft ends before the first level that is expected to yield less than it costs. Both are in tokens.
+
+    A node is worth what it yields beyond the price of its row. Computed in fp64, node by node,
+    until the answer is clear, mostly after two or three nodes.
+
+    Attributes:
+        children: by depth and rank, the probability of the children of an expanded node, given that
+            node; deeper levels are like the last one.
+        accuracy: accepted drafts for each that the probabilities promise.
+        num_more: levels that are drafted beyond those that pay.
+    """
+
+    children: Sequence[Sequence[float]]
+    accuracy: float
+    level_price: float
+    row_price: float
+    num_more: int = 0
+
+    def should_stop(self) -> Callable[[PartialDraft], bool]:
+        """Return a function for one draft, which is called before each level after the first."""
+        num_unpaid = 0
+
+        def stops(draft: PartialDraft) -> bool:
+            nonlocal num_unpaid
+            num_unpaid += num_unpaid > 0 or not self.pays(draft)
+            return num_unpaid > self.num_more
+
+        return stops
+
+    def pays(self, draft: PartialDraft) -> bool:
+        """Return whether one more level is expected to yield more than it costs."""
+        children = self.children[min(draft.depth, len(self.children) - 1)]
+        gain = 0.0
+        for log_value in draft.frontier().log_values.flatten().tolist():
+            value = self.accuracy * math.exp(log_value)
+            for child in children:
+                more = value * child - self.row_price
+                if more <= 0:  # the following ones are worth less
+                    break
+                gain += more
+            if gain > self.level_price:
+                return True
+        return False
+
+
 class TreeBuilder:
     """Collects every child that is offered; keeps some nodes of each level as the next frontier.
 
-    width: how many at most, the most valuable ones. shape: names them instead, whatever they are worth.
-    ends: tokens that are the last of their sequence, which get no children worth anything; None where there are none.
+    Args:
+        width: the most nodes of a frontier, which are the most valuable ones.
+        shape: names the nodes of each frontier instead, whatever they are worth.
+        ends: tokens that are the last of their sequence, which get no children worth anything; None
+            where there are none.
     """
 
     def __init__(
@@ -65,18 +123,22 @@ class TreeBuilder:
         ends: Int[Tensor, "B E"] | None = None,
     ):
         tree = DraftTree.of_roots(roots)
-        self._width, self._shape, self._ends = width, shape, ends
-        self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
+        self._width = width
+        self._shape = shape
+        self._ends = ends
+        self._tokens = [tree.tokens]
+        self._parents = [tree.parents]
+        self._log_values = [tree.log_values]
         self._draft_log_probs = [tree.draft_log_probs]
         self._frontier_nodes = torch.zeros_like(tree.tokens)
         self._frontier_values = tree.log_values
-        self._frontier: Frontier | None = None  # of the last level, once it was asked for
+        self._frontier: Frontier | None = None  # the last level's, once it was asked for
         self._num_nodes = 1
         self.levels: list[Float[Tensor, "B _ K"]] = []
 
     @property
     def depth(self) -> int:
-        """Levels grown so far; `levels` has their log values."""
+        """Return the number of levels grown so far. `levels` has their log values."""
         return len(self.levels)
 
     def grow(
@@ -87,7 +149,8 @@ class TreeBuilder:
     ) -> None:
         """Add K children to each frontier node, with their fp32 log-probabilities given that node; -inf is padding.
 
-        draft_log_probs: what the drafter itself said, where log_probs are calibrated.
+        Args:
+            draft_log_probs: what the drafter itself said, where log_probs are calibrated.
         """
         values = _mask_nan(self._frontier_values[:, :, None] + log_probs)
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
@@ -101,8 +164,8 @@ class TreeBuilder:
         self._num_nodes += tokens[0].numel()
 
     def frontier(self) -> Frontier:
-        """Return the `width` nodes of the last level with the most valuable children, best first, ties to the earlier
-        one.
+        """Return the `width` nodes of the last level with the most valuable children, best first,
+        ties to the earlier one.
 
         With a static tree: the nodes of the level that have children in it, in its order.
         """
@@ -111,17 +174,24 @@ class TreeBuilder:
         return self._frontier
 
     def _best_frontier(self) -> Frontier:
-        values, tokens = self._log_values[-1], self._tokens[-1]
+        tokens = self._tokens[-1]
+        values = self._log_values[-1]
         if self._ends is not None:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
             values = values.masked_fill(is_end, -torch.inf)
-        children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
+
+        # Choose among the level's nodes.
+        batch, num_nodes = tokens.shape
+        children_each = num_nodes // self._frontier_nodes.shape[1]
         if self._shape is None:
             index = self.best_nodes(values)
         else:
-            index = self._shape.expanded_at(self.depth, children_each, values.device).expand(len(values), -1)
-        first_of_level = self._num_nodes - tokens.shape[1]
-        self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
+            expanded = self._shape.expanded_at(self.depth, children_each, values.device)
+            index = expanded.expand(batch, -1)
+
+        first_of_level = self._num_nodes - num_nodes
+        self._frontier_nodes = index + first_of_level
+        self._frontier_values = values.gather(1, index)
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
 
     def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
@@ -130,12 +200,12 @@ class TreeBuilder:
 
     def build(self) -> DraftTree:
         """Return all candidates so far: 1 + F*K nodes per level, breadth-first. `rerank` by `valid` drops padding."""
-        tokens, log_values = torch.cat(self._tokens, 1), torch.cat(self._log_values, 1)
-        levels = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
+        depths = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
+        log_values = torch.cat(self._log_values, 1)
         return DraftTree(
-            tokens=tokens,
+            tokens=torch.cat(self._tokens, 1),
             parents=torch.cat(self._parents, 1),
-            depths=torch.cat(levels, 1),
+            depths=torch.cat(depths, 1),
             log_values=log_values,
             draft_log_probs=torch.cat(self._draft_log_probs, 1),
             valid=log_values > -torch.inf,
@@ -156,10 +226,14 @@ class DraftPlan:
         width: nodes of each level that are expanded.
         members: indices of the batch's sequences to draft for, ascending; None is all.
         should_stop: called before each level after the first; true ends the drafting there.
-        static_tree: the nodes to expand, if they do not depend on values; no deeper and no wider than the plan.
+        price_rule: the rule that should_stop computes, for drafters that grow all levels in one
+            call; None if it is another function.
+        static_tree: the nodes to expand, if they do not depend on values; no deeper and no wider
+            than the plan.
         probe: the step is taken to measure what drafts cost or yield, not because it promises most.
         num_children: children per expanded node; None is width.
-        lookups_only: no model drafts; what is looked up goes as deep as max_depth, and width is not read.
+        lookups_only: no model drafts; what is looked up goes as deep as max_depth, and width is not
+            read.
     """
 
     max_depth: int
@@ -170,6 +244,7 @@ class DraftPlan:
     probe: bool = False
     num_children: int | None = None
     lookups_only: bool = False
+    price_rule: PriceRule | None = None
 
     @property
     def children(self) -> int:
@@ -180,12 +255,22 @@ class DraftPlan:
         """Return the plan for those of its sequences that are in `members`; None is the whole batch."""
         if members is None or not self.is_drafting:
             return self
-        both = members if self.members is None else tuple(m for m in self.members if m in members)
-        return replace(self, members=both) if both else PLAIN
+        if self.members is not None:
+            members = tuple(m for m in self.members if m in members)
+        return replace(self, members=members) if members else PLAIN_PLAN
 
     def num_members(self, batch_size: int) -> int:
         """Return how many of a batch's sequences are drafted for."""
         return batch_size if self.members is None else len(self.members)
+
+    @property
+    def stops_by_rule(self) -> bool:
+        """Return whether no function has to be called to know where the draft ends."""
+        return self.should_stop is None or self.price_rule is not None
+
+    def without_stop(self) -> DraftPlan:
+        """Return the plan of a draft that goes to its full depth."""
+        return replace(self, should_stop=None, price_rule=None)
 
     @property
     def is_drafting(self) -> bool:
@@ -193,8 +278,8 @@ class DraftPlan:
 
     @property
     def has_known_shape(self) -> bool:
-        """Return whether it drafts the same levels for the whole batch, whatever their values: it can be replayed."""
+        """Return whether the plan drafts fixed levels for the whole batch, so that it can be replayed."""
         return self.is_drafting and self.members is None and self.should_stop is None
 
 
-PLAIN = DraftPlan(max_depth=0, width=0)
+PLAIN_PLAN = DraftPlan(max_depth=0, width=0)

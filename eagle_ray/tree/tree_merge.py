@@ -1,4 +1,4 @@
-"""merge_trees: the trees of several drafters as one, a node that several of them offer only once.
+"""merge_trees: merge the trees of several drafters; a node that several offer appears once.
 
        a        +      a          =        a            log_probs_by_drafter
       / \\             / \\               / | \\               b: -0.2, -inf
@@ -6,7 +6,8 @@
                       |                    |                 d: -inf, -1.2
                       e                    e                 e: -inf, -0.1
 
-Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit hashes.
+Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit
+hashes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.device import to_device
-from eagle_ray.core.sampling_batch import as_int64
-from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
+from eagle_ray.core.seeds import as_int64
+from eagle_ray.sampling.noise import GOLDEN, mix64_tensor
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import DraftPlan
 
@@ -29,7 +30,9 @@ from eagle_ray.tree.expand import DraftPlan
 class Merged:
     """The nodes of A trees as one tree. Its log values are the highest that any of them has for a node.
 
-    log_probs_by_drafter: a node's log-probability given its parent in each drafter's tree; -inf where a tree lacks it.
+    Attributes:
+        log_probs_by_drafter: a node's log-probability given its parent in each drafter's tree; -inf
+            where a tree lacks it.
     """
 
     tree: DraftTree
@@ -38,40 +41,73 @@ class Merged:
     def with_log_probs(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
         """Return the tree with these conditional log-probabilities; those of roots and padding are not read."""
         tree = self.tree
-        given = torch.where(tree.parents >= 0, log_probs, 0.0)
-        values, parents = given, tree.parents.clamp(min=0)
+        parents = tree.parents.clamp(min=0)
+        has_parent = tree.parents >= 0
+        given = torch.where(has_parent, log_probs, 0.0)
+
+        # After each turn the sums along one more level are right. The root's is 0.
+        values = given
         for _ in range(max_depth - 1):
-            values = given + values.gather(1, parents)  # the root's is 0
-        return replace(tree, log_values=values.masked_fill(~tree.valid, -torch.inf))
+            above = values.gather(1, parents)
+            values = given + above
+        values = values.masked_fill(~tree.valid, -torch.inf)
+        return replace(tree, log_values=values)
 
 
 def merge_trees(trees: Sequence[DraftTree | None], max_depth: int) -> Merged:
     """Merge trees on the same roots, breadth-first, the first tree's nodes before the others' at each depth.
 
-    max_depth bounds their depths. draft_log_probs are those of the first tree that has a node. None is a drafter
-    that did not draft, and lacks every node.
+    draft_log_probs are those of the first tree that has a node.
+
+    Args:
+        trees: None is a drafter that did not draft, and lacks every node.
+        max_depth: a bound on the trees' depths.
     """
     drafted = [tree for tree in trees if tree is not None]
+
+    # A node of the merged tree is the first one with its path, in the order of depth and drafter.
     codes = torch.cat([path_hashes(tree, max_depth) for tree in drafted], 1)
     valid = torch.cat([tree.valid for tree in drafted], 1)
-    place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
-    first = _first_occurrence(codes)
-    is_node = valid & (first == place)
     depths = torch.cat([tree.depths for tree in drafted], 1)
-    order = torch.where(is_node, depths, max_depth + 1).sort(dim=1, stable=True).indices
-    index = torch.empty_like(order).scatter_(1, order, place).gather(1, first)  # of each node in the merged tree
-    own = index.split([tree.num_nodes for tree in drafted], 1)
-    parents = [
-        torch.where(tree.parents >= 0, at.gather(1, tree.parents.clamp(min=0)), -1)
-        for tree, at in zip(drafted, own, strict=True)
-    ]
-    values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(drafted, own, strict=True)]
-    each = iter([_scatter(tree, conditional_log_probs(tree), at, order) for tree, at in zip(drafted, own, strict=True)])
-    log_probs = [torch.full_like(values[0], -torch.inf) if tree is None else next(each) for tree in trees]
-    is_node = is_node.gather(1, order)
+    place = torch.arange(codes.shape[1], device=codes.device)
+    place = place.expand_as(codes)
+    first = _first_occurrence(codes)
+    is_first = valid & (first == place)
+
+    # Breadth-first, since the sort is stable; what is no node comes last.
+    level = torch.where(is_first, depths, max_depth + 1)
+    order = level.sort(dim=1, stable=True).indices
+    is_node = is_first.gather(1, order)
+
+    # The index in the merged tree of each tree's nodes.
+    inverse = torch.empty_like(order)
+    inverse = inverse.scatter_(1, order, place)
+    index = inverse.gather(1, first)
+    index_of = index.split([tree.num_nodes for tree in drafted], 1)
+
+    # What each tree says of the merged tree's nodes, -inf where it lacks them.
+    parents = []
+    values = []
+    drafted_log_probs = []
+    for tree, at in zip(drafted, index_of, strict=True):
+        parent = at.gather(1, tree.parents.clamp(min=0))
+        has_parent = tree.parents >= 0
+        parents.append(torch.where(has_parent, parent, -1))
+        values.append(_scatter(tree, tree.log_values, at, order))
+        given_parent = conditional_log_probs(tree)
+        drafted_log_probs.append(_scatter(tree, given_parent, at, order))
+
+    # A drafter that did not draft lacks every node.
+    nothing = torch.full_like(values[0], -torch.inf)
+    each = iter(drafted_log_probs)
+    log_probs = []
+    for offered in trees:
+        log_probs.append(nothing if offered is None else next(each))
 
     def placed(tensors: list[Tensor], padding: int | float) -> Tensor:
-        return torch.where(is_node, torch.cat(tensors, 1).gather(1, order), padding)
+        """Return what the drafters' nodes have at the merged tree's nodes, padding elsewhere."""
+        together = torch.cat(tensors, 1)
+        return torch.where(is_node, together.gather(1, order), padding)
 
     merged = DraftTree(
         tokens=placed([tree.tokens for tree in drafted], 0),
@@ -88,44 +124,79 @@ def extra_log_values(
     first_log_probs: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
     """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    values = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
+    is_proposed = first_log_probs > -torch.inf
+    values = tree.log_values.masked_fill(is_proposed, -torch.inf)
     depths = tree.depths
     if plan.members is not None:
         members = to_device(plan.members, values.device)
-        values, depths = values[members], depths[members]
-    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]
+        values = values[members]
+        depths = depths[members]
+
+    by_depth = []
+    for level in range(1, depth + 1):
+        is_elsewhere = depths != level
+        by_depth.append(values.masked_fill(is_elsewhere, -torch.inf))
+    return by_depth
 
 
 def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
     """Return a hash of the tokens from the root (excluded) to each node; padding has a hash of its own."""
-    parents, drafted = tree.parents.clamp(min=0), tree.parents >= 0
-    tokens, begin = mix64_tensor(tree.tokens + 1), (~tree.valid).long()
+    parents = tree.parents.clamp(min=0)
+    is_drafted = tree.parents >= 0
+    tokens = mix64_tensor(tree.tokens + 1)
+    factor = as_int64(GOLDEN)
+
+    # A root's hash is 0 and that of padding 1. After each turn those of one more level are right.
+    is_padding = ~tree.valid
+    begin = is_padding.long()
     codes = begin
     for _ in range(max_depth):
-        codes = torch.where(drafted, codes.gather(1, parents) * as_int64(GOLDEN) + tokens, begin)
+        above = codes.gather(1, parents)
+        extended = above * factor + tokens
+        codes = torch.where(is_drafted, extended, begin)
     return codes
 
 
 def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """Return the first index in its row at which each code occurs."""
     ranked, order = codes.sort(dim=1, stable=True)
+
+    # Equal codes are a run, which begins with the first of them, since the sort is stable.
     begins = torch.ones_like(ranked, dtype=torch.bool)
     begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
-    place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
-    run = torch.where(begins, place, 0).cummax(1).values
-    return torch.empty_like(order).scatter_(1, order, order.gather(1, run))
+
+    # The place at which the run of each place begins.
+    place = torch.arange(codes.shape[1], device=codes.device)
+    place = place.expand_as(codes)
+    run = torch.where(begins, place, 0)
+    run = run.cummax(1).values
+
+    # Back from the order of the codes to that of the nodes.
+    first = order.gather(1, run)
+    by_node = torch.empty_like(order)
+    return by_node.scatter_(1, order, first)
 
 
 def conditional_log_probs(tree: DraftTree) -> Float[Tensor, "B N"]:
-    """Log-probability of each node given its parent; 0 for roots."""
-    above = tree.log_values.gather(1, tree.parents.clamp(min=0))
-    return torch.where(tree.parents >= 0, tree.log_values - above, 0.0)
+    """Return the log-probability of each node given its parent; 0 for roots."""
+    parents = tree.parents.clamp(min=0)
+    above = tree.log_values.gather(1, parents)
+    given_parent = tree.log_values - above
+    has_parent = tree.parents >= 0
+    return torch.where(has_parent, given_parent, 0.0)
 
 
 def _scatter(
-    tree: DraftTree, values: Float[Tensor, "B M"], index: Int[Tensor, "B M"], merged: Int[Tensor, "B N"]
+    tree: DraftTree,
+    values: Float[Tensor, "B M"],
+    index: Int[Tensor, "B M"],
+    merged: Int[Tensor, "B N"],
 ) -> Float[Tensor, "B N"]:
-    """Values of the tree's nodes at their indices in the merged tree, -inf elsewhere."""
+    """Return the values of the tree's nodes at their indices in the merged tree, -inf elsewhere."""
     num_nodes = merged.shape[1]
+
+    # Padding goes to a last column, which is cut off.
     at = torch.where(tree.valid, index, num_nodes)
-    return values.new_full((len(values), num_nodes + 1), -torch.inf).scatter_(1, at, values)[:, :num_nodes]
+    scattered = values.new_full((len(values), num_nodes + 1), -torch.inf)
+    scattered.scatter_(1, at, values)
+    return scattered[:, :num_nodes]

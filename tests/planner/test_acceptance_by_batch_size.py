@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel, CalibratedAcceptance
+from eagle_ray.planner.acceptance_model import AcceptanceModel
+from eagle_ray.planner.calibrated_acceptance import AcceptanceByBatchSize, CalibratedAcceptance
 
 
 def new_acceptance() -> AcceptanceByBatchSize:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.planner.acceptance_model import SIZES, AcceptanceModel
+from eagle_ray.planner.acceptance_model import GRID_SIZES, AcceptanceModel
 
 
 def levels(*conditional: list[float]) -> list[torch.Tensor]:
@@ -27,7 +27,7 @@ def test_curves_are_sums_of_best_values_by_width_and_depth():
     assert expected(curves, 1, 2, 2) == pytest.approx(0.8 + 0.4)
     assert expected(curves, 2, 2, 3) == pytest.approx(0.8 + 0.4 + 0.16)
     assert expected(curves, 2, 2, 0.5) == pytest.approx(0.4)
-    assert expected(curves, 2, 2, SIZES[-1]) == pytest.approx(0.9 + (0.8 + 0.1) * 0.7)
+    assert expected(curves, 2, 2, GRID_SIZES[-1]) == pytest.approx(0.9 + (0.8 + 0.1) * 0.7)
 
 
 def test_children_are_told_of_their_parents_values():
@@ -69,3 +69,27 @@ def test_recent_drafts_count_and_scale_estimates_of_unseen_ones():
     assert expected(curves, 1, 1, 1) == pytest.approx(0.4, rel=0.01)
     assert expected(curves, 1, 2, 6) == pytest.approx(narrow / 2, rel=0.02)
     assert expected(curves, 2, 2, 6) == pytest.approx(wide / 2, rel=0.02)
+
+
+def test_a_model_goes_on_from_the_state_of_one_with_more_widths_and_levels():
+    known, smaller = AcceptanceModel((1, 2, 3), 4), AcceptanceModel((1, 2), 2)
+    for _ in range(30):
+        known.observe(levels([0.8, 0.1], [0.5, 0.2], [0.4, 0.1]), width=2)
+    smaller.load_state(known.state())
+    for width, depth, size in ((1, 1, 1), (1, 2, 2), (2, 2, 3), (2, 2, 0.5)):
+        assert expected(smaller, width, depth, size) == expected(known, width, depth, size)
+    assert smaller.children(1) == pytest.approx(known.children(1)[:2])
+    smaller.observe(levels([0.1, 0.1], [0.1, 0.1]), width=2)
+    assert expected(smaller, 1, 1, 1) < expected(known, 1, 1, 1)
+
+
+def test_a_state_that_no_model_could_have_is_refused():
+    known = AcceptanceModel((1, 2), 2)
+    known.observe(levels([0.8, 0.1]), width=2)
+    state = known.state()
+    with pytest.raises(ValueError, match="no widths"):
+        AcceptanceModel((1, 2, 3), 2).load_state(state)
+    with pytest.raises(ValueError, match="sums has the shape"):
+        AcceptanceModel((1, 2), 2).load_state(state | {"sums": state["sums"][:, :, :3]})
+    with pytest.raises(ValueError, match="base has a number"):
+        AcceptanceModel((1, 2), 2).load_state(state | {"base": state["base"] - torch.inf})

@@ -33,13 +33,17 @@ LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 
 def tiny_prompts(pair, count: int) -> list[list[int]]:
     rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    return [pair.tokenizer.encode_chat(row["messages"]) for row in rows[:: len(rows) // count][:count]]
+    return [
+        pair.tokenizer.encode_chat(row["messages"]) for row in rows[:: len(rows) // count][:count]
+    ]
 
 
 @pytest.fixture(scope="module")
 def pair():
     made = build_engine_from_config(
-        ModelConfig(max_model_len=512), SpeculativeConfig(method="eagle2", budget="uniform"), EngineArgs(8)
+        ModelConfig(max_model_len=512),
+        SpeculativeConfig(method="eagle2", budget="uniform"),
+        EngineArgs(8),
     )
     return made, tiny_prompts(made, 8)
 
@@ -53,18 +57,25 @@ def seconds_per_token(
     num_tokens = 0
     for start in range(0, len(prompts), batch_size):
         params = [SamplingParams(max_tokens=48)] * batch_size
-        num_tokens += sum(len(s.output_ids) for s in run(made.engine, prompts[start:][:batch_size], params))
+        num_tokens += sum(
+            len(s.output_ids) for s in run(made.engine, prompts[start:][:batch_size], params)
+        )
     return priced.seconds / num_tokens, priced
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 8])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_it_beats_the_best_fixed_tree(pair, batch_size):
     planner = BudgetPlanner(TreeBounds(60, 6, 10), flat())
     seconds_per_token(pair, planner, batch_size)  # it has seen some drafts
     ours, priced = seconds_per_token(pair, planner, batch_size)
-    fixed = {1: [(4, 4, 1), (8, 4, 4)], 4: [(2, 2, 1), (3, 3, 1), (4, 2, 2)], 8: [(1, 1, 1), (2, 2, 1)]}
+    fixed = {
+        1: [(4, 4, 1), (8, 4, 4)],
+        4: [(2, 2, 1), (3, 3, 1), (4, 2, 2)],
+        8: [(1, 1, 1), (2, 2, 1)],
+    }
     assert ours < min(
-        seconds_per_token(pair, UniformPlanner(TreeBounds(*tree)), batch_size)[0] for tree in fixed[batch_size]
+        seconds_per_token(pair, UniformPlanner(TreeBounds(*tree)), batch_size)[0]
+        for tree in fixed[batch_size]
     )
     assert max(o.num_rows for o in priced.outcomes) > min(o.num_rows for o in priced.outcomes)
 
@@ -73,7 +84,9 @@ def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
     """A head as dear as its target: after the first probes every step is a plain one but for a few more probes."""
     dear = flat(head_share=1.0)
     plain, _ = seconds_per_token(pair, UniformPlanner(NO_TREE), 8, costs=dear)
-    ours, priced = seconds_per_token(pair, BudgetPlanner(TreeBounds(60, 6, 10), dear), 8, costs=dear)
+    ours, priced = seconds_per_token(
+        pair, BudgetPlanner(TreeBounds(60, 6, 10), dear), 8, costs=dear
+    )
     probes = sum(o.plan.probe for o in priced.outcomes)
     assert sum(o.depth == 0 for o in priced.outcomes) == len(priced.outcomes) - probes
     assert probes <= NUM_PROBES + 0.1 * len(priced.outcomes)
@@ -86,13 +99,19 @@ def test_a_plain_step_runs_no_draft_kernel(pair):
     made, prompts = pair
     dear = flat(head_share=1.0)
     calls = []
-    hook = made.engine.drafter.head.fc.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), dear), dear)
+    hook = made.engine.drafter.head.fc.register_forward_pre_hook(
+        lambda *_: calls.append(len(priced.outcomes))
+    )
+    priced = made.engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), dear), dear
+    )
     sequences = run(made.engine, prompts[:8], [SamplingParams(max_tokens=40)] * 8)
     hook.remove()
     plain_steps = {i for i, o in enumerate(priced.outcomes) if o.depth == 0}
     assert len(plain_steps) > 20
-    assert calls and not [i for i in calls if i in plain_steps and i > 0]  # step 0 follows the prompts' own pass
+    assert calls and not [
+        i for i in calls if i in plain_steps and i > 0
+    ]  # step 0 follows the prompts' own pass
     assert sum(s.stats.num_plain_steps for s in sequences) > 20
 
 
@@ -101,7 +120,9 @@ def test_turning_on_again_catches_up(pair):
     made, prompts = pair
     oracle = [s.output_ids for s in run_with(made, UniformPlanner(NO_TREE), prompts[:4])]
     dear, cheap = flat(head_share=2.0), flat(head_share=0.02)
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), dear), dear)
+    priced = made.engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), dear), dear
+    )
     for i, ids in enumerate(prompts[:4]):
         made.engine.add(Sequence(str(i), ids, LONG))
     finished = []
@@ -114,7 +135,9 @@ def test_turning_on_again_catches_up(pair):
                 setattr(priced.planner.costs, name, getattr(cheap, name))
     assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
     late = [o for o in priced.outcomes[30:] if o.depth]
-    assert len(late) > 5 and max(o.num_catch_up for o in late) > 4 * 10  # pairs of many plain steps at once
+    assert (
+        len(late) > 5 and max(o.num_catch_up for o in late) > 4 * 10
+    )  # pairs of many plain steps at once
     assert sum(o.num_accepted for o in late) > 0.5 * sum(o.batch_size for o in late)
 
 
@@ -123,15 +146,25 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     made, prompts = pair
     made.engine.drafter.reset_learning()  # what calibrated drafts promise would pay even so
     believed = cpu()
-    believed.verify = CostCurve(believed.verify.rows, [s * (1.7 if n > 8 else 1) for n, s in verify_costs(believed)])
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu())
+    believed.verify = CostCurve(
+        believed.verify.rows, [s * (1.7 if n > 8 else 1) for n, s in verify_costs(believed)]
+    )
+    priced = made.engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu()
+    )
     run(made.engine, prompts * 10, [SamplingParams(max_tokens=48)] * 80)
     tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
-    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > REVIEW_EVERY and o.depth and not o.plan.probe)
+    taken_up = next(
+        i
+        for i, o in enumerate(priced.outcomes)
+        if i > REVIEW_EVERY and o.depth and not o.plan.probe
+    )
     assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
     assert sum(tried[:taken_up]) > NUM_PROBES
     after = priced.outcomes[taken_up:]
-    assert len(after) > 40 and sum(not o.depth for o in after) < 0.5 * len(after)  # given up once, and retried
+    assert len(after) > 40 and sum(not o.depth for o in after) < 0.5 * len(
+        after
+    )  # given up once, and retried
 
 
 def test_drafting_stopped_by_mistake_is_soon_probed_again(pair):
@@ -144,7 +177,9 @@ def test_drafting_stopped_by_mistake_is_soon_probed_again(pair):
     assert planner.will_draft
     plain_s = believed.plain_seconds(8, 0)
     planner.modes.charge(1000 * plain_s, plain_s, is_drafting=False)
-    believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
+    believed.verify = CostCurve(
+        believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)]
+    )
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
     given_up = next(i for i, o in enumerate(priced.outcomes) if not o.depth)
@@ -160,8 +195,8 @@ class BatchStub(list):
 
 @pytest.mark.parametrize(("share", "goes_on"), [(0.98, True), (0.93, False)])
 def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
-    """What they take is only heard of while they are made: draining jobs of 16 gave up drafts that gained 13 %, as they
-    promised to lose 2 %, and did not find out for half of the job.
+    """What they take is only heard of while they are made: draining jobs of 16 gave up drafts that
+    gained 13 %, as they promised to lose 2 %, and did not find out for half of the job.
     """
     made, prompts = pair
     believed, crowd = cpu(), BatchStub(range(8))
@@ -198,9 +233,15 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     planner.observe = lambda outcome: (modes.append(planner.modes.mode), observe(outcome))
     for _ in range(4):
         run(made.engine, prompts, [LONG] * 8)
-    trials = [list(steps) for mode, steps in groupby(range(len(modes)), modes.__getitem__) if mode is Mode.PROBING]
+    trials = [
+        list(steps)
+        for mode, steps in groupby(range(len(modes)), modes.__getitem__)
+        if mode is Mode.PROBING
+    ]
     assert trials and {len(steps) for steps in trials[:-1]} <= {REVIEW_EVERY}
-    assert all(priced.outcomes[i].plan.probe and priced.outcomes[i].plan.members is None for i in trials[0])
+    assert all(
+        priced.outcomes[i].plan.probe and priced.outcomes[i].plan.members is None for i in trials[0]
+    )
     assert modes.count(Mode.PROBING) < 0.2 * len(modes) < 0.5 * len(modes) < modes.count(Mode.OFF)
 
 
@@ -213,14 +254,18 @@ class LearningTimePlanner(SimulatedPlanner):
 
     def observe(self, outcome: StepOutcome) -> None:
         self._num_drafts += outcome.depth > 0
-        self._taught = outcome.depth > 0 and (self._num_drafts <= 30 or self._num_drafts % 4 == self._phase)
+        self._taught = outcome.depth > 0 and (
+            self._num_drafts <= 30 or self._num_drafts % 4 == self._phase
+        )
         super().observe(outcome)
 
     def _heard(self, seconds: StepTimes) -> StepTimes:
         return replace(seconds, overhead=seconds.overhead + self._taught * self._lesson_s)
 
 
-@pytest.mark.parametrize("phase", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "phase", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))]
+)
 def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
     """Heard of every fourth step, a planner heard of every lesson or of none, and drafts looked 5 % too dear.
 
@@ -244,7 +289,9 @@ def test_a_trial_goes_on_when_more_sequences_come(pair):
     oracle = [s.output_ids for s in run_with(made, UniformPlanner(NO_TREE), prompts)]
     made.engine.drafter.reset_learning()
     costs = flat(free_rows=1, head_share=0.3)
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), costs), costs)
+    priced = made.engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), costs), costs
+    )
     finished, waiting = [], [Sequence(str(i), ids, LONG) for i, ids in enumerate(prompts)]
     made.engine.add(waiting.pop(0))
     while made.engine.has_work:
@@ -269,7 +316,9 @@ class FailedProbesPlanner(RoomRecordingPlanner):
 def test_overestimates_before_any_data_do_not_stop_drafting(pair):
     made, prompts = pair
     made.engine.drafter.reset_learning()
-    priced = made.engine.planner = FailedProbesPlanner(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
+    priced = made.engine.planner = FailedProbesPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat()
+    )
     run(made.engine, prompts[:8], [SamplingParams(max_tokens=30)] * 8)
     assert all(o.plan.probe for o in priced.outcomes[:NUM_PROBES])
     assert all(o.depth for o in priced.with_room[NUM_PROBES:] if not o.plan.probe)
@@ -295,7 +344,9 @@ def test_nothing_is_bought_that_a_sequence_has_no_room_for(pair):
 def test_nothing_is_drafted_for_the_last_token(pair):
     """Answers of two tokens, as classifiers give: the second needs no draft, and every step is its second token's."""
     made, prompts = pair
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
+    priced = made.engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat()
+    )
     sequences = run(made.engine, prompts, [SamplingParams(max_tokens=2, ignore_eos=True)] * 8)
     assert [len(s.output_ids) for s in sequences] == [2] * 8
     assert priced.outcomes and not any(o.plan.is_drafting for o in priced.outcomes)
@@ -321,7 +372,9 @@ def graph_sizes(num_slots: int) -> PassSizes:
 @pytest.mark.parametrize("replays", [False, True])
 def test_warm_up_drafts_for_part_of_the_batch_unless_replayed(pair, replays):
     made, prompts = pair
-    planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), not replays, graph_sizes(8) if replays else None)
+    planner = BudgetPlanner(
+        TreeBounds(60, 6, 10), h200(), not replays, graph_sizes(8) if replays else None
+    )
     priced = made.engine.planner = SimulatedPlanner(planner, h200())
     run(made.engine, prompts, [LONG] * 8)
     probes = [outcome.plan for outcome in priced.outcomes[:NUM_PROBES]]
@@ -343,7 +396,9 @@ def test_overpriced_replayed_drafts_are_probed_twice_in_a_row(pair):
     for sequence in sequences:
         made.engine.add(sequence)
     drafts: list[bool] = []
-    while made.engine.has_work and (True not in drafts[first_plain(drafts) :] or planner.modes.mode is not Mode.ON):
+    while made.engine.has_work and (
+        True not in drafts[first_plain(drafts) :] or planner.modes.mode is not Mode.ON
+    ):
         made.engine.step()
         drafts = [outcome.plan.is_drafting for outcome in priced.outcomes]
     for sequence in sequences:
@@ -351,7 +406,11 @@ def test_overpriced_replayed_drafts_are_probed_twice_in_a_row(pair):
             made.engine.abort(sequence)
     plain = first_plain(drafts)
     probe = drafts.index(True, plain)
-    assert probe >= plain + REVIEW_EVERY - 2 and drafts[probe + 1] and priced.outcomes[probe + 1].plan.probe
+    assert (
+        probe >= plain + REVIEW_EVERY - 2
+        and drafts[probe + 1]
+        and priced.outcomes[probe + 1].plan.probe
+    )
     assert planner.modes.mode is Mode.ON
 
 
@@ -378,11 +437,15 @@ class SeparateCatchUpPlanner:
 
 def test_separate_catch_up_pass_does_not_raise_replayed_costs():
     planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(64))
-    parts = dict(num_cached=1000, depth=4, num_catch_up=64, num_rows=64, num_accepted=30, num_prompt_tokens=0)
+    parts = dict(
+        num_cached=1000, depth=4, num_catch_up=64, num_rows=64, num_accepted=30, num_prompt_tokens=0
+    )
     seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)
     for before in (True, False):
         curves = deepcopy((planner.costs.catch_up, planner.costs.expand))
-        planner.observe(StepOutcome(DraftPlan(4, 2), 16, seconds=seconds, caught_up_before=before, **parts))
+        planner.observe(
+            StepOutcome(DraftPlan(4, 2), 16, seconds=seconds, caught_up_before=before, **parts)
+        )
         assert (curves == (planner.costs.catch_up, planner.costs.expand)) == before
 
 

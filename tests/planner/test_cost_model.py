@@ -27,10 +27,16 @@ from eagle_ray.engine.calibrate import (
     warm_up,
 )
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.planner.cost_cache import adopt_costs, cache_path, cached_costs, costs_json, used_costs
-from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
+from eagle_ray.planner.cost_cache import (
+    adopt_costs,
+    cache_path,
+    cached_costs,
+    costs_json,
+    used_costs,
+)
+from eagle_ray.planner.cost_model import CostCurve, DraftWorth, StepCosts, costs_text, isotonic
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 from tests.support.toy_models import llama_engine
 
 
@@ -51,7 +57,9 @@ def flat(value: float) -> CostCurve:
 
 
 def some_costs() -> StepCosts:
-    return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
+    return StepCosts(
+        CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1)
+    )
 
 
 def update_costs(costs: StepCosts, outcome: StepOutcome) -> None:
@@ -95,7 +103,9 @@ def test_first_time_of_a_larger_pass_is_weighted_by_half():
     assert curve.rows == [1, 8, 16, 48]
     assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32)) and curve(16) == pytest.approx(2.5)
     curve.update(48, ratio=0.5)
-    assert curve(48) == pytest.approx(2.5 + 0.1 * 32, rel=0.03) and curve(16) == pytest.approx(2.5, rel=0.02)
+    assert curve(48) == pytest.approx(2.5 + 0.1 * 32, rel=0.03) and curve(16) == pytest.approx(
+        2.5, rel=0.02
+    )
     curve.update(52, ratio=1.0)  # as good as 48
     assert curve.rows[-1] == 48
 
@@ -121,7 +131,9 @@ def test_steps_correct_costs_of_their_rows_and_less_of_others():
     costs = some_costs()
     for _ in range(200):  # everything takes twice as long, and 16 rows four times
         for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
-            update_costs(costs, StepOutcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1)))
+            update_costs(
+                costs, StepOutcome(PLAIN_PLAN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1))
+            )
     assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.15)
     assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.15)
 
@@ -129,7 +141,9 @@ def test_steps_correct_costs_of_their_rows_and_less_of_others():
 def test_wrong_cost_is_corrected_by_running_one_size_alone():
     costs = some_costs()
     for _ in range(100):
-        update_costs(costs, StepOutcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05)))
+        update_costs(
+            costs, StepOutcome(PLAIN_PLAN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05))
+        )
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
     assert costs.verify(1) < costs.verify(16) * 0.6
 
@@ -138,11 +152,15 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
     costs = replace(some_costs(), attention_per_token=0.01, attention_per_row=0.002)
     assert costs.verify_seconds(8, 100, 8) == pytest.approx(1.2 + 100 * 0.01)
     assert costs.verify_seconds(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
-    assert costs.verify_seconds_by_rows([8, 16], 100, 8).tolist() == [costs.verify_seconds(n, 100, 8) for n in (8, 16)]
+    assert costs.verify_seconds_by_rows([8, 16], 100, 8).tolist() == [
+        costs.verify_seconds(n, 100, 8) for n in (8, 16)
+    ]
     assert costs.row_seconds(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
 
 
-@pytest.mark.parametrize(("most", "taken", "rises"), [(math.inf, 0.3, True), (0.0, 0.3, False), (0.0, 0.02, False)])
+@pytest.mark.parametrize(
+    ("most", "taken", "rises"), [(math.inf, 0.3, True), (0.0, 0.3, False), (0.0, 0.02, False)]
+)
 def test_unusual_step_may_only_lower_the_draft_overhead(most, taken, rises):
     costs = some_costs()
     outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
@@ -157,6 +175,21 @@ def test_learned_overhead_is_bounded_where_a_limit_is_set():
     for _ in range(100):
         costs.update(outcome, costs.predict(outcome), 1.7)
     assert costs.draft_overhead(4) == pytest.approx(1.7 * some_costs().draft_overhead(4), rel=0.02)
+
+
+def test_drafts_pay_from_the_tokens_that_their_step_takes_in_plain_ones():
+    costs = StepCosts(
+        verify=CostCurve([1, 8], [0.004, 0.0075]),
+        attention_per_token=0.0,
+        catch_up=CostCurve([1], [0.001]),
+        expand=CostCurve([1], [0.0005]),
+        plain_overhead=CostCurve([1], [0.001]),
+        draft_overhead=CostCurve([1], [0.002]),
+    )
+    assert costs.break_even(8, 3) == pytest.approx((0.0075 + 0.001 + 2 * 0.0005 + 0.002) / 0.005)
+    last = costs_text(costs).splitlines()[-1]
+    assert "a row costs 0.12 passes: drafts pay from tau 1.8" in last and "2.3 with 8 nodes" in last
+    assert DraftWorth.of(costs).text in last
 
 
 def test_what_each_sampled_row_takes_is_learned_from_plain_steps():
@@ -180,7 +213,9 @@ def test_widths_and_depths_at_once_cost_what_each_costs_alone():
 def test_the_same_rows_of_more_sequences_take_longer():
     costs = replace(some_costs(), per_sequence=0.01)
     assert costs.verify_seconds(16, 0, 16) == pytest.approx(2.0 + 16 * 0.01)
-    assert costs.verify_seconds_by_rows([16, 8], 0, 4).tolist() == pytest.approx([2.0 + 4 * 0.01, 1.2 + 4 * 0.01])
+    assert costs.verify_seconds_by_rows([16, 8], 0, 4).tolist() == pytest.approx(
+        [2.0 + 4 * 0.01, 1.2 + 4 * 0.01]
+    )
     assert costs.plain_seconds(8, 0) == pytest.approx(1.2 + 8 * 0.01 + costs.plain_overhead(8))
 
 
@@ -189,20 +224,30 @@ def test_what_a_sequence_adds_is_told_from_what_rows_do():
     sizes = [(8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (4, 4)]
     seconds = {(rows, batch): [1 + rows / 8 + 0.1 * batch] for rows, batch in sizes}
     assert seconds_per_sequence(seconds) == pytest.approx(0.1)
-    assert seconds_per_sequence({(4, 4): [1.0]}) == 0 and seconds_per_sequence({(8, 1): [2.0], (8, 8): [1.0]}) == 0
+    assert (
+        seconds_per_sequence({(4, 4): [1.0]}) == 0
+        and seconds_per_sequence({(8, 1): [2.0], (8, 8): [1.0]}) == 0
+    )
 
 
 def test_cpu_catch_up_steps_fit_the_kernels_that_are_made():
     assert [catch_up_steps(n, "cpu", 6) for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
-    assert {catch_up_steps(n, "cuda", 6) for n in (1, 16, 256)} == {4}  # with those of a tree of 2 levels, 7 at most
+    assert {catch_up_steps(n, "cuda", 6) for n in (1, 16, 256)} == {
+        4
+    }  # with those of a tree of 2 levels, 7 at most
 
 
 def test_a_draft_of_one_level_says_nothing_of_further_ones():
     costs = some_costs()
     for _ in range(50):  # reading takes half as long, levels as long as was thought
         for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
-            update_costs(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
-    assert costs.catch_up(8) == pytest.approx(0.05, rel=0.1) and costs.expand(8) == pytest.approx(0.1, rel=0.15)
+            update_costs(
+                costs,
+                StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)),
+            )
+    assert costs.catch_up(8) == pytest.approx(0.05, rel=0.1) and costs.expand(8) == pytest.approx(
+        0.1, rel=0.15
+    )
 
 
 def test_real_steps_are_measured_and_forgotten():
@@ -211,7 +256,9 @@ def test_real_steps_are_measured_and_forgotten():
     assert not engine.has_work and engine.counters.num_steps == 0
     assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
     assert all(
-        s > 0 for curve in (costs.verify, costs.catch_up, costs.expand, costs.draft_overhead) for s in curve.seconds
+        s > 0
+        for curve in (costs.verify, costs.catch_up, costs.expand, costs.draft_overhead)
+        for s in curve.seconds
     )
     engine.scheduler.check_integrity()
 
@@ -311,7 +358,12 @@ def test_costs_of_another_machine_are_adopted_only_if_intact(tmp_path, monkeypat
     assert file in used_costs()
 
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "here"))
-    for name, data in [(file.name, b"{"), (file.name, b"[]"), ("00.json", file.read_bytes()), (file.name, b"\xff")]:
+    for name, data in [
+        (file.name, b"{"),
+        (file.name, b"[]"),
+        ("00.json", file.read_bytes()),
+        (file.name, b"\xff"),
+    ]:
         with pytest.raises(ValueError, match="it holds"):
             adopt_costs(name, data)
     whole = json.loads(file.read_bytes())
@@ -321,10 +373,14 @@ def test_costs_of_another_machine_are_adopted_only_if_intact(tmp_path, monkeypat
     with pytest.raises(ValueError, match="it holds no costs"):
         adopt_costs(file.name, b"[" * 100_000)
     adopt_costs(file.name, file.read_bytes())
-    assert costs_json(cached_costs(parts, lambda: pytest.fail("measured"))) == costs_json(some_costs())
+    assert costs_json(cached_costs(parts, lambda: pytest.fail("measured"))) == costs_json(
+        some_costs()
+    )
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[" * 100_000, json.dumps({"costs": {"verify": 3}}), json.dumps([])])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[" * 100_000, json.dumps({"costs": {"verify": 3}}), json.dumps([])]
+)
 def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch, damage, caplog):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     path = cache_path({"target": "a"})

@@ -58,12 +58,16 @@ class SimulatedTexts:
     first_id: int = 0
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def run(self, planner: SimulatedPlanner, num_steps: int, size: int = NUM_SEQUENCES) -> list[DraftPlan]:
+    def run(
+        self, planner: SimulatedPlanner, num_steps: int, size: int = NUM_SEQUENCES
+    ) -> list[DraftPlan]:
         """Return the plans of some steps."""
         draw = self.draw
         plans = []
         for _ in range(num_steps):
-            ids = [draw.choices(range(self.first_id, self.first_id + 40), k=64) for _ in range(size)]
+            ids = [
+                draw.choices(range(self.first_id, self.first_id + 40), k=64) for _ in range(size)
+            ]
             batch = Batch([SimpleNamespace(prompt_ids=[], output_ids=each) for each in ids])
             plan = planner.plan(batch)
             draft = self._draft(plan, size)
@@ -71,7 +75,9 @@ class SimulatedTexts:
             kept = draft.tree.log_values.exp()[:, 1:][allocation.keep[:, 1:]].sum().item()
             accepted = int(kept) + (draw.random() < kept % 1)
             sizes = plan, size, batch.num_cached, len(draft.levels), size, allocation.num_rows
-            outcome = StepOutcome(*sizes, accepted, 0, None, num_expected_drafts=allocation.expected)
+            outcome = StepOutcome(
+                *sizes, accepted, 0, None, num_expected_drafts=allocation.expected
+            )
             planner.observe(outcome)
             plans.append(plan)
         return plans
@@ -84,7 +90,9 @@ class SimulatedTexts:
             return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
         members = list(range(size) if plan.members is None else plan.members)
         builder = TreeBuilder(roots[members], 1)
-        while builder.depth < plan.max_depth and not (builder.depth and plan.should_stop and plan.should_stop(builder)):
+        while builder.depth < plan.max_depth and not (
+            builder.depth and plan.should_stop and plan.should_stop(builder)
+        ):
             if builder.depth:
                 builder.frontier()
             children = torch.full((len(members), 1, 1), probability)
@@ -95,12 +103,18 @@ class SimulatedTexts:
         return Draft(tree, builder.levels, 0 if plan.lookups_only else builder.depth, size)
 
 
-def planner_of(*kinds: DraftKind, can_sync: bool = True, head_share: float = 0.3) -> SimulatedPlanner:
-    return SimulatedPlanner(BudgetPlanner(BOUNDS, flat(head_share=head_share), can_sync, kinds=kinds), flat())
+def planner_of(
+    *kinds: DraftKind, can_sync: bool = True, head_share: float = 0.3
+) -> SimulatedPlanner:
+    return SimulatedPlanner(
+        BudgetPlanner(BOUNDS, flat(head_share=head_share), can_sync, kinds=kinds), flat()
+    )
 
 
 def share(plans: list[DraftPlan], kind: DraftKind) -> float:
-    return sum(p.is_drafting and p.lookups_only == (kind is DraftKind.LOOKUPS) for p in plans) / len(plans)
+    return sum(
+        p.is_drafting and p.lookups_only == (kind is DraftKind.LOOKUPS) for p in plans
+    ) / len(plans)
 
 
 @pytest.mark.parametrize("can_sync", [True, False])
@@ -169,12 +183,18 @@ def test_a_drafter_without_a_model_is_never_asked_for_its_drafts():
 
 def test_drafts_that_lose_a_little_do_not_stay_on_for_long():
     """A small loss is no reason to turn drafts off at once, since what they take is only observed while they are on."""
-    world, planner = SimulatedTexts(model=0.9, lookups=0.0), planner_of(DraftKind.MODEL, head_share=0.05)
+    world, planner = (
+        SimulatedTexts(model=0.9, lookups=0.0),
+        planner_of(DraftKind.MODEL, head_share=0.05),
+    )
     world.run(planner, 100)
     ours = planner.planner
     assert ours.modes.mode is Mode.ON
     batch = Batch([SimpleNamespace(prompt_ids=[], output_ids=[1])] * NUM_SEQUENCES)
-    best, plain_rate = ours.search.best(batch, ours.acceptance, 0.0), ours.search.plain_rate(NUM_SEQUENCES, 400)
+    best, plain_rate = (
+        ours.search.best(batch, ours.acceptance, 0.0),
+        ours.search.plain_rate(NUM_SEQUENCES, 400),
+    )
     more_s = NUM_SEQUENCES * best.tau * (1 / (0.985 * plain_rate) - 1 / best.rate)
     for costs in (ours.costs, planner.costs):
         costs.draft_overhead = CostCurve([4], [costs.draft_overhead(4) + more_s])
@@ -204,7 +224,10 @@ def test_lookups_are_tried_as_soon_as_texts_repeat(num_steps):
     assert planner.planner.modes.mode is Mode.OFF
     reads.share, world.lookups = 0.9, 0.9
     plans = world.run(planner, 3 * OFF_REVIEW_EVERY)
-    assert planner.planner.modes.kind is DraftKind.LOOKUPS and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
+    assert (
+        planner.planner.modes.kind is DraftKind.LOOKUPS
+        and share(plans[-OFF_REVIEW_EVERY:], DraftKind.LOOKUPS) > 0.9
+    )
 
 
 @pytest.mark.parametrize("num_steps", [1500, pytest.param(4000, marks=pytest.mark.slow)])

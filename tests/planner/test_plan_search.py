@@ -7,8 +7,9 @@ import torch
 
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.graphs import PassSizes
-from eagle_ray.planner.acceptance_model import AcceptanceModel, CalibratedAcceptance
-from eagle_ray.planner.budget_planner import WIDTHS
+from eagle_ray.planner.acceptance_model import AcceptanceModel
+from eagle_ray.planner.budget_planner import PLANNED_WIDTHS
+from eagle_ray.planner.calibrated_acceptance import CalibratedAcceptance
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.plan_search import PlanEstimate, PlanSearch
 from eagle_ray.tree.expand import TreeBuilder
@@ -31,15 +32,15 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def acceptance() -> CalibratedAcceptance:
-    """Of a block head: a position's best token has probability 0.8, at the next one 0.78, ..., each further child a
-    fifth of the one before.
+    """Of a block head: a position's best token has probability 0.8, at the next one 0.78, ..., each
+    further child a fifth of the one before.
     """
     builder = TreeBuilder(torch.zeros(4, dtype=torch.int64), TOP_K)
     for level in range(DEPTH):
         probs = (0.8 - 0.02 * level) * torch.tensor([0.2**rank for rank in range(TOP_K)])
         parents = builder.frontier().tokens.shape[1] if level else 1
         builder.grow(probs.log().expand(4, parents, -1), torch.arange(TOP_K).expand(4, parents, -1))
-    model = AcceptanceModel(WIDTHS, DEPTH)
+    model = AcceptanceModel(PLANNED_WIDTHS, DEPTH)
     model.observe(builder.levels, TOP_K)
     return CalibratedAcceptance(model)
 
@@ -66,7 +67,11 @@ def test_blocks_are_shorter_and_trees_smaller_in_larger_batches(acceptance):
 @pytest.mark.parametrize("size", [1, 8])
 def test_cheap_rows_buy_longer_blocks_and_more_nodes(acceptance, size):
     dear, cheap = (best(flat(free_rows=n), acceptance, size) for n in (4, 256))
-    assert cheap.depth > dear.depth and cheap.num_rows > 2 * dear.num_rows and cheap.width >= dear.width
+    assert (
+        cheap.depth > dear.depth
+        and cheap.num_rows > 2 * dear.num_rows
+        and cheap.width >= dear.width
+    )
     assert cheap.tau > dear.tau
 
 

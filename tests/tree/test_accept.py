@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, accept_path, accept_path_portably
+from eagle_ray.tree.accepted_path import accept_path, accept_path_portably
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from tests.support.toy_models import random_tree
 
 
@@ -12,7 +13,11 @@ def walk(tree: DraftTree, picks: list[int]) -> tuple[list[int], list[int]]:
     """Accepted nodes, root included, and the tokens they yield, bonus included; picks by node of a single tree."""
     nodes = [0]
     while True:
-        children = [i for i in range(1, tree.num_nodes) if tree.valid[0, i] and tree.parents[0, i] == nodes[-1]]
+        children = [
+            i
+            for i in range(1, tree.num_nodes)
+            if tree.valid[0, i] and tree.parents[0, i] == nodes[-1]
+        ]
         chosen = [i for i in children if tree.tokens[0, i] == picks[nodes[-1]]]
         if not chosen:
             return nodes, [picks[i] for i in nodes]
@@ -36,7 +41,10 @@ def test_accept_path_is_the_walk(seed, num_nodes, agreement):
     assert result.accepted_nodes[0].tolist() == nodes + [-1] * (max_depth + 1 - len(nodes))
     assert result.tokens[0, : len(nodes)].tolist() == tokens
     by_torch = accept_path_portably(tree, rows, picks, max_depth)
-    assert all(torch.equal(getattr(result, name), getattr(by_torch, name)) for name in VerifyResult.__slots__)
+    assert all(
+        torch.equal(getattr(result, name), getattr(by_torch, name))
+        for name in VerifyResult.__slots__
+    )
 
 
 def test_each_tree_of_a_batch_is_walked_alone():

@@ -26,7 +26,10 @@ def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:
             for v, d in zip(worth[b], tree.depths[b].tolist(), strict=True)
         ]
     order = sorted(
-        (-worth[b][i], b, i) for b in range(batch) for i in range(1, tree.num_nodes) if worth[b][i] > -math.inf
+        (-worth[b][i], b, i)
+        for b in range(batch)
+        for i in range(1, tree.num_nodes)
+        if worth[b][i] > -math.inf
     )
     for _, b, i in order:
         if sum(map(len, kept)) < budget.num_rows and len(kept[b]) < budget.num_nodes:
@@ -36,10 +39,16 @@ def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), **shapes)
-def test_global_budget_takes_the_best_nodes_and_their_ancestors(data, seed, batch, depth, width, ties):
+def test_global_budget_takes_the_best_nodes_and_their_ancestors(
+    data, seed, batch, depth, width, ties
+):
     tree = grown_trees(seed, batch, depth, width, ties)
-    limits = st.none() | st.lists(st.integers(0, depth), min_size=batch, max_size=batch).map(torch.tensor)
-    weights = st.none() | st.lists(st.sampled_from([-1.0, 0.0, 0.5]), min_size=batch, max_size=batch).map(torch.tensor)
+    limits = st.none() | st.lists(st.integers(0, depth), min_size=batch, max_size=batch).map(
+        torch.tensor
+    )
+    weights = st.none() | st.lists(
+        st.sampled_from([-1.0, 0.0, 0.5]), min_size=batch, max_size=batch
+    ).map(torch.tensor)
     budget = Budget(
         num_rows=batch + data.draw(st.integers(0, batch * tree.num_nodes)),
         num_nodes=data.draw(st.integers(1, tree.num_nodes)),
@@ -54,12 +63,32 @@ def test_global_budget_takes_the_best_nodes_and_their_ancestors(data, seed, batc
     assert int(kept.valid.sum()) == sum(map(len, wanted)) <= budget.num_rows
 
 
+@pytest.mark.parametrize("num_nodes", [1, 4, 9, 100])
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_are_those_of_torch(num_nodes, ties):
+    tree = grown_trees(3, 4, 3, 3, ties)
+    max_depths = torch.tensor([1, 2, 3, 0])
+    for limits in (None, max_depths):
+        budget = Budget(num_rows=0, num_nodes=num_nodes, max_depths=limits)
+        ours, theirs = Candidates.of(tree, budget), Candidates.of_portably(tree, budget)
+        for name in ("log_values", "owners", "nodes"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+        sizes = list(range(len(ours.nodes) + 1))
+        assert ours.expected(sizes) == pytest.approx(theirs.expected(sizes), rel=1e-5)
+        for num_rows in (4, 5, 9, 500):
+            keep, counts = ours.keep_and_count(num_rows)
+            assert torch.equal(keep, theirs.keep(num_rows))
+            assert counts == keep.sum(1).tolist()
+
+
 def test_expected_tokens_are_the_sums_of_the_best_values():
     tree = grown_trees(5, 3, 3, 3, False)
     candidates = Candidates.of(tree, Budget(num_rows=0, num_nodes=tree.num_nodes))
     best = tree.log_values[:, 1:].exp().flatten().sort(descending=True).values
     sizes = [0, 1, 5, best.numel()]
-    torch.testing.assert_close(torch.tensor(candidates.expected(sizes)), torch.stack([best[:m].sum() for m in sizes]))
+    torch.testing.assert_close(
+        torch.tensor(candidates.expected(sizes)), torch.stack([best[:m].sum() for m in sizes])
+    )
 
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 60])
@@ -76,7 +105,13 @@ def test_static_keeps_the_paths_by_rank_and_what_leads_to_them():
         children = [i for i in range(tree.num_nodes) if tree.parents[b, i] == 0]
         first = [i for i in range(tree.num_nodes) if tree.parents[b, i] == children[0]]
         last = [i for i in range(tree.num_nodes) if first and tree.parents[b, i] == first[0]]
-        assert set(keep[b].nonzero().flatten().tolist()) == {0, children[0], children[2], *first[:1], *last[1:2]}
+        assert set(keep[b].nonzero().flatten().tolist()) == {
+            0,
+            children[0],
+            children[2],
+            *first[:1],
+            *last[1:2],
+        }
     check_tree(tree.rerank(keep, 100))
 
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_ray.tree.ancestor_words import pack_ancestors, unpack_ancestors
 from eagle_ray.tree.budget import ranks
-from eagle_ray.tree.draft_tree import pack_ancestors, unpack_ancestors
 from eagle_ray.tree.expand import TreeBuilder
 from tests.support.toy_models import best_nodes, random_tree
 from tests.support.trees import check_tree, grown_trees, shapes
@@ -19,6 +19,20 @@ def test_grown_trees_are_lawful(seed, batch, depth, width, ties):
     assert tree.num_nodes == 1 + width + (depth - 1) * width**2
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), **shapes)
+def test_rows_are_packed_as_torch_packs_them(data, seed, batch, depth, width, ties):
+    """A row for every node, for the valid ones, and for those and padding."""
+    tree = grown_trees(seed, batch, depth, width, ties)
+    sizes = data.draw(st.lists(st.integers(1, tree.num_nodes), min_size=batch, max_size=batch))
+    keep = ranks(tree.log_values) < torch.tensor(sizes)[:, None]
+    tree = tree.rerank(keep, max(sizes))
+    lengths = torch.arange(3, 3 + batch)
+    for num_rows in (batch * max(sizes), sum(sizes), sum(sizes) + 3):
+        rows, by_torch = tree.pack(lengths, num_rows), tree.pack_portably(lengths, num_rows)
+        assert all(map(torch.equal, rows.tensors, by_torch.tensors))
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), **shapes)
 def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, depth, width, ties):
@@ -27,14 +41,21 @@ def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, dept
     budgets = data.draw(st.lists(st.integers(1, tree.num_nodes), min_size=batch, max_size=batch))
     keep = ranks(tree.log_values) < torch.tensor(budgets).clamp(max=num_nodes)[:, None]
     kept, by_torch = tree.rerank(keep, num_nodes), tree.rerank_portably(keep, num_nodes)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept.tensors, by_torch.tensors, strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(kept.tensors, by_torch.tensors, strict=True)
+    )
     check_tree(kept)
     for b, budget in enumerate(budgets):
-        best = sorted(range(tree.num_nodes), key=lambda i: (-tree.log_values[b, i].item(), i))  # ties: the earlier
+        best = sorted(
+            range(tree.num_nodes), key=lambda i: (-tree.log_values[b, i].item(), i)
+        )  # ties: the earlier
         wanted = sorted(best[: min(budget, num_nodes)])
         assert kept.tokens[b][kept.valid[b]].tolist() == tree.tokens[b, wanted].tolist()
         assert kept.log_values[b][kept.valid[b]].tolist() == tree.log_values[b, wanted].tolist()
-        again = [wanted.index(p) if p >= 0 else -1 for p in tree.parents[b, wanted].tolist()]  # raises on an orphan
+        again = [
+            wanted.index(p) if p >= 0 else -1 for p in tree.parents[b, wanted].tolist()
+        ]  # raises on an orphan
         assert kept.parents[b][kept.valid[b]].tolist() == again
 
 
@@ -60,7 +81,9 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
 def test_words_hold_what_is_seen(columns, seed):
     seen = torch.rand(2, 3, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
     words = pack_ancestors(seen)
-    assert words.shape[2] == -(-columns // 64) and torch.equal(unpack_ancestors(words, columns), seen)
+    assert words.shape[2] == -(-columns // 64) and torch.equal(
+        unpack_ancestors(words, columns), seen
+    )
     for column in (0, columns // 2, columns - 1):
         assert torch.equal(words[:, :, column // 64] >> column % 64 & 1, seen[:, :, column].long())
 
@@ -116,13 +139,18 @@ def test_confidences_are_conditional_probabilities():
     builder.grow(torch.tensor([[[0.5, 0.25]]]).log(), torch.tensor([[[5, 6]]]))
     builder.frontier()
     builder.grow(torch.tensor([[[0.8, 0.1], [0.4, 0.2]]]).log(), torch.tensor([[[7, 8], [7, 8]]]))
-    torch.testing.assert_close(builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]]))
+    torch.testing.assert_close(
+        builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]])
+    )
 
 
 def test_ends_get_no_children_and_leave_their_places_to_others():
     ends = torch.tensor([[5, 9], [-1, -1]])
     builder = TreeBuilder(torch.tensor([9, 9]), 2, ends=ends)
-    builder.grow(torch.tensor([[[0.5, 0.3, 0.2]]]).log().expand(2, 1, 3), torch.tensor([[[5, 6, 7]]]).expand(2, 1, 3))
+    builder.grow(
+        torch.tensor([[[0.5, 0.3, 0.2]]]).log().expand(2, 1, 3),
+        torch.tensor([[[5, 6, 7]]]).expand(2, 1, 3),
+    )
     assert builder.frontier().tokens.tolist() == [[6, 7], [5, 6]]
     builder.grow(torch.zeros(2, 2, 1), torch.tensor([[[9], [9]]]).expand(2, 2, 1))
     frontier = builder.frontier()

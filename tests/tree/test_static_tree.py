@@ -23,12 +23,28 @@ def test_eagle1s_tree_is_the_published_one():
 def test_its_draft_runs_four_four_one_and_one_rows():
     """As the reference's: of level 1 all four nodes, of level 2 three children of the first and one of the second."""
     expanded = [MC_SIM_7B_63.parents_at(level) for level in range(1, 6)]
-    assert expanded == [[(0, 0), (0, 1), (0, 2), (0, 3)], [(0, 0), (0, 1), (0, 2), (1, 0)], [(0, 0)], [(0, 0)], []]
+    assert expanded == [
+        [(0, 0), (0, 1), (0, 2), (0, 3)],
+        [(0, 0), (0, 1), (0, 2), (1, 0)],
+        [(0, 0)],
+        [(0, 0)],
+        [],
+    ]
 
 
 def test_a_tree_within_bounds_is_still_closed():
     tree = MC_SIM_7B_63.truncate(TreeBounds(max_nodes=9, max_depth=3, top_k=2))
-    assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (0, 1, 0))
+    assert tree.paths == (
+        (0,),
+        (1,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+    )
     assert StaticTree.of(tree.paths) == tree
     assert StaticTree.of([]).depth == StaticTree.of([]).width == 0
 

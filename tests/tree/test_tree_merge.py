@@ -16,7 +16,9 @@ from tests.support.trees import as_paths, check_tree, conditional_log_probs, som
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
+@given(
+    seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans()
+)
 def test_merged_tree_has_each_path_once_with_all_log_probs(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
     merged = merge_trees([None, *trees, None], max_depth=3)
@@ -27,13 +29,17 @@ def test_merged_tree_has_each_path_once_with_all_log_probs(seed, count, batch, t
     check_tree(merged.tree)
     for b in range(batch):
         each = [as_paths(tree, b, conditional_log_probs(tree)) for tree in trees]
-        wanted = {path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)}
+        wanted = {
+            path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)
+        }
         for i in range(count):
             said = as_paths(merged.tree, b, merged.log_probs_by_drafter[..., i])
             assert said.keys() == wanted.keys()
             assert all(said[path] == wanted[path][i] for path in said)
             own = as_paths(trees[i], b, trees[i].log_values)
-            assert all(as_paths(merged.tree, b, merged.tree.log_values)[path] >= own[path] for path in own)
+            assert all(
+                as_paths(merged.tree, b, merged.tree.log_values)[path] >= own[path] for path in own
+            )
         for path, value in as_paths(valued, b, valued.log_values).items():
             along = [max(wanted[path[:end]]) for end in range(1, len(path) + 1)]
             torch.testing.assert_close(value, sum(along), atol=1e-5, rtol=0)
@@ -43,7 +49,9 @@ def test_blend_starts_with_a_lone_value_or_the_mean_of_several():
     said = torch.tensor([[[-0.1, -torch.inf], [-torch.inf, -0.5], [0.2, 0.8], [0.5, 0.5]]])
     said[0, 2:] = said[0, 2:].log()
     values = EnsembleCalibration(1, 2).apply(torch.ones(1, 4).long(), torch.zeros(1).long(), said)
-    torch.testing.assert_close(values[0], torch.tensor([-0.1, -0.5, torch.tensor(0.5).log(), torch.tensor(0.5).log()]))
+    torch.testing.assert_close(
+        values[0], torch.tensor([-0.1, -0.5, torch.tensor(0.5).log(), torch.tensor(0.5).log()])
+    )
 
 
 def test_blend_learns_weights_of_drafters_and_of_agreement():
@@ -53,7 +61,9 @@ def test_blend_learns_weights_of_drafters_and_of_agreement():
     said = torch.tensor([[0.0, 0.0], [half, half], [half, none], [none, half]])
     offered = torch.tensor([False, True, True, True])
     for _ in range(300):
-        right = torch.stack([torch.ones(8) > 0, torch.rand(8, generator=generator) < 0.5, torch.zeros(8) > 0], 1)
+        right = torch.stack(
+            [torch.ones(8) > 0, torch.rand(8, generator=generator) < 0.5, torch.zeros(8) > 0], 1
+        )
         picked = torch.nn.functional.pad(right, (1, 0))
         nothing = torch.zeros(8, 4).bool()
         levels = torch.stack([nothing, offered.expand(8, -1)]), torch.stack([nothing, picked])
@@ -83,7 +93,11 @@ def test_blend_learns_separately_for_steps_without_the_model():
 def test_missing_child_counts_only_if_its_drafter_has_others():
     """The second proposes nothing in the second row, so the first's child there keeps its own value."""
     blend, sets = EnsembleCalibration(1, 2), torch.zeros(2).long()
-    said = torch.tensor([[[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]]).expand(2, -1, -1).clone()
+    said = (
+        torch.tensor([[[0.0, 0.0], [-0.7, -torch.inf], [-torch.inf, -0.7]]])
+        .expand(2, -1, -1)
+        .clone()
+    )
     said[1, :, 1] = -torch.inf
     offered = torch.tensor([[False, True, True], [False, True, False]])
     picked = torch.tensor([[False, False, True], [False, True, False]])
@@ -120,16 +134,22 @@ def test_the_kernel_of_the_cpu_merges_and_values_as_torch_does(seed, count, batc
         patch.setattr(cpu_ops, "has_function", lambda name: False)
         theirs = blend.merge(trees, 3, sets, model)
     num_nodes = ours.tree.num_nodes
-    assert not theirs.tree.valid[:, num_nodes:].any() and theirs.tree.valid[:, :num_nodes].any(0).all()
+    assert (
+        not theirs.tree.valid[:, num_nodes:].any() and theirs.tree.valid[:, :num_nodes].any(0).all()
+    )
     for name in ("tokens", "parents", "depths", "draft_log_probs", "valid"):
-        assert torch.equal(getattr(ours.tree, name), getattr(theirs.tree, name)[:, :num_nodes]), name
+        assert torch.equal(getattr(ours.tree, name), getattr(theirs.tree, name)[:, :num_nodes]), (
+            name
+        )
     close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-5)
     close(ours.tree.log_values, theirs.tree.log_values[:, :num_nodes])
     close(ours.log_probs, theirs.log_probs[:, :num_nodes])
     close(ours.extra, theirs.extra[..., :num_nodes])
 
 
-def path_of(tree: DraftTree, b: int, picks: list[int], num_accepted: int) -> list[tuple[set[int], set[int]]]:
+def path_of(
+    tree: DraftTree, b: int, picks: list[int], num_accepted: int
+) -> list[tuple[set[int], set[int]]]:
     """Slow and obvious: the children of each node that the target's path reached, and the one it went on to."""
     node, levels = 0, []
     for pick in picks[: num_accepted + 1]:
