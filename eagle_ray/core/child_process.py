@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+PARENT_DEATH_SIGNAL = 1  # option of Linux's prctl
 # Python puts '' first for `-c`, and a user's copy.py or random.py may be in the working directory.
 WITHOUT_WORKING_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path); "
 
@@ -30,7 +30,8 @@ def module_directories() -> list[str]:
 def python_command(code: str, *arguments: str) -> list[str]:
     """Return the command of a Python process that runs the code. Its environment is child_environment's.
 
-    It looks for modules where this process does, and not in the working directory unless this process does.
+    It looks for modules where this process does, and not in the working directory unless this
+    process does.
     """
     return [sys.executable, "-c", WITHOUT_WORKING_DIRECTORY + code, *arguments]
 
@@ -82,14 +83,18 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended. code: as Popen has it, or None if it is not known."""
+    """Return how a process ended.
+
+    Args:
+        code: exit code in the form of Popen, or None if it is not known.
+    """
     if code is None:
         return "ended"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Make this process get a signal when its parent dies in any way. Linux only; elsewhere it continues.
+    """Send this process a signal when its parent ends, for whatever reason. On Linux only.
 
     Processes that are forked from this one do not.
     """

@@ -1,7 +1,7 @@
-"""Plain counts: EngineCounters of what an engine has done, AcceptanceStats of how one sequence's drafts fared.
+"""Counters: EngineCounters for an engine, AcceptanceStats for the drafts of one sequence.
 
-They need no torch, so that any process can be told. Ratios are derived, and ``AcceptanceStats.merge`` makes the counts
-a monoid, so that rows, tasks and runs add up.
+They need no torch, so that any process can be told. Ratios are derived, and
+``AcceptanceStats.merge`` makes the counts a monoid, so that rows, tasks and runs add up.
 
     >>> stats = AcceptanceStats.empty(num_spec_tokens=2)
     >>> stats.add_step(num_accepted=1, drafted_by_depth=[3, 2])
@@ -14,15 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 CONFIDENCE_BINS = 10  # equal bins over (0, 1) of a node's conditional probability
-CONFIDENCE_UNIT = 2**-20  # probabilities are summed as integers of this unit: such sums are exact in any order
+# Probabilities are summed as integers of this unit: such sums are exact in any order.
+CONFIDENCE_UNIT = 2**-20
 
 
 @dataclass(slots=True)
 class ConfidenceCounts:
-    """Verified nodes whose parent was accepted, by their probability of being accepted themselves.
+    """Verified nodes whose parent was accepted, in bins of their probability.
 
-    For each of CONFIDENCE_BINS: nodes; accepted, those that the target picked; expected, the sum of the nodes'
-    probabilities in CONFIDENCE_UNIT. Calibrated probabilities are expected to be what is accepted.
+    For each of CONFIDENCE_BINS: nodes; accepted, those that the target picked; expected, the sum of
+    the nodes' probabilities in CONFIDENCE_UNIT. Calibrated probabilities are expected to be what is
+    accepted.
     """
 
     nodes: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
@@ -36,8 +38,10 @@ class ConfidenceCounts:
 
     @property
     def calibration_error(self) -> float | None:
-        """Expected calibration error: |mean probability - accepted share| over the bins, weighted by their nodes."""
-        gaps = (abs(e * CONFIDENCE_UNIT - a) for e, a in zip(self.expected, self.accepted, strict=True))
+        """Return the expected calibration error: |mean probability - accepted share|, weighted by nodes."""
+        gaps = (
+            abs(e * CONFIDENCE_UNIT - a) for e, a in zip(self.expected, self.accepted, strict=True)
+        )
         return sum(gaps) / sum(self.nodes) if sum(self.nodes) else None
 
 
@@ -45,10 +49,12 @@ class ConfidenceCounts:
 class AcceptanceStats:
     """Counts over the target decode passes ("steps") of one sequence, before any cut at EOS or max_tokens.
 
-    num_spec_tokens: longest possible draft path (max_depth); 0 for plain decoding.
-    histogram[j]: steps that accepted j draft tokens; length num_spec_tokens + 1.
-    proposed_by_depth[i]: verified nodes at depth i + 1; length num_spec_tokens.
-    drafted, calibrated: how nodes fared by what the drafter's head said of them, and by what that was calibrated to.
+    Attributes:
+        num_spec_tokens: longest possible draft path (max_depth); 0 for plain decoding.
+        histogram: steps that accepted j draft tokens, at index j; length num_spec_tokens + 1.
+        proposed_by_depth: verified nodes at depth i + 1, at index i; length num_spec_tokens.
+        drafted, calibrated: counts of nodes by the probability that the drafter's head gave them,
+            and by the calibrated probability.
     """
 
     num_spec_tokens: int
@@ -95,7 +101,7 @@ class AcceptanceStats:
 
     @property
     def num_steps(self) -> int:
-        """Target decode passes, drafted or not (prefill not counted)."""
+        """Return the number of decode passes of the target, drafted or not, without prefill."""
         return sum(self.histogram)
 
     @property
@@ -104,23 +110,27 @@ class AcceptanceStats:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Verified nodes, roots not counted."""
+        """Return the number of verified nodes, without roots."""
         return sum(self.proposed_by_depth)
 
     @property
     def accepted_by_depth(self) -> list[int]:
-        """Entry i: steps that accepted a draft token at depth i + 1."""
+        """Return the steps that accepted a draft token at depth i + 1, as entry i."""
         return [sum(self.histogram[depth:]) for depth in range(1, self.num_spec_tokens + 1)]
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """tau: tokens per target pass, the bonus token included; None before the first step."""
+        """Return tau: tokens per target pass, bonus token included; None before the first step."""
         return 1 + self.num_accepted_draft_tokens / self.num_steps if self.num_steps else None
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted over verified draft tokens; None where none was verified."""
-        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+        """Return accepted over verified draft tokens; None if none was verified."""
+        return (
+            self.num_accepted_draft_tokens / self.num_draft_tokens
+            if self.num_draft_tokens
+            else None
+        )
 
 
 def _add(total: list[int], more: list[int]) -> None:
@@ -130,14 +140,24 @@ def _add(total: list[int], more: list[int]) -> None:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Since the engine was made. num_slot_steps: running sequences, summed over steps.
+    """Counts and seconds since the engine was made.
 
-    num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
-    launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
-    num_prefill_passes: passes over prompt chunks alone. num_output_tokens: those of sequences in flight included.
-    busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
-    planner_error: why the planner failed, if it has: nothing is drafted from then on.
-    fallbacks: why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs".
+    Attributes:
+        num_slot_steps: running sequences, summed over steps.
+        num_plain_steps: steps in which nothing was drafted.
+        num_probes: steps taken in order to learn.
+        num_ahead: steps launched before the one before them was read.
+        num_verify_rows: rows of all decode passes, padding included.
+        num_prefill_passes: passes over prompt chunks alone.
+        num_output_tokens: output tokens, including those of sequences in flight.
+        busy_s: seconds spent inside step().
+        prefill_s: seconds of busy_s spent on prompts; in a pass with decoding rows, their share of
+            the rows.
+        planner_error: why the planner failed, if it has: nothing is drafted from then on.
+        draft_warning: what is wrong with the head, if its first drafts were hardly ever accepted.
+        fallbacks: why Triton's kernels, CUDA graphs or sums over ranks by symmetric memory do not run
+            on a CUDA device, by "kernels", "graphs" and "sums".
+        running: category and tokens so far of each sequence that holds a slot.
     """
 
     num_slots: int
@@ -155,7 +175,9 @@ class EngineCounters:
     busy_s: float = 0.0
     prefill_s: float = 0.0
     planner_error: str | None = None
+    draft_warning: str | None = None
     fallbacks: dict[str, str] = field(default_factory=dict)
+    running: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def num_planner_failures(self) -> int:

@@ -1,4 +1,4 @@
-"""What one step works on: DecodeBatch, the sequences that decode, and PromptChunk, a part of one prompt."""
+"""The inputs of one step: DecodeBatch, the sequences that decode, and PromptChunk, a part of one prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class PromptChunk:
     """Tokens [start, end) of one sequence's prompt, to be computed in this step.
 
     Attributes:
-        num_reused: tokens before start that were found in the prefix cache; 0 except in a sequence's first chunk.
+        num_reused: tokens before start that were found in the prefix cache; 0 except in a
+            sequence's first chunk.
         is_last: the sequence decodes from the next step on.
     """
 
@@ -35,8 +36,11 @@ class PromptChunk:
 
     @property
     def needs_sample(self) -> bool:
-        """Return whether the chunk's last row is sampled; a preempted sequence has its next token already."""
-        return self.is_last and not self.sequence.output_ids
+        """Return whether the chunk's last row is sampled.
+
+        A preempted sequence has its next token already, and one that is scored alone gets none.
+        """
+        return self.is_last and self.sequence.generates and not self.sequence.output_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,9 @@ class DecodeSlots:
     """The slots of B sequences and their cached lengths, on the device and on the host.
 
     Attributes:
-        bound: an upper bound of all lengths if the host lacks them, because the previous step is not read yet
-            or
-            because a captured pass is for any lengths. host_lengths then holds bounds, or nothing.
+        bound: an upper bound of all lengths if the host lacks them, because the previous step is
+            not read yet or because a captured pass is for any lengths. host_lengths then holds
+            bounds, or nothing.
         max_total: an upper bound of the sum of all lengths; None is the sum of host_lengths.
     """
 
@@ -58,18 +62,24 @@ class DecodeSlots:
     max_total: int | None = None
 
     @classmethod
-    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> DecodeSlots:
+    def of(
+        cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu"
+    ) -> DecodeSlots:
         both = to_device([slots, lengths], device)
         return cls(both[0], both[1], slots, lengths)
 
     @classmethod
-    def with_max_length(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
+    def with_max_length(
+        cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int
+    ) -> DecodeSlots:
         """Return slots for a captured pass: any lengths up to `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
 
     def select(self, members: Sequence[int]) -> DecodeSlots:
         """Return these sequences of the batch."""
-        slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
+        slots, lengths = (
+            [values[i] for i in members] for values in (self.host_slots, self.host_lengths)
+        )
         return DecodeSlots.of(slots, lengths, self.slots.device)
 
     @property
@@ -83,13 +93,21 @@ class DecodeSlots:
     @property
     def total_length(self) -> int:
         """Return the sum of all lengths, or an upper bound of it."""
-        return sum(self.host_lengths) if self.max_total is None else min(sum(self.host_lengths), self.max_total)
+        return (
+            sum(self.host_lengths)
+            if self.max_total is None
+            else min(sum(self.host_lengths), self.max_total)
+        )
 
     def shifted(self, num_tokens: int) -> DecodeSlots:
-        """Return the same slots with `num_tokens` more tokens in each."""
+        """Return these slots with `num_tokens` more tokens in each."""
         bound = None if self.bound is None else self.bound + num_tokens
         return DecodeSlots(
-            self.slots, self.lengths + num_tokens, self.host_slots, [n + num_tokens for n in self.host_lengths], bound
+            self.slots,
+            self.lengths + num_tokens,
+            self.host_slots,
+            [n + num_tokens for n in self.host_lengths],
+            bound,
         )
 
 
@@ -102,8 +120,8 @@ class DecodeBatch:
         roots: the last committed token of each sequence.
         remaining_tokens: tokens that each sequence may still produce, an upper bound.
         remaining_on_device: the same number on the device.
-        can_draft: indices of sequences for which a tree is worth its rows: there is KV space for it, and its grammar is
-            not slow; None if all are.
+        can_draft: indices of sequences for which a tree is worth its rows: there is KV space for
+            it, and its grammar is not slow; None if all are.
         num_prefill_rows: prompt rows that go through the target in the same pass.
     """
 

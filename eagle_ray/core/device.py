@@ -1,17 +1,17 @@
-"""What passes between the host and a device without making either wait: copies, and the times of a step's parts.
+"""Copies between host and device that make neither wait, and timers for the parts of a step.
 
     slots, lengths = to_device([[3, 0], [17, 24]], device)      # one copy for all of them
     copy = DeviceToHost(record)
     ...                                                         # work that needs no result
     (rows,) = copy.read()
 
-On a GPU both go through pinned memory. `read` returns what the tensors held when the copy was made, and waits for that
-work only, not for what was launched since.
+On a GPU both go through pinned memory. `read` returns what the tensors held when the copy was made,
+and waits for that work only, not for what was launched since.
 
-StepTimer tells the seconds of the parts of one step, on the device that ran them. On a CPU the host's clock is used. On
-a GPU events are recorded up to the step's copy to the host and read once that has arrived, so that nothing waits for
-them. A step that is launched ahead begins when the previous step's copy was started; what the host does about that step
-meanwhile does not count.
+StepTimer tells the seconds of the parts of one step, on the device that ran them. On a CPU the
+host's clock is used. On a GPU events are recorded up to the step's copy to the host and read once
+that has arrived, so that nothing waits for them. A step that is launched ahead begins when the
+previous step's copy was started; what the host does about that step meanwhile does not count.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from torch import Tensor
 Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 
 
-def to_device(numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return the numbers as a tensor of the same shape on the device."""
+def to_device(
+    numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return nested lists of numbers as a tensor on the device."""
     return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
@@ -65,12 +67,20 @@ class DeviceToHost:
 def _start_copy(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step. draft: catching up and drafting. verify: the target's pass. overhead: everything else."""
+    """Seconds of a step.
+
+    Attributes:
+        draft: catching up and drafting.
+        verify: the target's pass.
+        overhead: everything else.
+    """
 
     draft: float
     verify: float
@@ -82,7 +92,11 @@ class StepTimes:
 
 
 class StepTimer:
-    """Marks in this order: start, drafted, allocated, verified, sent. behind: the timer of the step before it."""
+    """Marks in this order: start, drafted, allocated, verified, sent.
+
+    Args:
+        behind: the timer of the step before it.
+    """
 
     def __init__(self, device: torch.device | str, behind: StepTimer | None = None):
         self._on_cuda = torch.device(device).type == "cuda"
@@ -109,9 +123,14 @@ class StepTimer:
             self._host = time.perf_counter()
 
     def read(self, followed: bool = False) -> StepTimes:
-        """Return the seconds, after the last mark and `arrived`. followed: another step was launched after this one."""
+        """Return the seconds, after the last mark and `arrived`.
+
+        Args:
+            followed: another step was launched after this one.
+        """
         start, drafted, allocated = self._marks[:3]
-        verified, sent = self._marks[-2:]  # a verify pass that was run again has left more between them
+        # A verify pass that was run again has left more marks between them.
+        verified, sent = self._marks[-2:]
         draft, verify = self._between(start, drafted), self._between(allocated, verified)
         total = self._between(self._begin, sent)
         if not followed:

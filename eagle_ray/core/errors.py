@@ -1,7 +1,8 @@
-"""What goes wrong: one request, the engine itself, or what a user has configured.
+"""Exceptions: for one request, for the engine, and for a user's configuration.
 
 Anything else that is raised is a bug and is not caught, but where one row must not end a job
-(``batch/worker/worker.py``) nor one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
+(``batch/worker/worker.py``) nor one sequence that the engine cannot add everybody else's
+(``engine/async_engine.py``).
 """
 
 import json
@@ -9,16 +10,19 @@ import re
 from collections.abc import Container
 
 WIDE_ENCODINGS = ("UTF-16", "UTF-32")
-ENCODING_BYTES = 64  # of a file's start that tell its encoding
+ENCODING_BYTES = 64  # bytes of a file's start that tell its encoding
 # torch says either, of a device or of the host, in a RuntimeError of one class or another
-OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE
+)
 
 
 class RequestError(Exception):
     """This request cannot be answered; every other one can.
 
     Attributes:
-        code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's ``code``).
+        code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's
+            ``code``).
         param: the parameter at fault, if it is known.
     """
 
@@ -65,12 +69,13 @@ _FIRST_NAME = re.compile(r"(?:columns? )?'?(?:body\.)?(\w+)")
 
 
 def without_values(error: RequestError, names: Container[str] = ()) -> RequestError:
-    """Return the error with a message that quotes nothing of its row, for rows whose prompts are not to be stored.
+    """Return the error with a message that quotes no value of its row, for runs that do not store prompts.
 
     Every message is taken for one that quotes values, unless its code is in VALUE_FREE.
 
     Args:
-        names: names of columns that the configuration or this package names; another one is not shown.
+        names: names of columns that the configuration or this package names; another one is not
+            shown.
 
     >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
     column 'prompt': a value is not of the type that it must have. The value is not shown, as ...
@@ -100,7 +105,7 @@ class ConfigError(Exception):
 
 
 class UnfitDevice(ConfigError):
-    """This worker's devices cannot run the engine that is asked for; those of another worker may."""
+    """The devices of this worker cannot run the engine. Those of another worker may."""
 
 
 def shortened(text: str, max_chars: int = 200) -> str:
@@ -113,6 +118,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def first_line_of(error: BaseException) -> str:
+    """Return what another library's error says in its first line, without torch's stack of C++ calls."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def wide_encoding(start: bytes) -> str | None:
     """Return UTF-16 or UTF-32 if a text file with these first bytes is written so, with or without a byte order mark.
 
@@ -121,6 +131,7 @@ def wide_encoding(start: bytes) -> str | None:
     """
     codec = json.detect_encoding(start)
     name = codec[:6].upper()
-    if name not in WIDE_ENCODINGS or "\0" in start.decode(codec, "ignore"):  # a run of zeros is no text
+    # A run of zero bytes is no text.
+    if name not in WIDE_ENCODINGS or "\0" in start.decode(codec, "ignore"):
         return None
     return name

@@ -1,6 +1,7 @@
 """JSON text: the one place where this package writes JSON.
 
-JSON has no NaN and no infinities, and its readers, such as DuckDB and jq, refuse them. They are written as null.
+JSON has no NaN and no infinities, and its readers, such as DuckDB and jq, refuse them. They are
+written as null.
 
     >>> dump_json({"score": float("nan"), "ids": [1, float("-inf")]})
     '{"score": null, "ids": [1, null]}'
@@ -12,9 +13,11 @@ import json
 import math
 from typing import Any
 
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the beginning of a file
+
 
 def dump_json(value: Any, **options: Any) -> str:
-    """Return the JSON text of a value. options: as json.dumps takes them, whose errors this raises."""
+    """Return the JSON text of a value. `options` are those of json.dumps, whose errors this raises."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # a number that JSON lacks, which is rare: only then the value is copied

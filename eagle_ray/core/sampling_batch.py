@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.core.seeds import as_int64
 from eagle_ray.requests.parameters import SamplingParams
 
 Kind = tuple[bool, bool, bool, bool]
@@ -24,9 +25,12 @@ ALL_KINDS: Kind = (True, True, True, True)
 
 @dataclass(frozen=True, slots=True)
 class PaddedInput:
-    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that.
+    """A tensor that stands in the first corner of a larger one.
 
-    is_fixed: the tensor is never changed in place, so that the one that was given last need not be copied again.
+    Attributes:
+        fill: value of the rest of the larger tensor.
+        is_fixed: the tensor is never changed in place, so that the one that was given last need not
+            be copied again.
     """
 
     tensor: Tensor
@@ -46,8 +50,8 @@ class SamplingBatch:
         logprobs: whether any sequence requests log-probabilities.
         num_tops: how many of the likeliest tokens a sequence requests at most.
         sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
-        is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every sequence, and
-            temperatures decide.
+        is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every
+            sequence, and temperatures decide.
     """
 
     temperature: Float[Tensor, " B"]
@@ -105,7 +109,18 @@ class SamplingBatch:
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
         return cls(
-            temperature, top_p, top_k, min_p, seed, ends, rows, every, any_top_p, any_top_k, any_min_p, is_bound=True
+            temperature,
+            top_p,
+            top_k,
+            min_p,
+            seed,
+            ends,
+            rows,
+            every,
+            any_top_p,
+            any_top_k,
+            any_min_p,
+            is_bound=True,
         )
 
     @property
@@ -143,16 +158,25 @@ class SamplingBatch:
 class SamplingTable:
     """The sampling parameters of the sequences in slots, on the host, from which batches are gathered."""
 
-    def __init__(self, num_slots: int, device: torch.device | str = "cpu", eos_ids: Collection[int] = ()):
-        self._device, self._eos_ids = device, np.array(sorted(eos_ids), dtype=np.int64)
+    def __init__(
+        self, num_slots: int, device: torch.device | str = "cpu", eos_ids: Collection[int] = ()
+    ):
+        self._device = device
+        self._eos_ids = np.array(sorted(eos_ids), dtype=np.int64)
         self._floats = np.zeros((3, num_slots), dtype=np.float32)  # temperature, top_p, min_p
-        self._integers = np.zeros((2 + len(eos_ids), num_slots), dtype=np.int64)  # top_k, seed, ends
-        self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # of a token, its own included
-        self._stops: dict[int, list[int]] = {}  # by slot
+        # The rows are top_k, seed and ends.
+        self._integers = np.zeros((2 + len(eos_ids), num_slots), dtype=np.int64)
+        # Log-probabilities of a token, its own included.
+        self._num_logprobs = np.zeros(num_slots, dtype=np.int64)
+        self._stops: dict[int, list[int]] = {}  # slot -> stop tokens
 
     def set(self, slot: int, params: SamplingParams) -> None:
         """Store the parameters of the sequence that holds a slot from now on. No seed is 0."""
-        self._floats[:, slot] = 0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p
+        self._floats[:, slot] = (
+            0.0 if params.is_greedy else params.temperature,
+            params.top_p,
+            params.min_p,
+        )
         self._integers[:2, slot] = params.top_k, as_int64(params.seed or 0)
         self._integers[2:, slot] = -1 if params.ignore_eos else self._eos_ids
         self._num_logprobs[slot] = 1 + params.num_top_logprobs if params.wants_logprobs else 0
@@ -163,11 +187,20 @@ class SamplingTable:
     def batch(self, slots: Sequence[int]) -> SamplingBatch:
         """Return the parameters of the sequences in these slots, in this order."""
         index = np.array(slots, dtype=np.int64)
-        floats, integers = self._floats.take(index, 1), self._integers.take(index, 1)  # rows that kernels can read
-        rows = np.flatnonzero(floats[0])
-        temperature, top_p, min_p = copy_to_device(torch.from_numpy(floats), self._device)
-        top_k, seed, *ends = copy_to_device(torch.from_numpy(integers), self._device)
+        floats = self._floats.take(index, 1)  # contiguous rows, which kernels can read
+        integers = self._integers.take(index, 1)
         num_logprobs = int(self._num_logprobs[index].max(initial=0))
+
+        # Sequences with a temperature: only their other parameters count.
+        rows = np.flatnonzero(floats[0])
+        sampled_floats = floats[:, rows]
+        has_top_p = sampled_floats[1] < 1
+        has_min_p = sampled_floats[2] > 0
+        has_top_k = integers[0, rows] > 0
+
+        device = self._device
+        temperature, top_p, min_p = copy_to_device(torch.from_numpy(floats), device)
+        top_k, seed, *ends = copy_to_device(torch.from_numpy(integers), device)
         return SamplingBatch(
             temperature=temperature,
             top_p=top_p,
@@ -176,16 +209,11 @@ class SamplingTable:
             seed=seed,
             ends=torch.stack(ends, 1) if ends else seed.new_empty(len(index), 0),
             sampled=rows.tolist(),
-            sampled_rows=copy_to_device(torch.from_numpy(rows), self._device),
-            any_top_p=bool((floats[1, rows] < 1).any()),
-            any_top_k=bool((integers[0, rows] > 0).any()),
-            any_min_p=bool((floats[2, rows] > 0).any()),
+            sampled_rows=copy_to_device(torch.from_numpy(rows), device),
+            any_top_p=bool(has_top_p.any()),
+            any_top_k=bool(has_top_k.any()),
+            any_min_p=bool(has_min_p.any()),
             end_ids=frozenset(self._eos_ids.tolist()).union(*self._stops.values()),
             logprobs=num_logprobs > 0,
             num_tops=max(num_logprobs - 1, 0),
         )
-
-
-def as_int64(x: int) -> int:
-    """Return the signed 64-bit integer with the same bits as x."""
-    return (x + 2**63) % 2**64 - 2**63

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 log = logging.getLogger("eagle_ray")
-LONG_S = 1.0  # a part that takes longer is told of; a small model's start stays silent
-WAITING_LINE_S = 10.0  # between two lines of a wait
+LOGGED_PART_S = 1.0  # a part that takes longer is told of; a small model's start stays silent
+WAITING_LINE_S = 10.0  # seconds between two lines of a wait
 MIN_SHOWN_S = 0.05  # shorter parts are left out of the last line
 
 
@@ -45,11 +45,11 @@ class StdoutClosed(BrokenPipeError):
 
 
 class Stdout(io.TextIOWrapper):
-    """A stdout whose errors cannot be taken for those of another file.
+    """A stdout that reports its errors under its own name.
 
     Attributes:
-        before: it writes where this one does, and would close the file with its own end.
-        has_lost_reader: whether a write has found that nothing reads it.
+        before: the stream that this one replaces. It is kept, since closing it would close the file.
+        has_lost_reader: whether a write found that the pipe has no reader.
     """
 
     before: io.TextIOWrapper
@@ -58,7 +58,9 @@ class Stdout(io.TextIOWrapper):
     @classmethod
     def over(cls, stdout: io.TextIOWrapper) -> Stdout:
         """Return one that writes where this one does."""
-        wrapper = cls(stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering)
+        wrapper = cls(
+            stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering
+        )
         wrapper.before = stdout
         return wrapper
 
@@ -81,7 +83,7 @@ class Stdout(io.TextIOWrapper):
 
 
 class Stderr(io.TextIOWrapper):
-    """A stderr that never fails. What cannot be written is lost, and so is all that follows.
+    """A stderr that never raises. After a failed write all output is lost.
 
     Attributes:
         before: as that of Stdout.
@@ -117,7 +119,7 @@ class Stderr(io.TextIOWrapper):
 
 
 def open_streams() -> None:
-    """Let stdin, stdout and stderr go to nowhere where the shell has closed them (``2>&-``).
+    """Open stdin, stdout and stderr on /dev/null if the shell has closed them (``2>&-``).
 
     Otherwise the next file that is opened has their number, and gets what is meant for them.
     """
@@ -151,9 +153,7 @@ def stdout_errors() -> Iterator[None]:
 
 
 def print_result(text: str) -> None:
-    """Print what is stored elsewhere, too. A stdout that cannot be written, as on a full disk, is one warning; without
-    a reader it is discarded.
-    """
+    """Print text that is also stored elsewhere. If stdout cannot be written, log one warning."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -163,12 +163,12 @@ def print_result(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """Send stdout, and what it has buffered, to nowhere."""
+    """Discard what stdout has buffered and what is written to it later."""
     send_to_nowhere(sys.stdout.fileno())
 
 
 def has_reader(number: int) -> bool:
-    """Return whether the pipe of this number has a reader; other files have one."""
+    """Return whether the pipe with this file descriptor has a reader. Other files always have one."""
     poll = select.poll()
     poll.register(number, 0)
     return all(not events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
@@ -196,7 +196,7 @@ def log_while_waiting(words: str) -> Iterator[None]:
 class StartLog:
     """The parts of one start, from the moment at which this is made."""
 
-    def __init__(self, long_s: float = LONG_S):
+    def __init__(self, long_s: float = LOGGED_PART_S):
         self._long_s = long_s
         self._started = time.monotonic()
         self._parts: dict[str, float] = {}
@@ -205,7 +205,8 @@ class StartLog:
     def part(self, name: str, line: str) -> Iterator[None]:
         """Time one part of the start. Log `line` if it takes longer than long_s, while it does.
 
-        name: name of the part in the last line; parts of one name are added up.
+        Args:
+            name: name of the part in the last line; parts of one name are added up.
         """
         started = time.monotonic()
         telling = threading.Timer(self._long_s, log.info, [line])

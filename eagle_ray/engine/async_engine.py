@@ -8,7 +8,8 @@ or streamed, the first token before any draft is verified:
     async for count in engine.stream(sequence):
         print(sequence.output_ids[:count])
 
-The loop never runs a step; the thread touches the loop only to hand over finished sequences and counts.
+The loop never runs a step; the thread touches the loop only to hand over finished sequences and
+counts.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from eagle_ray.models.runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
 
 Answer = TypeVar("Answer")
-EXIT_S = 5.0  # for which a process that ends waits for the threads of its engines
-_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+THREADS_EXIT_S = 5.0  # seconds that a process waits for the threads of its engines before it ends
+_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @atexit.register
 def _end_threads() -> None:
     """End the engines' threads before Python ends: a thread that is in torch then would abort the process."""
-    deadline = time.monotonic() + EXIT_S
+    deadline = time.monotonic() + THREADS_EXIT_S
     threads = list(_stops.items())
     for _, stop in threads:
         stop()
@@ -54,7 +57,7 @@ def _end_threads() -> None:
 
 
 class LoopMailbox:
-    """Messages from the engine's thread to one event loop. All messages sent before the loop runs wake it only once."""
+    """Messages from the engine's thread to one event loop. All messages sent before the loop runs wake it once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -70,7 +73,7 @@ class LoopMailbox:
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_waking = False  # first: a note that comes now wakes again
+        self._is_waking = False  # set before the loop below, so that a later note wakes again
         while self._sent:
             self._sent.popleft()()
 
@@ -138,13 +141,16 @@ class Occupancy:
 
 
 class StepLoop:
-    """What the engine's thread runs. It holds the engine until it ends, and no AsyncEngine, which may be dropped.
+    """The loop that runs in the engine's thread. It keeps no reference to an AsyncEngine, which may be dropped.
 
     Attributes:
-        engine: None once the thread has ended.
-        error: why no request is taken any more.
-        is_over: the thread has ended, or will never come back from a step.
-        lock: held to put a call in while the thread is sure to see it, and to note one that must be answered.
+        engine: engine that the thread steps; None once the thread has ended.
+        inbox: commands for the thread; None ends it.
+        calls: requests in flight, by sequence.
+        error: reason why requests are refused; None while they are not.
+        is_over: set once the thread has ended or will never return from a step.
+        lock: guards `error` and the entries of `calls`: a call is put into the inbox, or noted as in
+            flight, only while no error is set.
     """
 
     def __init__(self, engine: Engine):
@@ -164,27 +170,32 @@ class StepLoop:
             self.is_over.set()
 
     def _step_until_end(self) -> None:
-        torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
+        # OpenMP's setting is per thread: without it this one would take all cores.
+        torch.set_num_threads(torch.get_num_threads())
         error = EngineError("the engine was closed")
         try:
             while self._receive():
                 for sequence in self._alive.step():
-                    if (call := self.calls.pop(sequence, None)) is not None:  # None: given up meanwhile
+                    call = self.calls.pop(sequence, None)
+                    if call is not None:  # None if `give_up` has answered it
                         call.finish(sequence.error)
-        except Exception as fault:  # whatever broke a step breaks every sequence in flight
+        except Exception as fault:  # an error of a step ends every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
             traceback.clear_frames(fault.__traceback__)  # their variables hold the engine
         self._fail_all(error)
-        self._last = self.counters(), replace(self.occupancy(), num_running=0, num_blocks_used=0)
+
+        # Counters stay readable after the engine is dropped.
+        idle = replace(self.occupancy(), num_running=0, num_blocks_used=0)
+        self._last = (self.counters(), idle)
         self._alive.close()
         self.engine = None
         release_memory()
 
     def give_up(self, reason: str) -> None:
-        """Fail all requests, in another thread: this one's step waits on a device for a rank that is lost.
+        """Fail all requests, from another thread: the step of the engine's thread waits for a lost rank.
 
-        Should it come back after all, it finds that its calls are answered, and ends as ever.
+        If the step returns after all, the thread finds that its calls are answered, and ends.
         """
         if not self.is_over.is_set():
             self._fail_all(EngineError(f"the engine failed: {reason}"))
@@ -195,7 +206,8 @@ class StepLoop:
         """Return a copy of the engine's counters."""
         engine = self.engine
         if engine is not None:
-            return replace(engine.counters, fallbacks=engine.fallbacks)
+            running = engine.running_lengths()
+            return replace(engine.counters, fallbacks=engine.fallbacks, running=running)
         assert self._last is not None, "kept before the engine is dropped"
         return self._last[0]
 
@@ -218,7 +230,8 @@ class StepLoop:
     def add(self, call: PendingRequest) -> None:
         try:
             self._alive.add(call.sequence)
-        except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
+        except Exception as error:
+            # The engine has not taken the sequence, so only this request fails.
             call.finish(error)
             if isinstance(error, RankError):
                 raise
@@ -234,7 +247,7 @@ class StepLoop:
         call.run(self._alive)
 
     def abort(self, call: PendingRequest) -> None:
-        """Abort a request unless it is answered or was refused because another call brought the same sequence."""
+        """Abort a request. Ignored if it is answered, or was refused as a second request of one sequence."""
         if self.calls.get(call.sequence) is call:
             self.calls.pop(call.sequence, None)
             self._alive.abort(call.sequence)
@@ -255,27 +268,34 @@ class StepLoop:
         """Take no more requests, and fail all that are in flight and those that arrived too late."""
         with self.lock:
             self.error = self.error or error
-            waiting: list[PendingRequest | PendingCall] = [*self.calls.values()]
+            failed: list[PendingRequest | PendingCall] = [*self.calls.values()]
             self.calls.clear()
-        late = []
+
         with suppress(queue.Empty):
             while True:
-                late.append(self.inbox.get_nowait())
-        for call in [*waiting, *(order[1] for order in late if order is not None)]:
-            call.finish(error)
+                command = self.inbox.get_nowait()
+                if command is not None:
+                    _, call = command
+                    failed.append(call)
+        for each in failed:
+            each.finish(error)
 
 
 class AsyncEngine:
     """Owns the engine: no other code may step it. close() ends the thread; requests in flight get EngineError.
 
-    The thread ends, too, once nothing refers to the AsyncEngine. The engine's memory is freed with its thread.
+    The thread ends, too, once nothing refers to the AsyncEngine. The engine's memory is freed with
+    its thread.
     """
 
     def __init__(self, engine: Engine):
         self.step_loop = StepLoop(engine)
         self._post: LoopMailbox | None = None
-        self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")  # other work never waits for grammars
-        self._thread = threading.Thread(target=self.step_loop.run, name="eagle-ray-engine", daemon=True)
+        # Grammars have their own threads, so that other work never waits for them.
+        self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")
+        self._thread = threading.Thread(
+            target=self.step_loop.run, name="eagle-ray-engine", daemon=True
+        )
         engine.lockstep.tell_if_stuck(self.step_loop.give_up)
         self._thread.start()
         stop = partial(self.step_loop.inbox.put, None)
@@ -284,16 +304,21 @@ class AsyncEngine:
         self._finalizer.atexit = False  # _end_threads ends it
 
     async def generate(self, sequence: Sequence) -> Sequence:
-        """Run a sequence and return it finished. Raises what Engine.add does, the RequestError with which the sequence
-        failed, or EngineError if the engine is dead.
+        """Run a sequence and return it finished.
 
         Cancelling the caller frees the sequence's slot at the next step.
+
+        Raises:
+            RequestError: the sequence failed with it.
+            EngineError: the engine has ended.
+            Exception: what Engine.add raises.
         """
         return await self._answer(sequence, sequence.listener)
 
     async def call(self, work: Callable[[Engine], Answer]) -> Answer:
-        """Return what a function makes of the engine; it is called in the engine's thread, between two steps."""
-        steps, post = self.step_loop, self._mailbox()
+        """Run a function with the engine in the engine's thread, between two steps, and return its result."""
+        steps = self.step_loop
+        post = self._mailbox()
         call = PendingCall(work, post.loop.create_future(), post)
         with steps.lock:
             if steps.error is not None:
@@ -302,14 +327,17 @@ class AsyncEngine:
         return await call.future
 
     async def stream(self, sequence: Sequence) -> AsyncGenerator[int, None]:
-        """Yield the number of output ids whenever it grows; up to it the sequence's lists may be read.
+        """Yield the number of output ids whenever it grows. The sequence's lists may be read up to that number.
 
-        Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader delays no
-        other request.
+        Raises as generate does. Closing the iterator early frees the slot at the next step. A slow
+        reader delays no other request.
         """
         post = self._mailbox()
         counts: asyncio.Queue[int | None] = asyncio.Queue()
-        listener = lambda: post.post(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
+
+        def listener() -> None:
+            post.post(partial(counts.put_nowait, len(sequence.output_ids)))
+
         answer = asyncio.ensure_future(self._answer(sequence, listener))
         answer.add_done_callback(lambda _: counts.put_nowait(None))
         try:
@@ -368,7 +396,8 @@ class AsyncEngine:
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
         await self._compile_in_turn(sequence)
-        steps, post = self.step_loop, self._mailbox()
+        steps = self.step_loop
+        post = self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
         with steps.lock:
             if steps.error is not None:
@@ -381,7 +410,7 @@ class AsyncEngine:
             raise
 
     def _mailbox(self) -> LoopMailbox:
-        """Return the mailbox of the running loop; usually there is only one loop."""
+        """Return the mailbox of the running event loop. There is usually only one loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
             self._post = LoopMailbox(loop)

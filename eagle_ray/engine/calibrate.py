@@ -2,15 +2,16 @@
 
     costs = calibrate_costs(engine, TimeBudget(5.0))
 
-The sequences are synthetic and discarded. Steps run in order of their importance until the time budget is spent:
+The sequences are synthetic and discarded. Steps run in order of their importance until the time
+budget is spent:
 
     1. one sequence: a plain step, one level, the widest draft, the largest tree; always run
     2. a few sizes of a tree, then batches of 8, 64, ... and of all slots, each step once
     3. after the first two of these batches, steps behind a long prompt
-    4. steps 1 and 2 again, then all sizes in between, up to REPLAYS times
+    4. steps 1 and 2 again, then all sizes in between, up to STEP_REPLAYS times
 
-A cost is the lower quartile of its times. The curves interpolate between measured sizes, and the planner corrects
-them with later steps (`planner/cost_model.py`).
+A cost is the lower quartile of its times. The curves interpolate between measured sizes, and the
+planner corrects them with later steps (`planner/cost_model.py`).
 """
 
 from __future__ import annotations
@@ -37,23 +38,26 @@ from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 
 BUDGET_S = {
     "cpu": 5.0,  # a start of the 230M pair within 15 s on two idle cores; plans within 5 % of those by 45 s of steps
     "cuda": 20.0,  # steps take milliseconds; their graphs are recorded before
 }
-REPLAYS = 7
-CONTEXT_S = 0.25  # replays of a step behind a long prompt: as many as fit, 2 to REPLAYS of them
+STEP_REPLAYS = 7
+# Replays of a step behind a long prompt: as many as fit, 2 to STEP_REPLAYS of them.
+CONTEXT_S = 0.25
 SMALL_TREE = 4  # nodes of each sequence, root included
-TREES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
+FIRST_TREE_SIZES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
 BATCH_STEP = 8  # from one batch size that is taken first to the next
 CATCH_UP_TURNS = 3
-ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
+# Larger passes are not measured where there are many slots: the curve's last line goes on.
+MEASURED_ROWS_PER_SLOT = 4
 CATCH_UP_STEPS = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
 SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
-MAX_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
+# Sequences behind it: of 8 what a longer context costs once is a third of what is measured.
+MAX_SHARED = 32
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 MAX_DISTINCT = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
 MIN_S = 1e-6
@@ -94,8 +98,13 @@ class ScriptedPlanner:
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         setting = self.setting
         if not setting.depth:
-            return PLAIN
-        return DraftPlan(setting.depth, setting.width, num_children=self._num_children, lookups_only=self._lookups_only)
+            return PLAIN_PLAN
+        return DraftPlan(
+            setting.depth,
+            setting.width,
+            num_children=self._num_children,
+            lookups_only=self._lookups_only,
+        )
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
@@ -121,8 +130,11 @@ class TimeBudget:
 def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCosts:
     """Return the costs of an idle engine's steps, up to its largest trees for every slot.
 
-    The engine is left idle, with its counters unchanged. budget: None is BUDGET_S of the device; at most three steps
-    exceed it, and four steps that every curve needs.
+    The engine is left idle, with its counters unchanged.
+
+    Args:
+        budget: None is BUDGET_S of the device; at most three steps exceed it, and four steps that
+            every curve needs.
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
@@ -149,12 +161,13 @@ def warm_up(engine: Engine) -> None:
 
 
 def scripted_planner(engine: Engine) -> ScriptedPlanner:
-    """Return a planner whose drafts use the graphs that will be replayed, with top_k children per node, and that asks
-    for lookups alone if the drafter makes no others.
+    """Return a planner whose drafts use the graphs that will be replayed, with top_k children per
+    node, and that asks for lookups alone if the drafter makes no others.
     """
     drafter = engine.drafter
     return ScriptedPlanner(
-        engine.bounds.top_k if engine.graphs else None, drafter.has_lookups and not drafter.has_model
+        engine.bounds.top_k if engine.graphs else None,
+        drafter.has_lookups and not drafter.has_model,
     )
 
 
@@ -164,11 +177,16 @@ def calibration_mode(
 ) -> Iterator[CalibrationRun]:
     """Run scripted steps on an idle engine. Afterwards it is idle again, and its counters and drafter are unchanged.
 
-    distinct_prompts: as for CalibrationRun.
+    Args:
+        distinct_prompts: as for CalibrationRun.
     """
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
-    engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
+    engine.planner, engine.counters, engine.overlap = (
+        set_planner,
+        EngineCounters(counters.num_slots),
+        False,
+    )
     bench = CalibrationRun(engine, set_planner, distinct_prompts)
     try:
         yield bench
@@ -183,8 +201,8 @@ class CalibrationSizes:
     """The settings to measure for an engine with num_slots slots and trees within the given bounds.
 
     Attributes:
-        widths: returns the widths of replayed levels for a number of sequences, the widest last; None where levels are
-            not replayed and cost what their rows do.
+        widths: returns the widths of replayed levels for a number of sequences, the widest last;
+            None where levels are not replayed and cost what their rows do.
     """
 
     num_slots: int
@@ -198,13 +216,13 @@ class CalibrationSizes:
 
     def trees(self) -> list[CalibrationSetting]:
         """Return a few more trees of one sequence."""
-        return self._trees_of(1, [n for n in TREES if n in self._nodes_of(1)[:-1]])
+        return self._trees_of(1, [n for n in FIRST_TREE_SIZES if n in self._nodes_of(1)[:-1]])
 
     def batches(self) -> list[list[CalibrationSetting]]:
         """Return the steps of batch sizes BATCH_STEP times apart and of all slots; one empty list for one slot.
 
-        The widest drafts of one batch size show the cost of a level by rows; those of larger batches take long. A level
-        that is replayed is measured as wide as it is recorded.
+        The widest drafts of one batch size show the cost of a level by rows; those of larger
+        batches take long. A level that is replayed is measured as wide as it is recorded.
         """
         sizes = []
         size = BATCH_STEP
@@ -216,21 +234,32 @@ class CalibrationSizes:
         batches: list[list[CalibrationSetting]] = []
         for size in sizes:
             steps = self._steps_of(size) if not batches else self._steps_of(size)[:-1]
-            batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if self.bounds.num_nodes >= SMALL_TREE else [])])
+            batches.append(
+                [
+                    *steps,
+                    *self._trees_of(
+                        size, [SMALL_TREE] if self.bounds.num_nodes >= SMALL_TREE else []
+                    ),
+                ]
+            )
         return batches or [[]]
 
     def all(self) -> Iterator[CalibrationSetting]:
-        """Yield for each batch size a plain step, one level, wider drafts, a small tree, and trees of more and more
-        rows.
+        """Yield for each batch size a plain step, one level, wider drafts, a small tree, and trees
+        of more and more rows.
 
-        A batch size is repeated before the next one begins, since new sequences have to compute their prompts.
+        A batch size is repeated before the next one begins, since new sequences have to compute
+        their prompts.
         """
         largest_rows = 0
-        for size in [*(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0), self.num_slots]:
+        for size in [
+            *(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0),
+            self.num_slots,
+        ]:
             nodes = [n for n in self._nodes_of(size) if n == SMALL_TREE or n * size > largest_rows]
             steps = [*self._steps_of(size), *self._trees_of(size, nodes)]
             largest_rows = max(largest_rows, *(step.batch_size * step.num_nodes for step in steps))
-            for turn in range(REPLAYS):
+            for turn in range(STEP_REPLAYS):
                 yield from steps
                 if turn < CATCH_UP_TURNS:
                     yield from [steps[0]] * catch_up_steps(size, self.device, self.bounds.max_depth)
@@ -240,13 +269,17 @@ class CalibrationSizes:
     def small_tree(self) -> CalibrationSetting:
         """Return the setting that measures contexts with more than one row per sequence."""
         num_nodes = min(SMALL_TREE, self.bounds.num_nodes) if self.bounds.max_depth > 1 else 2
-        return CalibrationSetting(self.num_slots, num_nodes, min(2, self.bounds.top_k), min(2, self.bounds.max_depth))
+        return CalibrationSetting(
+            self.num_slots, num_nodes, min(2, self.bounds.top_k), min(2, self.bounds.max_depth)
+        )
 
     def _steps_of(self, size: int) -> list[CalibrationSetting]:
         """Return a plain step, one level, drafts of every width that is replayed, and the widest one."""
         narrow = [] if self.widths is None else self.widths(size)[:-1]
         widths = [*narrow, self.bounds.top_k]
-        drafts = [CalibrationSetting(size, 2, width, min(2, self.bounds.max_depth)) for width in widths]
+        drafts = [
+            CalibrationSetting(size, 2, width, min(2, self.bounds.max_depth)) for width in widths
+        ]
         return [CalibrationSetting(size, 1, 0, 0), CalibrationSetting(size, 2, 1, 1), *drafts]
 
     def _nodes_of(self, size: int) -> list[int]:
@@ -256,17 +289,22 @@ class CalibrationSizes:
         return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
 
     def _trees_of(self, size: int, nodes: Iterable[int]) -> list[CalibrationSetting]:
-        return [CalibrationSetting(size, n, self._width_of(n), min(2, self.bounds.max_depth)) for n in nodes]
+        return [
+            CalibrationSetting(size, n, self._width_of(n), min(2, self.bounds.max_depth))
+            for n in nodes
+        ]
 
     def _width_of(self, num_nodes: int) -> int:
         """Return the least width with which a draft of two levels has num_nodes nodes, root included, or 0."""
         below = min(2, self.bounds.max_depth) - 1
-        return next((w for w in range(1, self.bounds.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
+        return next(
+            (w for w in range(1, self.bounds.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0
+        )
 
 
 def max_rows(num_slots: int, max_nodes: int) -> int:
     """Return the rows of the largest pass to measure."""
-    return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
+    return max(MEASURED_ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
 def max_concurrent(scheduler: Scheduler, length: int) -> int:
@@ -277,31 +315,34 @@ def max_concurrent(scheduler: Scheduler, length: int) -> int:
 def context_sizes(scheduler: Scheduler, distinct_prompts: bool) -> tuple[int, int]:
     """Return the tokens of a long prompt, and how many sequences at most are measured behind such prompts.
 
-    distinct_prompts: as for CalibrationRun.
+    Args:
+        distinct_prompts: as for CalibrationRun.
     """
     wanted = LONG_PROMPT if distinct_prompts else SHARED_PROMPT
     length = max(min(wanted, scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
-    return length, min(max_concurrent(scheduler, length), MAX_DISTINCT if distinct_prompts else MAX_SHARED)
+    return length, min(
+        max_concurrent(scheduler, length), MAX_DISTINCT if distinct_prompts else MAX_SHARED
+    )
 
 
 def measured_sizes(engine: Engine) -> dict[str, int]:
-    """Return what is measured on this engine as far as its KV cache decides: the same for caches with enough room."""
+    """Return the sizes to measure on this engine. Caches with enough room have equal sizes."""
     length, behind_context = context_sizes(engine.scheduler, has_distinct_prompts(engine))
     short = max_concurrent(engine.scheduler, SHORT_PROMPT)
     return {"sequences": short, "context": length, "behind_context": behind_context}
 
 
 def has_distinct_prompts(engine: Engine) -> bool:
-    """Return whether measured sequences have prompts of their own: a GPU would find shared ones in its cache."""
+    """Return whether measured sequences need distinct prompts: a GPU would reuse a shared one from its cache."""
     return engine.target.device.type == "cuda"
 
 
 def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
     """Return the number of plain steps before a draft that catches up.
 
-    A CPU compiles a kernel for a pass of more than WARM_ROWS rows, so its time says little: the pairs of the plain
-    steps and of the draft before them have to fit. On a GPU no more pairs may wait than a replayed draft reads, since
-    a pass of their own would read the others.
+    A CPU compiles a kernel for a pass of more than WARM_ROWS rows, so its time says little: the
+    pairs of the plain steps and of the draft before them have to fit. On a GPU no more pairs may
+    wait than a replayed draft reads, since a pass of their own would read the others.
     """
     limit = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
     return max(min(CATCH_UP_STEPS, limit), 1)
@@ -312,7 +353,8 @@ class CalibrationRun:
 
     Args:
         planner: the engine's.
-        distinct_prompts: every sequence has a long prompt, and so blocks, of its own. Short ones always differ.
+        distinct_prompts: every sequence has a long prompt, and so blocks, of its own. Short ones
+            always differ.
 
     Attributes:
         temperature: temperature of new sequences.
@@ -325,21 +367,25 @@ class CalibrationRun:
         self.num_slots = self.max_concurrent(SHORT_PROMPT)
         self._running: list[Sequence] = []
         self._context_steps: list[CalibrationSetting] = []  # a plain step and one with trees
-        self._shallow: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(
-            list
-        )  # behind short prompts, by setting
-        self._deep: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(list)  # behind long ones
-        self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
+        # Behind short prompts, by setting.
+        self._shallow: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(list)
+        # Behind long ones.
+        self._deep: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(list)
+        # By rows and sequences.
+        self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._read: dict[int, list[StepOutcome]] = defaultdict(list)
         self._level: dict[int, list[StepOutcome]] = defaultdict(list)
-        self._overhead: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+        self._overhead: dict[bool, dict[int, list[float]]] = {
+            True: defaultdict(list),
+            False: defaultdict(list),
+        }
 
     def max_concurrent(self, length: int) -> int:
         """Return how many sequences with distinct prompts of this length can run at once."""
         return max_concurrent(self._engine.scheduler, length)
 
     def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
-        """Run the settings in turn until the budget is spent; without a budget, all of them."""
+        """Run the settings in order until the budget is spent. Without a budget run all of them."""
         for setting in settings:
             if budget is not None and budget.is_spent:
                 return
@@ -348,17 +394,22 @@ class CalibrationRun:
     def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
         """Run steps behind a long prompt; those with more than one row per sequence only while the budget lasts.
 
-        tree: the setting of these steps; its batch size is lowered if fewer long prompts fit.
+        On a CPU all sequences share one prompt, computed once, but each sequence reads its blocks
+        again. A GPU would find shared blocks in its cache, so there each sequence has its own
+        prompt, and fewer sequences run if they do not fit.
 
-        On a CPU all sequences share one prompt, computed once, but each sequence reads its blocks again. A GPU would
-        find shared blocks in its cache, so there each sequence has its own prompt, and fewer sequences run if they
-        do not fit.
+        Args:
+            tree: the setting of these steps; its batch size is lowered if fewer long prompts fit.
         """
         length, limit = context_sizes(self._engine.scheduler, self._distinct_prompts)
         batch_size = min(tree.batch_size, limit)
-        self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
+        self._context_steps = [
+            CalibrationSetting(batch_size, 1, 0, 0),
+            replace(tree, batch_size=batch_size),
+        ]
         plain, tree = self._context_steps
-        for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
+        # The machine may have been busier before.
+        for step in [plain] if tree in self._shallow else [plain, tree]:
             for outcome in self._repeat(step, SHORT_PROMPT, budget):
                 self._record(step, outcome)
         self.clear()
@@ -367,9 +418,11 @@ class CalibrationRun:
             self._deep[step] = self._repeat(step, length, budget)
         self.clear()
 
-    def _repeat(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
-        """Repeat the step as often as fits into CONTEXT_S. If the budget is spent, run a plain step once and a tree not
-        at all.
+    def _repeat(
+        self, step: CalibrationSetting, length: int, budget: TimeBudget
+    ) -> list[StepOutcome]:
+        """Repeat the step as often as fits into CONTEXT_S. If the budget is spent, run a plain step
+        once and a tree not at all.
         """
         outcomes: list[StepOutcome] = []
         replays = 1
@@ -377,7 +430,7 @@ class CalibrationRun:
             if budget.is_spent and (outcomes or step.num_nodes > 1):
                 break
             outcomes.append(self.run_step(step, length))
-            replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
+            replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), STEP_REPLAYS)
         return outcomes
 
     def _record(self, setting: CalibrationSetting, outcome: StepOutcome) -> None:
@@ -409,7 +462,7 @@ class CalibrationRun:
         return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
-        """Return the seconds of a pass without those of its sequences (each: seconds per sequence)."""
+        """Return the seconds of a pass by rows, without the part that each sequence adds."""
         seconds: defaultdict[int, list[float]] = defaultdict(list)
         for (rows, batch_size), times in self._verify.items():
             seconds[rows] += [s - each * batch_size for s in times]
@@ -461,17 +514,24 @@ class CalibrationRun:
             if error := self._engine.counters.planner_error:
                 raise RuntimeError(f"the planner failed in a measured step: {error}")
             outcome = self._planner.outcome
-            if outcome is not None and outcome.batch_size == setting.batch_size and not outcome.is_first:
+            if (
+                outcome is not None
+                and outcome.batch_size == setting.batch_size
+                and not outcome.is_first
+            ):
                 return outcome
 
     def _add(self, length: int) -> None:
         self._num_added += 1
         limit = self._engine.max_model_len
         length = max(min(length, max(limit // 2, limit - SHORT_OUTPUT)), 1)
-        is_own = self._distinct_prompts or length <= SHORT_PROMPT  # rows of one text would choose the same experts
+        # Rows of one text would choose the same experts.
+        is_own = self._distinct_prompts or length <= SHORT_PROMPT
         first = self._num_added if is_own else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True
+        )
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)
         self._running.append(sequence)
@@ -483,11 +543,16 @@ def _curve(seconds: dict[int, list[float]]) -> CostCurve:
 
 
 def seconds_per_sequence(seconds: dict[tuple[int, int], list[float]]) -> float:
-    """Return the seconds that one more sequence adds to a pass of equal rows: least squares over pairs of
-    batch sizes.
+    """Return the seconds that one more sequence adds to a pass of equal rows: least squares over
+    pairs of batch sizes.
     """
     typical = {size: _lower_quartile(times) for size, times in seconds.items()}
-    pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
+    pairs = [
+        (b - a, typical[n, b] - typical[n, a])
+        for n, a in typical
+        for other, b in typical
+        if other == n and b > a
+    ]
     return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)
 
 

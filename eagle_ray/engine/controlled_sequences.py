@@ -1,29 +1,31 @@
-"""What a step does for sequences with controls or grammars: sample rows by their own paths, and draft by grammars.
+"""Handle sequences with controls or grammars in a step: adjust logits by each row's path, and draft by grammars.
 
     controlled = ControlledRows.of(batch, tree, keep, num_nodes)      # None if no sequence has controls
     ...                                                               # the target's pass
     picks = controlled.picks(logits, sampling, rows)                  # -1 for rows of other sequences
 
-Each row is sampled from logits that are adjusted by the row's own path. The copy of the trees to the host starts before
-the target's pass, so on a GPU the host works out the adjustments while the pass runs. `picks` needs the tokens of the
-step before, which may be read after `of`: then a sequence may have finished meanwhile, and its rows are left out.
-Nothing is read of other sequences' rows.
+Each row is sampled from logits that are adjusted by the row's own path. The copy of the trees to
+the host starts before the target's pass, so on a GPU the host works out the adjustments while the
+pass runs. `picks` needs the tokens of the step before, which may be read after `of`: then a
+sequence may have finished meanwhile, and its rows are left out. Nothing is read of other sequences'
+rows.
 
     chains = GrammarChains.of(batch, max_tokens)                 # None if no sequence has a grammar
     plan = chains.without_long(plan)                              # the head need not draft where a chain is long
     draft = chains.fit(draft, batch, plan)
 
-Where a grammar leaves no choice of text, the tokens that spell it are a draft that no head need make, and so are the
-white space and punctuation between them, which an output repeats. They are drafted in plain steps, too: a step with
-a chain costs the rows of its pass and nothing else. The target picks only what the grammar allows, so a forbidden
-candidate of the head would waste a row.
+Where a grammar leaves no choice of text, the tokens that spell it are a draft that no head need
+make, and so are the white space and punctuation between them, which an output repeats. They are
+drafted in plain steps, too: a step with a chain costs the rows of its pass and nothing else. The
+target picks only what the grammar allows, so a forbidden candidate of the head would waste a row.
 
-Reading the candidates waits for a device, so chains are for steps on a CPU that are not replayed. On a GPU they are
-missing. A step there is launched before the tokens of the one before are read, which `GrammarChains.of` needs, so a
-batch with chains would give that up. The rest is at hand: a graph of the verify pass takes any tree within its
-bounds, so a plain step with chains can be replayed as one with a tree. What is not built either is the merge of chains
-with a head's draft inside the drafter's graph, the budget that fills a fixed number of rows from both, and the
-pruning, which needs the candidates on the host.
+Reading the candidates waits for a device, so chains are for steps on a CPU that are not replayed.
+On a GPU they are missing. A step there is launched before the tokens of the one before are read,
+which `GrammarChains.of` needs, so a batch with chains would give that up. The rest is at hand: a
+graph of the verify pass takes any tree within its bounds, so a plain step with chains can be
+replayed as one with a tree. What is not built either is the merge of chains with a head's draft
+inside the drafter's graph, the budget that fills a fixed number of rows from both, and the pruning,
+which needs the candidates on the host.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
 class ControlledRows:
     """The controlled sequences of one step and the copy of their trees to the host. Use `of` to build it."""
 
-    def __init__(self, members: list[int], sequences: list[TokenSequence], trees: DeviceToHost | None):
+    def __init__(
+        self, members: list[int], sequences: list[TokenSequence], trees: DeviceToHost | None
+    ):
         self._members = members
         self._sequences = sequences
         self._trees = trees
@@ -75,22 +79,33 @@ class ControlledRows:
         if tree.num_nodes == 1:
             return cls(members, sequences, None)
         rows = to_device(members, keep.device)
-        verified = DraftTree(*(tensor[rows] for tensor in tree.tensors)).rerank(keep[rows], num_nodes)
+        own_trees = DraftTree(*(tensor[rows] for tensor in tree.tensors))
+        verified = own_trees.rerank(keep[rows], num_nodes)
         parts = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
         return cls(members, sequences, DeviceToHost(parts))
 
-    def picks(self, logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows) -> Int[Tensor, " R"]:
+    def picks(
+        self, logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows
+    ) -> Int[Tensor, " R"]:
         """Return the tokens of controlled sequences' rows, sampled from adjusted logits; -1 for all other rows."""
         picks = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-        each = zip(self._members, self._sequences, self._paths(), strict=True)
-        running = [(i, synced(s), paths) for i, s, paths in each if s.status is SequenceStatus.RUNNING]
-        if not running:
+
+        # A sequence may have finished in the step before, since the trees were copied.
+        states: list[tuple[ControlState, Paths]] = []
+        members: list[int] = []
+        nodes: list[int] = []
+        for i, sequence, paths in zip(self._members, self._sequences, self._paths(), strict=True):
+            if sequence.status is SequenceStatus.RUNNING:
+                states.append((synced(sequence), paths))
+                members += [i] * len(paths)
+                nodes += range(len(paths))
+        if not states:
             return picks
-        nodes = [(member, node) for member, _, paths in running for node in range(len(paths))]
-        members, indices = to_device(list(zip(*nodes, strict=True)), logits.device)
-        own = rows.row_of[members, indices]
-        states = [(state, paths) for _, state, paths in running]
-        fresh = sample_adjusted(logits, own, states, sampling, members, rows.positions[own] + 1)
+
+        seq, indices = to_device([members, nodes], logits.device)
+        own = rows.row_of[seq, indices]
+        positions = rows.positions[own] + 1
+        fresh = sample_adjusted(logits, own, states, sampling, seq, positions)
         return picks.index_copy(0, own, fresh)
 
     def _paths(self) -> list[Paths]:
@@ -128,13 +143,17 @@ def sample_adjusted(
     """Return the token that the target samples after each of some rows with controls.
 
     Args:
-        logits: the target's own; they stay as they are. Few sequences' rows are copied at a time.
-        sequences: states and paths, as many paths in all as there are rows, in their order.
+        logits: logits of the target, which are not changed. The rows of few sequences are copied at
+            a time.
+        sequences: state and paths of each sequence; the paths of all are as many as the rows, in
+            their order.
         seq, positions: see sampler.sample.
     """
-    picks, start = [], 0
+    picks = []
+    start = 0
     for group in _groups_of(sequences):
-        part = slice(start, start + sum(len(paths) for _, paths in group))
+        num_rows = sum(len(paths) for _, paths in group)
+        part = slice(start, start + num_rows)
         adjusted = logits[rows[part]].float()
         Adjustments.of(group, logits.device).apply(adjusted)
         picks.append(sample(adjusted, sampling, seq[part], positions[part]))
@@ -142,7 +161,9 @@ def sample_adjusted(
     return torch.cat(picks)
 
 
-def _groups_of(sequences: Sequence[tuple[ControlState, Paths]]) -> list[list[tuple[ControlState, Paths]]]:
+def _groups_of(
+    sequences: Sequence[tuple[ControlState, Paths]],
+) -> list[list[tuple[ControlState, Paths]]]:
     """Return the sequences in groups of at most SLICE_ROWS paths, or of one sequence."""
     groups: list[list[tuple[ControlState, Paths]]] = [[]]
     num_rows = 0
@@ -156,24 +177,27 @@ def _groups_of(sequences: Sequence[tuple[ControlState, Paths]]) -> list[list[tup
 
 
 def slow_and_spent(grammars: Mapping[int, GrammarState]) -> tuple[list[int], list[int]]:
-    """Return the keys of grammars that are slow to follow, and of those that have spent their parser time."""
+    """Return the keys of slow grammars, and the keys of those that have used up their parser time."""
     slow = [i for i, grammar in grammars.items() if grammar.budget.is_slow]
     spent = [i for i, grammar in grammars.items() if grammar.budget.is_spent]
     return slow, spent
 
 
-FORBIDDEN = -1e4  # added to the log values of forbidden candidates and what is below them: behind every other one
-FORCED = -0.01  # log-probability of a forced token given those before it: near 0, for the target may spell it otherwise
-RECENT = -0.2  # of a token that came here before
-LONG = 2  # tokens of a chain after which a head's draft would not pay
+# Added to the log values of forbidden candidates and those below them: they come after all others.
+FORBIDDEN = -1e4
+# Log-probability of a forced token given those before it: below 0, as the target may spell it otherwise.
+FORCED = -0.01
+RECENT = -0.2  # log-probability of a token that the output had in this place before
+LONG_CHAIN = 2  # tokens of a chain after which a head's draft would not pay
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarChains:
-    """The tokens that grammars predict for the sequences of a batch; none for a sequence without a grammar.
+    """The tokens that grammars predict for the sequences of a batch.
 
     Attributes:
-        grammars: by place in the batch.
+        chains: predicted tokens of each sequence; empty without a grammar.
+        grammars: grammars by place in the batch.
     """
 
     chains: list[list[PredictedToken]]
@@ -184,12 +208,14 @@ class GrammarChains:
         """Return the chains of a batch, or None if no sequence has a grammar.
 
         Args:
-            max_tokens: most tokens of a chain, at most as many as the engine's deepest and largest draft has.
+            max_tokens: most tokens of a chain, at most as many as the engine's deepest and largest
+                draft has.
         """
-        grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
+        grammars = grammars_of(batch)
         if not grammars:
             return None
-        can_draft = set(range(len(batch)) if batch.can_draft is None else batch.can_draft)
+
+        can_draft = _drafting(batch)
         chains: list[list[PredictedToken]] = [[] for _ in batch.sequences]
         for i, grammar in grammars.items():
             synced(batch.sequences[i])
@@ -200,51 +226,85 @@ class GrammarChains:
 
     def without_long(self, plan: DraftPlan) -> DraftPlan:
         """Return the plan for the sequences without a long chain. A probe is run as it is planned."""
-        if plan.probe or not plan.is_drafting or all(len(chain) < LONG for chain in self.chains):
+        if plan.probe or not plan.is_drafting:
             return plan
-        return plan.restrict_to(tuple(i for i, chain in enumerate(self.chains) if len(chain) < LONG))
+        short = tuple(i for i, chain in enumerate(self.chains) if len(chain) < LONG_CHAIN)
+        if len(short) == len(self.chains):
+            return plan
+        return plan.restrict_to(short)
 
     def fit(self, draft: Draft, batch: DecodeBatch, plan: DraftPlan) -> Draft:
         """Return the draft with the chains, and with forbidden candidates behind all others."""
         pruned = self._pruned(draft, batch) if draft.depth else draft
         if not any(self.chains):
             return pruned
+
         chains = _chain_trees(batch.roots.tolist(), self.chains)
-        depth = max(draft.depth, max(map(len, self.chains)))
+        longest = max(map(len, self.chains))
+        depth = max(draft.depth, longest)
         merged = merge_trees([pruned.tree, chains], depth)
-        extra = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, depth, plan)
+        head_log_probs = merged.log_probs_by_drafter[..., 0]
+        extra = extra_log_values(head_log_probs, merged.tree, depth, plan)
         return replace(draft, tree=merged.tree, extra_log_values=extra)
 
     def _pruned(self, draft: Draft, batch: DecodeBatch) -> Draft:
-        penalties = torch.zeros_like(draft.tree.log_values)
-        tokens, parents = draft.tree.tokens.tolist(), draft.tree.parents.tolist()
-        can_draft = range(len(batch)) if batch.can_draft is None else batch.can_draft
-        for i in self.grammars.keys() & set(
-            can_draft
-        ):  # every node: candidates that are not valid may stand between others
+        tree = draft.tree
+        tokens = tree.tokens.tolist()
+        parents = tree.parents.tolist()
+        penalties = torch.zeros_like(tree.log_values)
+
+        # All nodes are asked for: candidates that are not valid may stand between others.
+        for i in self.grammars.keys() & _drafting(batch):
             allowed = self.grammars[i].allowed_nodes(tokens[i], parents[i])
             penalties[i] = torch.where(torch.tensor(allowed), 0.0, FORBIDDEN)
-        return replace(draft, tree=replace(draft.tree, log_values=draft.tree.log_values + penalties))
+        return replace(draft, tree=replace(tree, log_values=tree.log_values + penalties))
+
+
+def grammars_of(batch: DecodeBatch) -> dict[int, GrammarState]:
+    """Return the grammars of a batch's sequences, by place in the batch."""
+    return {
+        i: sequence.grammar
+        for i, sequence in enumerate(batch.sequences)
+        if sequence.grammar is not None
+    }
+
+
+def _drafting(batch: DecodeBatch) -> set[int]:
+    """Return the places of sequences that may be drafted for."""
+    if batch.can_draft is None:
+        return set(range(len(batch)))
+    return set(batch.can_draft)
 
 
 def _chain_trees(roots: list[int], chains: list[list[PredictedToken]]) -> DraftTree:
     """Return a tree of one path for each root."""
     longest = 1 + max(map(len, chains))
-    rows = [[root, *(token for token, _ in chain)] for root, chain in zip(roots, chains, strict=True)]
-    logs = [[0.0, *(FORCED if is_forced else RECENT for _, is_forced in chain)] for chain in chains]
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    log_probs = torch.tensor([row + [0.0] * (longest - len(row)) for row in logs])
+
+    # A row of each tree: root, chain, padding.
+    token_rows = []
+    log_prob_rows = []
+    for root, chain in zip(roots, chains, strict=True):
+        num_padding = longest - 1 - len(chain)
+        own_tokens = [root]
+        own_log_probs = [0.0]
+        for token, is_forced in chain:
+            own_tokens.append(token)
+            own_log_probs.append(FORCED if is_forced else RECENT)
+        token_rows.append(own_tokens + [0] * num_padding)
+        log_prob_rows.append(own_log_probs + [0.0] * num_padding)
+
+    tokens = torch.tensor(token_rows)
+    log_probs = torch.tensor(log_prob_rows)
+    lengths = torch.tensor([[len(chain)] for chain in chains])
+
+    # A node's parent is the node before it, and its depth is its place.
     place = torch.arange(longest).expand_as(tokens)
-    valid = place <= torch.tensor([[len(chain)] for chain in chains])
-
-    def padded(values: Tensor) -> Float[Tensor, "B N"]:
-        return torch.where(valid, values, -torch.inf)
-
+    valid = place <= lengths
     return DraftTree(
         tokens=tokens,
         parents=torch.where(valid, place - 1, -1),
         depths=torch.where(valid, place, 0),
-        log_values=padded(log_probs.cumsum(1)),
-        draft_log_probs=padded(log_probs),
+        log_values=torch.where(valid, log_probs.cumsum(1), -torch.inf),
+        draft_log_probs=torch.where(valid, log_probs, -torch.inf),
         valid=valid,
     )

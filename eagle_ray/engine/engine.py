@@ -7,17 +7,19 @@
 
 Plain decoding is the same loop with a drafter that proposes nothing.
 
-If steps overlap, the host launches step t+1 before it reads step t. It passes on what only the device knows so far: how
-many tokens each sequence accepted and the last of them. The device does not wait while the host counts and plans.
+If steps overlap, the host launches step t+1 before it reads step t. It passes on what only the
+device knows so far: how many tokens each sequence accepted and the last of them. The device does
+not wait while the host counts and plans.
 
     device   | draft t | verify t | prompts | draft t+1 | verify t+1 | draft t+2 ...
     host     launch t ... prompts, launch t+1 | read t, count t | launch t+2 | read t+1 ...
 
-A sequence that finishes in step t still occupies a row of step t+1; its result is discarded. If it certainly finishes
-there, by its length, it has no row, and its slot takes a new sequence at once. Sequences whose prompts are launched
-before step t+1 are part of it: their first tokens, too, are on the device. If a sequence has controls, the last part of
-step t+1, from its samples on, is launched once step t is read, while the target's pass runs. If steps are not replayed
-as CUDA graphs, prompt chunks go through the target in the same pass as the decoding rows, so that its weights are read
+A sequence that finishes in step t still occupies a row of step t+1; its result is discarded. If it
+certainly finishes there, by its length, it has no row, and its slot takes a new sequence at once.
+Sequences whose prompts are launched before step t+1 are part of it: their first tokens, too, are on
+the device. If a sequence has controls, the last part of step t+1, from its samples on, is launched
+once step t is read, while the target's pass runs. If steps are not replayed as CUDA graphs, prompt
+chunks go through the target in the same pass as the decoding rows, so that its weights are read
 once.
 """
 
@@ -28,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -40,20 +42,35 @@ from eagle_ray.core.counters import AcceptanceStats, EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.device import DeviceToHost, StepTimer
 from eagle_ray.core.errors import RequestError, one_line
-from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
+from eagle_ray.core.sequence import (
+    Sequence,
+    SequenceStatus,
+    TopLogprobs,
+    check_length,
+    start_controls,
+)
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.engine.controlled_sequences import GrammarChains, slow_and_spent
+from eagle_ray.engine.controlled_sequences import GrammarChains, grammars_of, slow_and_spent
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, contain_any, paired, record_outputs
+from eagle_ray.engine.step import (
+    DecodeStep,
+    DraftCheck,
+    StepOutput,
+    UnflushedStats,
+    contain_any,
+    paired,
+    record_outputs,
+)
 from eagle_ray.engine.verify import Verifier, fallbacks
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel, TargetOutput
 from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.tree.expand import PLAIN, DraftPlan, PartialDraft
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan, PartialDraft
 
 log = logging.getLogger("eagle_ray")
 Answer = TypeVar("Answer")
@@ -64,18 +81,22 @@ class Engine:
 
     Args:
         max_model_len: maximum tokens of a sequence, prompt and output.
-        bounds: bounds of the draft trees of any plan; NO_TREE for plain decoding. Their depth is the length of the
-            acceptance statistics, and graphs are recorded for the largest trees.
-        prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences. On a CPU twice as
-            many are hardly faster.
-        graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must support it
-            (`engine.verify.unsupported_reason`).
+        bounds: bounds of the draft trees of any plan; NO_TREE for plain decoding. Their depth is
+            the length of the acceptance statistics, and graphs are recorded for the largest trees.
+        prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences.
+            On a CPU twice as many are hardly faster.
+        graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must
+            support it (`engine.verify.unsupported_reason`).
         grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.
 
     Attributes:
-        lockstep: lets the engines of other ranks do what this one does, or this one what rank 0's does.
+        lockstep: lets the engines of other ranks do what this one does, or this one what rank 0's
+            does.
+        why_unordered_sums: why NCCL adds what ranks on GPUs compute, not symmetric memory in the
+            order of the ranks; None if it does, or there is one rank.
         drafts_grammars: tokens that grammars predict are drafted.
+        uses_team: steps compute in the team of the process's threads (kernels/team.h).
         mixed_prefill: prompt chunks and decoding rows share a pass; only without graphs.
         is_intact: no step has raised. False during a step.
     """
@@ -95,12 +116,17 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.planner = planner
+        # Keeps what the engine has learned, before it closes.
+        self.on_close: Callable[[], None] | None = None
+        self.head_check: DraftCheck | None = None  # counts the head's first drafts
+        self.uses_team = False
         self.max_model_len = max_model_len
         self.bounds = bounds
         self.graphs = graphs
         self.overlap = overlap
         self.grammars = grammars
         self.lockstep: Lockstep = ALONE
+        self.why_unordered_sums: str | None = None
         self._has_lookup_hits = False  # the planner let the drafter read on in the batch's texts
         self.drafts_grammars = True
         self.mixed_prefill = graphs is None
@@ -108,13 +134,18 @@ class Engine:
         blocks = target.cache.blocks
         tree_positions = blocks.capacity - max_model_len
         gathered = partial(num_gathered, target.cache)
-        self.scheduler = Scheduler(blocks, prefill_tokens, tree_positions, target.device, target.eos_ids, gathered)
-        self.prefiller = Prefiller(target, drafter)
+        self.scheduler = Scheduler(
+            blocks, prefill_tokens, tree_positions, target.device, target.eos_ids, gathered
+        )
+        self.prefiller = Prefiller(target, drafter, prefill_tokens)
+        self.scorer = self.prefiller.scorer
         self.verifier = Verifier(target, graphs, bounds)
         self.counters = EngineCounters(target.cache.num_slots)
         drafter.use_graphs(graphs, bounds.max_depth)
         self._pending: DecodeStep | None = None  # launched ahead, not read yet
-        self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
+        # Sequences and plan of a step that was planned ahead, but not launched.
+        self._postponed: tuple[list[Sequence], DraftPlan] | None = None
+        self._must_rejoin = False  # a scored sequence decodes from the next step on
         self._num_recorded = 0
         self._unflushed = UnflushedStats(target.cache.num_slots, bounds.max_depth)
 
@@ -123,36 +154,49 @@ class Engine:
         """Return the tokens of the longest draft path that any plan allows; 0 for plain decoding."""
         return self.bounds.max_depth
 
+    def running_lengths(self) -> list[tuple[str, int]]:
+        """Return the category and the tokens so far of each sequence that holds a slot."""
+        return [(s.category, len(s.output_ids)) for s in list(self.scheduler.running.values())]
+
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Return why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs"."""
-        return fallbacks(self.target, self.drafter, self.graphs)
+        """Return why parts of the fast path do not run on a CUDA device, by "kernels", "graphs" and "sums"."""
+        reasons = fallbacks(self.target, self.drafter, self.graphs)
+        if self.why_unordered_sums is not None:
+            reasons["sums"] = self.why_unordered_sums
+        return reasons
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Run one speculative step for every running sequence and return the sequences that finished or failed.
 
-        Invariant: the last committed token is not in the KV cache; it is the root of the next draft tree. If a step
-        raises, from a stop_check or a listener too, the engine is left in the middle of it and cannot be used again.
-        The planner may raise: see drop_planner.
+        Invariant: the last committed token is not in the KV cache; it is the root of the next draft
+        tree. If a step raises, from a stop_check or a listener too, the engine is left in the
+        middle of it and cannot be used again. The planner may raise: see drop_planner.
         """
+        with torch.inference_mode(), cpu_ops.team(self.uses_team):
+            return self._step()
+
+    def _step(self) -> list[Sequence]:
         self.is_intact = False
         self.lockstep.tell("step", self.overlap)
-        started, num_before = time.monotonic(), self.counters.num_prefill_tokens
+        started = time.monotonic()
+        num_before = self.counters.num_prefill_tokens
 
         pending, prefill = self._launch()
         ahead = None
         if pending is not None:
             ahead = self._launch_ahead(pending, prefill)
-            self._finish(pending, self.counters.num_prefill_tokens - num_before, followed=ahead is not None)
+            num_prompt_tokens = self.counters.num_prefill_tokens - num_before
+            self._finish(pending, num_prompt_tokens, followed=ahead is not None)
         self.finish_prefill(prefill)
         if ahead is not None:
             self._pending = ahead()
             self._pending.sync_lengths(self.drafter)
+        self._score()
 
         finished = self._retire()
         self.counters.busy_s += time.monotonic() - started
@@ -167,18 +211,26 @@ class Engine:
             ValueError: the sequence was already added.
         """
         if sequence.arrived_at is not None:
-            raise ValueError(f"sequence {sequence.request_id!r} was already added. Make a new one of its prompt_ids.")
+            raise ValueError(
+                f"sequence {sequence.request_id!r} was already added. Make a new one of its prompt_ids."
+            )
         check_length(sequence, self.max_model_len, self.target.vocab_size)
         self.compile_grammar(sequence)
         start_controls(sequence, self.target.eos_ids, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
+        self.scorer.plan(sequence, self.scheduler.score_room(sequence))
         self.scheduler.add(sequence)
         self.lockstep.add(sequence)
         sequence.arrived_at = time.monotonic()
 
     def close(self) -> None:
-        """End what the engine has started: other ranks. It cannot be used again."""
-        self.lockstep.close()
+        """End the other ranks. The engine cannot be used again."""
+        on_close, self.on_close = self.on_close, None
+        try:
+            if on_close is not None:
+                on_close()
+        finally:
+            self.lockstep.close()
 
     def order_for_throughput(self) -> None:
         """Admit sequences from now on in an order and in groups that serve throughput, not latency."""
@@ -196,7 +248,9 @@ class Engine:
         if spec is None or sequence.grammar is not None:
             return
         if self.grammars is None:
-            raise RequestError("no_tokenizer", f"{spec.name}: the target has no tokenizer that grammars can use")
+            raise RequestError(
+                "no_tokenizer", f"{spec.name}: the target has no tokenizer that grammars can use"
+            )
         if not self.grammars.knows(spec):
             self.lockstep.prepare(spec)
         sequence.grammar = self.grammars.start(spec)
@@ -215,7 +269,7 @@ class Engine:
         self.drafter.reset_learning()
 
     def learned_state(self) -> dict[str, Tensor]:
-        """Return what the drafter has learned; see Drafter.state."""
+        """Return the drafter's learned state; see Drafter.state."""
         self.lockstep.tell("learned_state")
         return self.drafter.state()
 
@@ -251,35 +305,57 @@ class Engine:
 
     @property
     def _will_draft(self) -> bool:
-        return self.lockstep.agree("will_draft", lambda: self._ask(lambda: self.planner.will_draft, lambda: False))
+        return self.lockstep.agree(
+            "will_draft", lambda: self._ask(lambda: self.planner.will_draft, lambda: False)
+        )
 
     def _plan(self, batch: DecodeBatch) -> DraftPlan:
-        plan, stops, has_lookup_hits = self.lockstep.agree("plan", lambda: self._own_plan(batch), _without_function)
+        plan, stops, has_lookup_hits = self.lockstep.agree(
+            "plan", lambda: self._own_plan(batch), _without_function
+        )
         if has_lookup_hits and not self.lockstep.is_leader:
-            self._ask(lambda: self.lookup_hits(batch), lambda: None)  # it raises here if it did there
+            # It raises here if it did on the leader.
+            self._ask(lambda: self.lookup_hits(batch), lambda: None)
         if stops is None:
             return plan
-        should_stop = stops
-        return replace(plan, should_stop=lambda builder: self.lockstep.agree("stop", lambda: should_stop(builder)))
+        if self.lockstep.is_alone:
+            return replace(plan, should_stop=stops)
 
-    def _own_plan(self, batch: DecodeBatch) -> tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool]:
-        """Return the planner's plan, what stops its draft, and whether the drafter has read on for it."""
+        def agreed_stop(builder: PartialDraft) -> bool:
+            return self.lockstep.agree("stop", lambda: stops(builder))
+
+        return replace(plan, should_stop=agreed_stop, price_rule=None)
+
+    def _own_plan(
+        self, batch: DecodeBatch
+    ) -> tuple[DraftPlan, Callable[[PartialDraft], bool] | None, bool]:
+        """Return the planner's plan, a rule that may end its draft early, and whether lookups were indexed for it."""
         self._has_lookup_hits = False
-        plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN)
-        if (should_stop := plan.should_stop) is None:
+        plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN_PLAN)
+        should_stop = plan.should_stop
+        if should_stop is None:
             return plan, None, self._has_lookup_hits
-        return plan, lambda builder: self._ask(lambda: should_stop(builder), lambda: True), self._has_lookup_hits
+
+        def safe_stop(builder: PartialDraft) -> bool:
+            return self._ask(lambda: should_stop(builder), lambda: True)
+
+        return plan, safe_stop, self._has_lookup_hits
 
     def _allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         def ask() -> Allocation:
-            return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
+            return self._ask(
+                lambda: self.planner.allocate(draft, plan, batch),
+                lambda: Allocation.uniform(draft, 1),
+            )
 
-        allocation = self.lockstep.agree(
-            "rows", ask, Allocation.packed, lambda packed: Allocation.unpacked(packed, self.target.device)
-        )
+        def unpack(packed: Any) -> Allocation:
+            return Allocation.unpacked(packed, self.target.device)
+
+        allocation = self.lockstep.agree("rows", ask, Allocation.packed, unpack)
         if allocation.num_nodes == 1:  # the roots, which all ranks know
             return allocation
-        return replace(allocation, keep=self.lockstep.share(allocation.keep))
+        keep = self.lockstep.share(allocation.keep)
+        return replace(allocation, keep=keep)
 
     def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
         if self.lockstep.is_leader:
@@ -289,7 +365,8 @@ class Engine:
 
     def _launch(self) -> tuple[DecodeStep | None, Prefill | None]:
         """Return this step and its prompt chunks, both launched. The step may have been launched ahead."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None and pending.has_running:
             self.scheduler.release_ending(pending.batch)
             return pending, self.launch_prefill()
@@ -300,17 +377,24 @@ class Engine:
         if batch is not None:
             return self._launch_step(batch, self._next_prefill())
 
-        self.finish_prefill(self.launch_prefill())  # sequences whose prompt ends here decode in this step
+        # Sequences whose prompt ends here decode in this step.
+        self.finish_prefill(self.launch_prefill())
         batch = self.scheduler.batch()
-        return (None, None) if batch is None else self._launch_step(batch, None)
+        if batch is None:
+            return None, None
+        return self._launch_step(batch, None)
 
-    def _launch_step(self, batch: DecodeBatch, prefill: Prefill | None) -> tuple[DecodeStep, Prefill | None]:
+    def _launch_step(
+        self, batch: DecodeBatch, prefill: Prefill | None
+    ) -> tuple[DecodeStep, Prefill | None]:
         """Launch a step, with prompt chunks in the same pass of the target."""
-        batch = batch if prefill is None else replace(batch, num_prefill_rows=prefill.num_rows)
+        if prefill is not None:
+            batch = replace(batch, num_prefill_rows=prefill.num_rows)
         batch = self._without_slow_drafts(batch)
         timer = StepTimer(self.target.device)
         plan, draft = self._draft(batch)
-        step, output = self._start_verify(batch, plan, draft, timer, prefill)()
+        finish_verify = self._start_verify(batch, plan, draft, timer, prefill)
+        step, output = finish_verify()
         if output is None or prefill is None:
             return step, None
 
@@ -326,7 +410,7 @@ class Engine:
 
         Ranks follow the leader's clock.
         """
-        grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
+        grammars = grammars_of(batch)
         if not grammars:
             return set()
         slow, spent = self.lockstep.agree("parsers", lambda: slow_and_spent(grammars))
@@ -340,17 +424,21 @@ class Engine:
         if not slow:
             return batch
         can_draft = range(len(batch)) if batch.can_draft is None else batch.can_draft
-        return replace(batch, can_draft=tuple(i for i in can_draft if i not in slow))
+        fast = tuple(i for i in can_draft if i not in slow)
+        return replace(batch, can_draft=fast)
 
     def _next_plan(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of these sequences that could not be launched ahead, or a new one."""
-        postponed, self._postponed = self._postponed, None
-        if postponed is not None and postponed[0] == batch.sequences:
-            return postponed[1]
+        postponed = self._postponed
+        self._postponed = None
+        if postponed is not None:
+            sequences, plan = postponed
+            if sequences == batch.sequences:
+                return plan
         return self._plan(batch)
 
     def _draft(self, batch: DecodeBatch) -> tuple[DraftPlan, Draft]:
-        """Return what is drafted, by the drafter and by the grammars of sequences."""
+        """Return the plan and the draft of this step, with what grammars add to it."""
         plan = self._next_plan(batch).restrict_to(batch.can_draft)
         chains = GrammarChains.of(batch, self._max_chain) if self._max_chain else None
         if chains is not None:
@@ -359,7 +447,9 @@ class Engine:
         draft = Draft.empty(batch.roots)
         if plan.is_drafting:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
-        return plan, draft if chains is None else chains.fit(draft, batch, plan)
+        if chains is not None:
+            draft = chains.fit(draft, batch, plan)
+        return plan, draft
 
     @property
     def _max_chain(self) -> int:
@@ -367,29 +457,42 @@ class Engine:
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
         return self.bounds.depth if on_host and self.drafts_grammars else 0
 
-    def _launch_ahead(self, pending: DecodeStep, prefill: Prefill | None) -> Callable[[], DecodeStep] | None:
-        """Launch the step after `pending`, or return None if it must wait until `pending` is read.
+    def _launch_ahead(
+        self, pending: DecodeStep, prefill: Prefill | None
+    ) -> Callable[[], DecodeStep] | None:
+        """Launch the step after `pending` before `pending` is read. Return None if it must wait.
 
-        Returns a function that launches the rest of the step, once `pending` and the prompts are read: if a sequence
-        has controls, its tokens depend on theirs.
+        Returns a function that launches the rest of the step, once `pending` and the prompts are
+        read: if a sequence has controls, its tokens depend on theirs.
         """
         if not self.overlap or self.graphs is None or self._slow_parsers(pending.batch):
             return None
+        if self._must_rejoin:
+            self._must_rejoin = False
+            return None
+
+        # The batch: what `pending` leaves, and the prompts launched since.
         num_rows = pending.allocation.num_rows
-        batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens, num_rows)
+        batch = self.scheduler.next_batch(
+            pending.batch, pending.result, pending.max_new_tokens, num_rows
+        )
         if batch is not None and prefill is not None:
             batch = self.scheduler.join(batch, prefill.ended, prefill.roots)
         if batch is None:
             return None
+
+        # A timer starts where the one before it ends, unless prompts run in between.
         timer = StepTimer(self.target.device, pending.timer if prefill is None else None)
         plan = self._plan(batch)
-
         draft: Draft | None = Draft.empty(batch.roots)
         if plan.is_drafting:
-            draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
+            draft = self.drafter.draft_async(
+                batch.at, batch.roots, plan, batch.sampling, batch.sequences
+            )
         if draft is None:
-            self._postponed = batch.sequences, plan  # a probe that was planned must run
+            self._postponed = (batch.sequences, plan)  # a probe that was planned must run
             return None
+
         self.counters.num_ahead += 1
         finish = self._start_verify(batch, plan, draft, timer)
         if batch.controlled:
@@ -398,21 +501,42 @@ class Engine:
         return lambda: step
 
     def _start_verify(
-        self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, timer: StepTimer, prefill: Prefill | None = None
+        self,
+        batch: DecodeBatch,
+        plan: DraftPlan,
+        draft: Draft,
+        timer: StepTimer,
+        prefill: Prefill | None = None,
     ) -> Callable[[], tuple[DecodeStep, TargetOutput | None]]:
-        """Allocate rows and verify them. Return a function that launches what is left and the copy to the host."""
+        """Allocate rows and launch the verify pass. Return a function that launches the rest of the step."""
         timer.mark()
-        planner, allocation = self.planner, self._allocate(draft, plan, batch)
+        planner = self.planner  # `_allocate` may replace it by one that plans no drafts
+        allocation = self._allocate(draft, plan, batch)
         prompts = None if prefill is None else prefill.batch
         started = self.verifier.start(self.drafter, batch, draft, allocation, timer.mark, prompts)
 
         def finish() -> tuple[DecodeStep, TargetOutput | None]:
             output = started.finish()
-            copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
+            tops = output.tops or ()
+            copy = DeviceToHost(output.record[: len(batch)], *tops)
             timer.mark()
             self.drafter.on_verified(output.result)
-            parts = batch, plan, draft, allocation, started.shape, output.result, copy, timer
-            return DecodeStep(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
+            step = DecodeStep(
+                planner=planner,
+                batch=batch,
+                plan=plan,
+                draft=draft,
+                allocation=allocation,
+                shape=started.shape,
+                result=output.result,
+                copy=copy,
+                timer=timer,
+                is_first=self._has_recorded(),
+                num_level_rows=self._level_rows(batch, plan),
+            )
+            if self.head_check is not None:
+                step.checked_drafts = self.head_check.launched(batch, plan, draft, output.result)
+            return step, output.prompted
 
         return finish
 
@@ -432,14 +556,20 @@ class Engine:
         now = time.monotonic()
         chunks = self.scheduler.chunks()
         will_draft = self._will_draft
+        if not chunks:
+            return None
+        # The drafter need not read prompts that are only scored.
+        will_draft = will_draft and any(chunk.sequence.generates for chunk in chunks)
+
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
             sequence.target_forwards += 1
-            sequence.draft_forwards += self.drafter.prefill_passes if will_draft else 0
+            if will_draft:
+                sequence.draft_forwards += self.drafter.prefill_passes
             self.counters.num_prefill_tokens += chunk.num_tokens
             self.counters.num_reused_tokens += chunk.num_reused
-        return self.prefiller.prefill_of(chunks, will_draft) if chunks else None
+        return self.prefiller.prefill_of(chunks, will_draft)
 
     def _has_recorded(self) -> bool:
         """Return whether a graph was recorded since the last launch."""
@@ -468,35 +598,61 @@ class Engine:
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
+        self._check_head(pending, output)
         self._observe(pending.planner, outcome)
+
+    def _check_head(self, pending: DecodeStep, output: StepOutput) -> None:
+        """Count the drafts of a step, and warn once if the head is hardly ever right."""
+        drafts = pending.checked_drafts
+        if self.head_check is None or drafts is None:
+            return
+        num_accepted = output.num_accepted[drafts.rows].tolist()
+        warning = self.head_check.add(drafts.read(), num_accepted)
+        if warning is not None:
+            self.counters.draft_warning = warning
+            log.warning("%s", warning)
+        if warning is not None or self.head_check.is_over:
+            self.head_check = None
 
     def _commit(self, pending: DecodeStep, output: StepOutput, tops: list[np.ndarray]) -> int:
         """Append each running sequence's tokens. Return the number of accepted drafts, without those past an end.
 
-        Drafts of sequences that finished before count, since their acceptance still informs the planner.
+        Drafts of sequences that finished before count, since their acceptance still informs the
+        planner.
 
         Args:
             tops: ids and log-probabilities of the likeliest tokens, if requested.
         """
         sequences = pending.batch.sequences
-        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
+        running = [
+            i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING
+        ]
         self.counters.num_slot_steps += len(running)
-        self._unflushed.add([sequences[i] for i in running], output, running, pending.draft_passes[running])
+        own_passes = pending.draft_passes[running]
+        self._unflushed.add([sequences[i] for i in running], output, running, own_passes)
 
-        num_accepted, new_tokens = int(output.num_accepted.sum()), output.token_lists()
+        num_accepted = int(output.num_accepted.sum())
+        new_tokens = output.token_lists()
         has_end = contain_any(new_tokens, pending.batch.sampling.end_ids)
         for i in running:
-            sequence, tokens = sequences[i], new_tokens[i]
+            sequence = sequences[i]
+            tokens = new_tokens[i]
             is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
+
+            # Most sequences need no check of their tokens; this loop is host time of every step.
             if not is_last and sequence.is_simple:
                 sequence.output_ids += tokens
                 self.counters.num_output_tokens += len(tokens)
                 if sequence.listener is not None:
                     sequence.listener()
                 continue
+
             if sequence.sampling.wants_logprobs:
-                likeliest = paired(*(values[i].tolist() for values in tops))[: len(tokens)] if tops else []
-                record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
+                likeliest: list[TopLogprobs] = []
+                if tops:
+                    likeliest = paired(*(values[i].tolist() for values in tops))[: len(tokens)]
+                logprobs = output.logprobs[i, : len(tokens)].tolist()
+                record_outputs(sequence, logprobs, likeliest)
             num_appended = self._append(sequence, tokens)
             num_accepted -= len(tokens) - max(num_appended, 1)
         return num_accepted
@@ -509,11 +665,31 @@ class Engine:
         tokens = list(prefill.read())
         self.lockstep.check(lambda: crc32(repr([token for _, token in tokens]).encode()))
         for sequence, token in tokens:
+            is_scored = sequence.status is SequenceStatus.SCORING
             self._append(sequence, [token])
+            if is_scored:
+                sequence.status = SequenceStatus.SCORING  # also if it ends with this token
+        self.counters.prefill_s += time.monotonic() - now
+
+    def _score(self) -> None:
+        """Run a pass over continuations, if there are any, and end or resume sequences whose scores are complete."""
+        sequences = self.scheduler.scoring()
+        if not sequences:
+            return
+        now = time.monotonic()
+        for sequence in self.scorer.run(sequences):
+            if not sequence.generates:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason is None and sequence.error is None:
+                sequence.status = SequenceStatus.RUNNING
+                self._must_rejoin = True
+                continue
+            sequence.status = SequenceStatus.FINISHED
+            sequence.finished_at = time.monotonic()
         self.counters.prefill_s += time.monotonic() - now
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> int:
-        """Commit the tokens and return how many were kept; those past the sequence's end are discarded."""
+        """Commit tokens and return how many were kept. Tokens past the sequence's end are discarded."""
         num_discarded = sequence.append(tokens, self.target.eos_ids)
         sequence.stats.num_discarded_tokens += num_discarded
         is_finished = sequence.status is SequenceStatus.FINISHED
@@ -548,4 +724,5 @@ def _without_function(
 ) -> tuple[DraftPlan, bool | None, bool]:
     """Return a plan as it is sent to other ranks: they learn from rank 0 where a draft stops."""
     plan, stops, has_lookup_hits = answer
-    return replace(plan, should_stop=None), None if stops is None else True, has_lookup_hits
+    can_stop = None if stops is None else True
+    return plan.without_stop(), can_stop, has_lookup_hits

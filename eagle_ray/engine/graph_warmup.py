@@ -4,11 +4,12 @@
     capture(engine)                                  # a planner that may choose any plan within the engine's bounds
     capture_fixed(engine)                            # a planner with one plan
 
-`capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
-over trees of every number of trees and rows, and the parts of drafts of every size and width. With Triton's kernels
-that is one graph each; without, one for each context bound and for greedy and for sampled sequences. `capture_fixed`
-takes steps with the planner itself and records the passes that read pending pairs, however many. What is not reached
-within CAPTURE_S, and passes that return log-probabilities, are captured at their first use.
+`capture` records every pass that such a planner can ask for, on padding alone: plain passes of
+every batch size, passes over trees of every number of trees and rows, and the parts of drafts of
+every size and width. With Triton's kernels that is one graph each; without, one for each context
+bound and for greedy and for sampled sequences. `capture_fixed` takes steps with the planner itself
+and records the passes that read pending pairs, however many. What is not reached within CAPTURE_S,
+and passes that return log-probabilities, are captured at their first use.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
 
 def capture(engine: Engine) -> None:
-    """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds.
+    """Capture all passes that an idle engine may need, for any plan within its bounds.
 
     The drafter has learned nothing then: what is captured drafts on padding.
     """
@@ -116,36 +117,49 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
-    """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory.
+    """Yield a function for each pass that captures it.
 
-    Passes over trees also learn from drafts, so they come after what makes the drafts' buffers.
+    Short contexts come first. The largest pass of a kind comes first, so that later ones fit into
+    its memory. Passes over trees also learn from drafts, so they follow those that allocate the
+    drafts' buffers.
     """
-    replayed, drafter = engine.verifier.replayed, engine.drafter
+    replayed = engine.verifier.replayed
+    drafter = engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
     for bound in graphs.contexts:
         yield from drafter.pair_recordings(bound)
         for params in _params(graphs):
-            yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
+            for size in plain:
+                yield partial(replayed.record_plain, drafter, size, bound, params)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
-            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
+            for num_trees, num_rows in trees:
+                yield partial(replayed.record_trees, drafter, num_trees, num_rows, bound, params)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
     """Return sampling parameters of each kind that a pass is recorded for in advance."""
-    kinds = {graphs.sampling_kind((t > 0, False, False, False)): SamplingParams(temperature=t) for t in TEMPERATURES}
-    return list(kinds.values())
+    by_kind = {}
+    for temperature in TEMPERATURES:
+        kind = graphs.sampling_kind((temperature > 0, False, False, False))
+        by_kind[kind] = SamplingParams(temperature=temperature)
+    return list(by_kind.values())
 
 
-def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]], lockstep: Lockstep = ALONE) -> None:
-    """Run the parts until CAPTURE_S are over, with a line of progress now and then.
+def _run(
+    graphs: CudaGraphRunner, parts: list[Callable[[], None]], lockstep: Lockstep = ALONE
+) -> None:
+    """Run the parts until CAPTURE_S are over, with a line of progress every LOG_EVERY_S.
 
-    lockstep: lockstep of the ranks that run the parts; where the leader alone calls this, it is ALONE.
+    Args:
+        lockstep: lockstep of the ranks that run the parts; ALONE if the leader alone calls this.
     """
-    started = logged = time.monotonic()
+    started = time.monotonic()
+    logged = started
     for i, part in enumerate(parts):
         now = time.monotonic()
-        if lockstep.agree("capture time", partial(lambda since: since > CAPTURE_S, now - started)):
+        is_over = now - started > CAPTURE_S
+        if lockstep.agree("capture time", partial(bool, is_over)):
             log.info("recording ahead ends after %d of %d passes", i, len(parts))
             break
         if now - logged > LOG_EVERY_S:
@@ -175,21 +189,19 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
         if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
             break
         for params in _params(graphs):
-            for batch_size in _batch_sizes(graphs, engine.bounds.num_nodes, bench.max_concurrent(length)):
+            max_sequences = bench.max_concurrent(length)
+            for batch_size in _batch_sizes(graphs, engine.bounds.num_nodes, max_sequences):
                 yield length, params.temperature, batch_size
 
 
 def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, max_sequences: int) -> list[int]:
     """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
-    passes = {
-        (
-            graphs.batch_size(n),
-            *(graphs.draft_size(n, width) for width in (1, num_nodes)),
-            *_tree_pass(graphs, n, num_nodes),
-        ): n
-        for n in range(1, max_sequences + 1)
-    }
-    return sorted(passes.values(), reverse=True)
+    largest_by_passes = {}
+    for n in range(1, max_sequences + 1):
+        draft_sizes = [graphs.draft_size(n, width) for width in (1, num_nodes)]
+        passes = (graphs.batch_size(n), *draft_sizes, *_tree_pass(graphs, n, num_nodes))
+        largest_by_passes[passes] = n
+    return sorted(largest_by_passes.values(), reverse=True)
 
 
 def _tree_pass(graphs: CudaGraphRunner, num_sequences: int, num_nodes: int) -> tuple[int, int]:

@@ -4,10 +4,11 @@
     prefiller.run(prefill)                                   # launched; or `finish` after a pass with decoding rows
     for sequence, token in prefill.read(): ...
 
-A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and drafter alike. A
-block enters the prefix cache once the target has filled it. DraftPrefixState keeps two more things per block, for the
-drafter: the feature of its last token, which is part of the next input, and whether the drafter has read all tokens up
-to its end. If it has not, a sequence that reuses the block drafts from later tokens only.
+A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and
+drafter alike. A block enters the prefix cache once the target has filled it. DraftPrefixState keeps
+two more things per block, for the drafter: the feature of its last token, which is part of the next
+input, and whether the drafter has read all tokens up to its end. If it has not, a sequence that
+reuses the block drafts from later tokens only.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import PromptChunk
 from eagle_ray.core.device import DeviceToHost, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.controlled_sequences import sample_adjusted, synced
+from eagle_ray.engine.scoring import ContinuationScorer
 from eagle_ray.engine.step import likeliest, paired, record_outputs, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
@@ -41,47 +43,63 @@ class DraftPrefixState:
         self._blocks = blocks
         self.last_features: Float[Tensor, "blocks H"] | None = None  # made when H is known
         self._is_read = [False] * blocks.num_blocks
-        self._reads_all = [False] * blocks.num_slots  # the drafter has read the slot's sequence from its start
+        # By slot: whether the drafter has read its sequence from the start.
+        self._reads_all = [False] * blocks.num_slots
 
     def fill(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
         """Keep the target's features of rows that end a block."""
         if self.last_features is None:
             self.last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
-        rows, blocks, first = [], [], 0
+
+        rows = []
+        blocks = []
+        first_row = 0
         for chunk in chunks:
             for index in self._completed_blocks(chunk):
-                rows.append(first + (index + 1) * self._blocks.size - 1 - chunk.start)
+                last_position = (index + 1) * self._blocks.size - 1
+                rows.append(first_row + last_position - chunk.start)
                 blocks.append(self._blocks.block(chunk.sequence.slot, index))
-            first += chunk.num_tokens
-        into, ends = to_device(blocks, features.device), to_device(rows, features.device)
+            first_row += chunk.num_tokens
+
+        into = to_device(blocks, features.device)
+        ends = to_device(rows, features.device)
         self.last_features.index_copy_(0, into, features[ends])
 
     def read(self, chunks: list[PromptChunk], drafting: bool) -> list[int]:
-        """Record whether the drafter reads the chunks; return the first position that each sequence may attend to
-        there.
+        """Record whether the drafter reads the chunks, and return the first position that each may attend to.
 
-        In the order of the chunks: one may reuse blocks that another fills in this pass.
+        The chunks are recorded in their order, as one may reuse blocks that another fills in this
+        pass.
         """
         firsts = []
         for chunk in chunks:
-            slot, reused = chunk.sequence.slot, chunk.num_reused // self._blocks.size
-            if chunk.start == chunk.sequence.num_reused:
-                self._reads_all[slot] = all(self._is_read[self._blocks.block(slot, i)] for i in range(reused))
+            slot = chunk.sequence.slot
+            is_first_chunk = chunk.start == chunk.sequence.num_reused
+            if is_first_chunk:
+                num_reused_blocks = chunk.num_reused // self._blocks.size
+                reused = [self._blocks.block(slot, i) for i in range(num_reused_blocks)]
+                self._reads_all[slot] = all(self._is_read[block] for block in reused)
+
             firsts.append(0 if self._reads_all[slot] else chunk.num_reused)
             self._reads_all[slot] &= drafting
             for index in self._completed_blocks(chunk):
-                self._is_read[self._blocks.block(slot, index)] = self._reads_all[slot]
+                block = self._blocks.block(slot, index)
+                self._is_read[block] = self._reads_all[slot]
         return firsts
 
     def features_before(self, chunks: list[PromptChunk]) -> Float[Tensor, "B H"]:
         """Return the feature of the token before each chunk, which must start at a block boundary."""
         assert self.last_features is not None, "a reused block was filled before"
-        before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
+        before = []
+        for chunk in chunks:
+            last_reused = chunk.start // self._blocks.size - 1
+            before.append(self._blocks.block(chunk.sequence.slot, last_reused))
         return self.last_features[to_device(before, self.last_features.device)]
 
     def _completed_blocks(self, chunk: PromptChunk) -> range:
         """Return which of the slot's blocks become full with the chunk."""
-        return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
+        size = self._blocks.size
+        return range(chunk.start // size, chunk.end // size)
 
 
 @dataclass(slots=True)
@@ -89,10 +107,12 @@ class Prefill:
     """One pass over prompt chunks, from the chunks to the first tokens on their way to the host.
 
     Attributes:
+        chunks: prompt chunks of the pass.
         batch: the chunks as the target's input.
-        drafting: the drafter reads the prompts now, and not only when it drafts.
-        sequences: those whose first token the pass sampled.
-        ended: those whose prompt ended in it, so that they decode from now on: these, then preempted ones.
+        drafting: the drafter reads the prompts in this pass, and not only when it drafts.
+        sequences: sequences whose first token the pass samples.
+        ended: sequences whose prompt ends in the pass, so that they decode from now on: those of
+            `sequences` that are not scored first, then preempted ones.
         roots: last tokens of `ended`.
     """
 
@@ -110,24 +130,42 @@ class Prefill:
         return sum(self.batch.lengths)
 
     def start_copy(self, logits: Float[Tensor, "P V"], tokens: Int[Tensor, " P"]) -> None:
-        """Start the copy of the tokens sampled from these logits: one of each chunk that ends a prompt."""
+        """Start the copy of the tokens that are sampled from these logits, one for each chunk that ends a prompt."""
         self.sequences = [c.sequence for c in self.chunks if c.needs_sample]
         params = [sequence.sampling for sequence in self.sequences]
-        wants_logprobs = any(p.wants_logprobs for p in params)
-        logprobs = log_probs_of(logits, tokens) if wants_logprobs else torch.zeros_like(tokens, dtype=torch.float32)
+
+        if any(p.wants_logprobs for p in params):
+            logprobs = log_probs_of(logits, tokens)
+        else:
+            logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+        tops: tuple[Tensor, ...] = ()
         num_tops = max((p.num_top_logprobs for p in params), default=0)
-        tops = likeliest(logits, num_tops) if num_tops else ()
+        if num_tops:
+            tops = likeliest(logits, num_tops)
         self._copy = DeviceToHost(tokens, logprobs, *tops)
 
-        resumed = [c.sequence for c in self.chunks if c.is_last and not c.needs_sample]
-        self.ended = [*self.sequences, *resumed]
-        self.roots = torch.cat([tokens, to_device([s.root for s in resumed], tokens.device)]) if resumed else tokens
+        # A preempted sequence goes on from the last token it had; one that is scored does not decode yet.
+        joining = [i for i, s in enumerate(self.sequences) if s.status is SequenceStatus.RUNNING]
+        resumed = []
+        for chunk in self.chunks:
+            is_running = chunk.sequence.status is SequenceStatus.RUNNING
+            if chunk.is_last and not chunk.needs_sample and is_running:
+                resumed.append(chunk.sequence)
+        self.ended = [self.sequences[i] for i in joining]
+        self.ended += resumed
+        self.roots = tokens
+        if len(joining) < len(self.sequences):
+            self.roots = tokens[to_device(joining, tokens.device)]
+        if resumed:
+            resumed_roots = to_device([s.root for s in resumed], tokens.device)
+            self.roots = torch.cat([self.roots, resumed_roots])
 
     def read(self) -> Iterator[tuple[Sequence, int]]:
         """Yield each sequence with its first token, whose log-probabilities are recorded if requested."""
         tokens, logprobs, *tops = self._copy.read()
         likeliest_of = paired(*tops) if tops else [[] for _ in tokens]
-        for sequence, token, logprob, top in zip(self.sequences, tokens, logprobs, likeliest_of, strict=True):
+        each = zip(self.sequences, tokens, logprobs, likeliest_of, strict=True)
+        for sequence, token, logprob, top in each:
             sequence.first_token_at = time.monotonic()
             record_outputs(sequence, [logprob], [top])
             yield sequence, token
@@ -136,15 +174,25 @@ class Prefill:
 class Prefiller:
     """Runs one step's prompt chunks, whose slots and blocks are reserved."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter):
-        self._target, self._drafter, self._device = target, drafter, target.device
+    def __init__(self, target: TargetModel, drafter: Drafter, prefill_tokens: int):
+        """Make a prefiller for a target and its drafter.
+
+        Args:
+            prefill_tokens: see Engine.
+        """
+        self._target = target
+        self.scorer = ContinuationScorer(target, prefill_tokens)
+        self._drafter = drafter
+        self._device = target.device
         self.prefix_state = DraftPrefixState(target.cache.blocks)
 
     def prefill_of(self, chunks: list[PromptChunk], drafting: bool) -> Prefill:
         """Return the pass over these chunks, which is not launched yet."""
+        slots = [c.sequence.slot for c in chunks]
         parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
-        slots, starts = [c.sequence.slot for c in chunks], [c.start for c in chunks]
-        return Prefill(chunks, PromptBatch.of(slots, parts, self._device, starts), drafting)
+        starts = [c.start for c in chunks]
+        batch = PromptBatch.of(slots, parts, self._device, starts)
+        return Prefill(chunks, batch, drafting)
 
     def run(self, prefill: Prefill) -> None:
         """Run the chunks through target and drafter in a pass of their own, and sample the first tokens."""
@@ -152,57 +200,92 @@ class Prefiller:
 
     def finish(self, prefill: Prefill, passed: TargetOutput) -> None:
         """Do everything that follows the target's pass over these prompts."""
-        chunks, prompts = prefill.chunks, prefill.batch
-        logits, features = passed.logits, passed.features
+        chunks = prefill.chunks
+        prompts = prefill.batch
+        logits = passed.logits
+        features = passed.features
         self._record(prefill, passed)
+        for i, chunk in enumerate(chunks):
+            if chunk.is_last and chunk.sequence.status is SequenceStatus.SCORING:
+                chunk.sequence.first_token_at = time.monotonic()
+                self.scorer.record_root(chunk.sequence, logits[i])
+
         ending = self._tensor([i for i, c in enumerate(chunks) if c.needs_sample])
         tokens = self._sample(prefill, logits, ending)
 
-        known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
-        after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
-        next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[ending], tokens)
+        # The drafter reads pairs of a feature and the token after it.
+        next_ids: list[int] = []
+        for chunk in chunks:
+            next_ids += _next_ids(chunk)
+        last_rows = prompts.last[ending]
+        next_tokens = self._tensor(next_ids).index_copy(0, last_rows, tokens)
+
+        # A chunk may reuse blocks that another one fills in this pass, so blocks are filled first.
         self.prefix_state.fill(chunks, features)
-        self._attach_prefixes(chunks, self.prefix_state.read(chunks, prefill.drafting))
+        firsts = self.prefix_state.read(chunks, prefill.drafting)
+        self._attach_prefixes(chunks, firsts)
         read = self._drafter.prefill if prefill.drafting else self._drafter.prefill_deferred
         retry_portable(lambda: read(prompts, next_tokens, features))
         prefill.start_copy(logits[ending], tokens)
 
-    def _sample(self, prefill: Prefill, logits: Float[Tensor, "B V"], ending: Int[Tensor, " P"]) -> Int[Tensor, " P"]:
+    def _sample(
+        self, prefill: Prefill, logits: Float[Tensor, "B V"], ending: Int[Tensor, " P"]
+    ) -> Int[Tensor, " P"]:
         """Return the first tokens of the chunks that end a prompt; with controls, sampled from adjusted logits."""
-        chunks, prompts = prefill.chunks, prefill.batch
+        chunks = prefill.chunks
+        prompts = prefill.batch
         sampling = SamplingBatch.of([c.sequence.sampling for c in chunks], self._device)
         positions = prompts.positions[prompts.last[ending]] + 1
         tokens = retry_portable(lambda: sample(logits[ending], sampling, ending, positions))
 
+        # Sequences with controls: their index among the ending chunks, and among all chunks.
+        controlled: list[int] = []
+        controlled_chunks: list[int] = []
+        states: list[tuple[ControlState, list[list[int]]]] = []
         ends = [i for i, chunk in enumerate(chunks) if chunk.needs_sample]
-        controlled = [index for index, i in enumerate(ends) if chunks[i].sequence.controls is not None]
+        for index, i in enumerate(ends):
+            sequence = chunks[i].sequence
+            if sequence.controls is not None:
+                controlled.append(index)
+                controlled_chunks.append(i)
+                states.append((synced(sequence), [[]]))
         if not controlled:
             return tokens
-        paths: list[tuple[ControlState, list[list[int]]]]
-        paths = [(synced(chunks[ends[index]].sequence), [[]]) for index in controlled]
-        indices, rows = self._tensor([controlled, [ends[index] for index in controlled]])
-        adjusted = retry_portable(lambda: sample_adjusted(logits, rows, paths, sampling, rows, positions[indices]))
+
+        indices, rows = self._tensor([controlled, controlled_chunks])
+        adjusted = retry_portable(
+            lambda: sample_adjusted(logits, rows, states, sampling, rows, positions[indices])
+        )
         return tokens.index_copy(0, indices, adjusted)
 
     def _record(self, prefill: Prefill, passed: TargetOutput) -> None:
         """Record the chunk's log-probabilities for sequences that request their prompt's."""
-        for chunk, hidden in zip(prefill.chunks, passed.hidden.split(prefill.batch.lengths), strict=True):
+        hidden_by_chunk = passed.hidden.split(prefill.batch.lengths)
+        for chunk, hidden in zip(prefill.chunks, hidden_by_chunk, strict=True):
             if not chunk.sequence.sampling.wants_prompt_logprobs:
                 continue
             for i, rows in enumerate(hidden.split(SLICE_ROWS)):
-                record_prompts(chunk.sequence, chunk.start + i * SLICE_ROWS, self._target.logits(rows))
+                start = chunk.start + i * SLICE_ROWS
+                record_prompts(chunk.sequence, start, self._target.logits(rows))
 
     def _attach_prefixes(self, chunks: list[PromptChunk], firsts: list[int]) -> None:
         """Attach cached prefixes in the drafter, with the pair after each of them."""
         reusing = [c for c in chunks if c.num_reused]
-        if reusing:
-            self._drafter.attach_prefix(
-                [c.sequence.slot for c in reusing],
-                [first for c, first in zip(chunks, firsts, strict=True) if c.num_reused],
-                [c.start for c in reusing],
-                self._tensor([c.sequence.prompt_ids[c.start] for c in reusing]),
-                self.prefix_state.features_before(reusing),
-            )
+        if not reusing:
+            return
+        slots = [c.sequence.slot for c in reusing]
+        first_of = zip(chunks, firsts, strict=True)
+        reused_firsts = [first for c, first in first_of if c.num_reused]
+        starts = [c.start for c in reusing]
+        tokens = [c.sequence.prompt_ids[c.start] for c in reusing]
+        features = self.prefix_state.features_before(reusing)
+        self._drafter.attach_prefix(slots, reused_firsts, starts, self._tensor(tokens), features)
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "..."]:
         return to_device(values, self._device)
+
+
+def _next_ids(chunk: PromptChunk) -> list[int]:
+    """Return the token after each token of a chunk. The last one is 0 if it is not sampled yet."""
+    ids = chunk.sequence.token_ids[chunk.start + 1 : chunk.end + 1]
+    return ids + [0] * (chunk.num_tokens - len(ids))

@@ -1,17 +1,17 @@
 """DecodeStep: one decoding step of a batch, from its launch to what its planner observes and what is recorded of it.
 
-The host reads a step as one integer tensor, made by `step_record` on the device and taken apart by `StepOutput.of`;
-only these two know the order of its parts. UnflushedStats adds up what is counted. Log-probabilities that sequences
-request are recorded under the unprocessed logits:
+The host reads a step as one integer tensor, made by `step_record` on the device and taken apart by
+`StepOutput.of`; only these two know the order of its parts. UnflushedStats adds up what is counted.
+Log-probabilities that sequences request are recorded under the unprocessed logits:
 
     record_outputs(sequence, logprobs=[-0.1], ranked=[[(17, -0.1), (4, -2.5)]])
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -19,19 +19,42 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.counters import CONFIDENCE_BINS, CONFIDENCE_UNIT, AcceptanceStats, ConfidenceCounts
+from eagle_ray.core.counters import (
+    CONFIDENCE_BINS,
+    CONFIDENCE_UNIT,
+    AcceptanceStats,
+    ConfidenceCounts,
+)
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.device import DeviceToHost, StepTimer, StepTimes
 from eagle_ray.core.sequence import Sequence, SequenceStatus, TopLogprobs
+from eagle_ray.engine.head_check import DraftsUnderWay
 from eagle_ray.kernels import tree_ops
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of
-from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.draft_tree import TOKEN_STEP, DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
 
-NUM_COUNTS = 6 * CONFIDENCE_BINS  # of ConfidenceCounts, as drafted and as calibrated
-MAX_STEPS = 256  # of a sequence before its statistics are flushed; 512 slots take 2 MB
+# Two ConfidenceCounts of three lists: as drafted and as calibrated.
+NUM_COUNTS = 6 * CONFIDENCE_BINS
+MAX_STEPS = 256  # steps of a sequence before its statistics are flushed; 512 slots take 2 MB
+
+
+class DraftCheck(Protocol):
+    """Counts the first drafts of a head, as HeadCheck does."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether enough drafts are counted."""
+
+    def launched(
+        self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, result: VerifyResult
+    ) -> DraftsUnderWay | None:
+        """Start counting a launched step. Return None if it needs no count."""
+
+    def add(self, taken: Iterable[bool], num_accepted: Iterable[int]) -> str | None:
+        """Count one step's drafts. Return a sentence about a head that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +78,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the host learns of one step: arrays with one row per sequence.
+    """The results of one step on the host: arrays with one row per sequence.
 
     Attributes:
         tokens: the accepted drafts and the bonus token; those past num_accepted + 1 are arbitrary.
@@ -76,10 +99,20 @@ class StepOutput:
     def of(cls, record: Int[np.ndarray, "B X"], max_depth: int) -> StepOutput:
         """Read a `step_record`."""
         num_counts = NUM_COUNTS if max_depth else 0
-        ends = accumulate((1, max_depth + 1, max_depth, num_counts, int(max_depth > 0)))
-        num_accepted, tokens, by_depth, confidences, trees, bits = np.split(record, list(ends), axis=1)
-        logprobs = bits.astype(np.int32).view(np.float32)
-        return cls(num_accepted[:, 0], tokens, by_depth, confidences, trees, logprobs)
+        num_sums = 1 if max_depth else 0
+        tokens = 1
+        by_depth = tokens + max_depth + 1
+        confidences = by_depth + max_depth
+        trees = confidences + num_counts
+        bits = trees + num_sums
+        return cls(
+            num_accepted=record[:, 0],
+            tokens=record[:, tokens:by_depth],
+            drafted_by_depth=record[:, by_depth:confidences],
+            confidences=record[:, confidences:trees],
+            trees=record[:, trees:bits],
+            logprobs=record[:, bits:].astype(np.int32).view(np.float32),
+        )
 
     def token_lists(self) -> list[list[int]]:
         """Return each sequence's new tokens."""
@@ -98,12 +131,13 @@ class DecodeStep:
     """A launched step, and everything that is needed to finish it.
 
     Attributes:
-        planner: planned the step and observes its outcome.
-        draft: its num_catch_up is filled in later if the step was launched ahead.
-        result: on the device, until the next step is launched.
+        planner: planner that planned the step and observes its outcome.
+        draft: candidates; its num_catch_up is filled in later if the step was launched ahead.
+        result: accepted paths, on the device, until the next step is launched.
         copy: the results on their way to the host.
         is_first, num_level_rows: see StepOutcome.
         num_cached: tokens cached before the step if it was launched ahead, once they are known.
+        checked_drafts: what HeadCheck counts of it; None if nothing.
     """
 
     planner: Planner
@@ -118,6 +152,7 @@ class DecodeStep:
     is_first: bool
     num_level_rows: int | None
     num_cached: int | None = None
+    checked_drafts: DraftsUnderWay | None = None
 
     @property
     def has_running(self) -> bool:
@@ -138,7 +173,8 @@ class DecodeStep:
     def draft_passes(self) -> np.ndarray:
         """Return the drafter's passes for each sequence."""
         passes = np.zeros(len(self.batch), dtype=np.int64)
-        passes[slice(None) if self.plan.members is None else list(self.plan.members)] = self.draft.num_passes
+        members = slice(None) if self.plan.members is None else list(self.plan.members)
+        passes[members] = self.draft.num_passes
         return passes
 
     def read(self) -> tuple[StepOutput, list[np.ndarray]]:
@@ -150,26 +186,34 @@ class DecodeStep:
     def checksum(self, output: StepOutput) -> int:
         """Return a checksum over the plan, the verified trees and the accepted tokens, without padding.
 
-        Confidences are left out. A head that is whole on every rank scores in other last bits on a GPU of another kind,
-        which harms nothing until a tree differs.
+        Confidences are left out. A head that is whole on every rank scores in other last bits on a
+        GPU of another kind, which harms nothing until a tree differs.
         """
-        sizes = [self.plan.max_depth, self.shape.num_nodes, self.shape.num_rows, self.draft.num_catch_up]
-        computed = output.trees.tolist(), output.token_lists()
-        return crc32(repr((sizes, self.batch.at.host_slots, *computed)).encode())
+        sizes = [
+            self.plan.max_depth,
+            self.shape.num_nodes,
+            self.shape.num_rows,
+            self.draft.num_catch_up,
+        ]
+        trees = output.trees.tolist()
+        tokens = output.token_lists()
+        return crc32(repr((sizes, self.batch.at.host_slots, trees, tokens)).encode())
 
     def sync_lengths(self, drafter: Drafter) -> None:
-        """Note the lengths of a step that was launched before they were known, and tell the drafter's model."""
+        """Update the lengths of a step that was launched before they were known, also in the drafter's cache."""
         sequences = self.batch.sequences
-        lengths = [sequence.num_cached for sequence in sequences]
-        self.num_cached = sum(lengths)
+        self.num_cached = sum(sequence.num_cached for sequence in sequences)
         if not self.plan.is_drafting or self.plan.lookups_only:
             return
-        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
-        num_pairs = drafter.mark_consumed([sequences[i].slot for i in running], [lengths[i] for i in running])
+
+        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+        slots = [sequence.slot for sequence in running]
+        lengths = [sequence.num_cached for sequence in running]
+        num_pairs = drafter.mark_consumed(slots, lengths)
         self.draft = replace(self.draft, num_catch_up=num_pairs)
 
     def outcome(self, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
-        """Return what the planner observes once the step is read."""
+        """Return the step's outcome for the planner."""
         return StepOutcome(
             plan=self.plan,
             batch_size=len(self.batch),
@@ -192,11 +236,12 @@ class DecodeStep:
 class UnflushedStats:
     """Statistics of the last steps, as arrays by slot, until `flush` adds them to the sequences' own.
 
-    Adding arrays takes 0.1 ms per step of 256 sequences, where counting sequence by sequence takes 2 ms.
+    Adding arrays takes 0.1 ms per step of 256 sequences, where counting sequence by sequence takes
+    2 ms.
     """
 
     def __init__(self, num_slots: int, num_spec_tokens: int):
-        self._owners: dict[int, Sequence] = {}  # by slot: whose statistics are there
+        self._owners: dict[int, Sequence] = {}  # slot -> sequence that its statistics belong to
         self._by_depth = np.zeros((num_slots, num_spec_tokens), dtype=np.int64)
         self._confidences = np.zeros((num_slots, NUM_COUNTS), dtype=np.int64)
         self._draft_passes = np.zeros(num_slots, dtype=np.int64)
@@ -205,7 +250,11 @@ class UnflushedStats:
         self._accepted = np.zeros((num_slots, MAX_STEPS), dtype=np.int64)
 
     def add(
-        self, sequences: list[Sequence], output: StepOutput, rows: list[int], passes: Int[np.ndarray, " R"]
+        self,
+        sequences: list[Sequence],
+        output: StepOutput,
+        rows: list[int],
+        passes: Int[np.ndarray, " R"],
     ) -> None:
         """Add one step of running sequences.
 
@@ -215,20 +264,25 @@ class UnflushedStats:
         """
         slots = np.array([sequence.slot for sequence in sequences])
         self._owners.update(zip(slots.tolist(), sequences, strict=True))
-        by_depth = output.drafted_by_depth[rows]
+
         step = self._num_steps[slots]
+        by_depth = output.drafted_by_depth[rows]
         self._budgets[slots, step] = by_depth.sum(1) + 1
         self._accepted[slots, step] = output.num_accepted[rows]
         self._num_steps[slots] = step + 1
         self._draft_passes[slots] += passes
-        if by_depth.shape[1]:
-            self._by_depth[slots, : by_depth.shape[1]] += by_depth
+
+        depth = by_depth.shape[1]
+        if depth:
+            self._by_depth[slots, :depth] += by_depth
             self._confidences[slots] += output.confidences[rows]
-        for slot in slots[step + 1 == MAX_STEPS].tolist():
+
+        full = slots[step + 1 == MAX_STEPS]
+        for slot in full.tolist():
             self._flush(slot)
 
     def flush(self, sequence: Sequence) -> None:
-        """Add what is counted for a sequence to its own statistics. It holds its slot, or has only just left it."""
+        """Add a sequence's counts to its own statistics. It must hold its slot or have only just left it."""
         if self._owners.get(sequence.slot) is sequence:
             self._flush(sequence.slot)
 
@@ -237,17 +291,22 @@ class UnflushedStats:
             self._flush(slot)
 
     def _flush(self, slot: int) -> None:
-        sequence, num_steps = self._owners.pop(slot), int(self._num_steps[slot])
-        budgets, accepted = self._budgets[slot, :num_steps], self._accepted[slot, :num_steps]
+        sequence = self._owners.pop(slot)
+        num_steps = int(self._num_steps[slot])
+        budgets = self._budgets[slot, :num_steps]
+        accepted = self._accepted[slot, :num_steps]
+
         num_spec_tokens = self._by_depth.shape[1]
+        histogram = np.bincount(accepted, minlength=num_spec_tokens + 1)
         bins = self._confidences[slot].reshape(6, CONFIDENCE_BINS).tolist()
+        num_plain_steps = int((budgets == 1).sum())
         counted = AcceptanceStats(
             num_spec_tokens,
-            histogram=np.bincount(accepted, minlength=num_spec_tokens + 1).tolist(),
+            histogram=histogram.tolist(),
             proposed_by_depth=self._by_depth[slot].tolist(),
             drafted=ConfidenceCounts(*bins[:3]),
             calibrated=ConfidenceCounts(*bins[3:]),
-            num_plain_steps=int((budgets == 1).sum()),
+            num_plain_steps=num_plain_steps,
             per_step_budget=budgets.tolist(),
             per_step_accepted=accepted.tolist(),
         )
@@ -261,31 +320,47 @@ class UnflushedStats:
 def step_record(
     tree: DraftTree, result: VerifyResult, max_depth: int, logprobs: Float[Tensor, "B D1"] | None
 ) -> Int[Tensor, "B X"]:
-    """Everything the host needs of a step in one integer tensor: one copy instead of six.
+    """Pack all results of a step that the host needs into one integer tensor, for one copy.
 
-    Columns: num_accepted, tokens [D+1]; where there are drafts, verified nodes by depth [D], ConfidenceCounts
-    [3 * CONFIDENCE_BINS], as drafted and as calibrated, and DraftTree.sums; where asked for, the bits of the
-    log-probabilities [D+1].
+    Columns, in this order:
+
+        num_accepted                                    [1]
+        tokens                                          [D+1]
+        verified nodes by depth                         [D]           if there are drafts
+        ConfidenceCounts, as drafted and as calibrated  [NUM_COUNTS]  if there are drafts
+        DraftTree.sums                                  [1]           if there are drafts
+        bits of the log-probabilities                   [D+1]         if requested
     """
-    parts = [result.num_accepted[:, None], result.tokens]
+    parts: list[Tensor] = []
     if max_depth and tree_ops.available(tree.tokens.device):
-        inputs = tree.parents, tree.depths, tree.log_values, tree.draft_log_probs, tree.valid, result.accepted_nodes
-        parts.append(tree_ops.count_nodes(*inputs, CONFIDENCE_BINS, CONFIDENCE_UNIT))
-    elif max_depth:
-        parts += node_counts(tree, result, max_depth)
-    if max_depth:
-        parts.append(tree.sums()[:, None])
+        path = result.accepted_nodes, result.num_accepted, result.tokens
+        sizes = CONFIDENCE_BINS, CONFIDENCE_UNIT, TOKEN_STEP
+        parts.append(tree_ops.record_trees(tree.tensors, path, *sizes))
+    else:
+        parts += _record_parts(tree, result, max_depth)
     if logprobs is not None:
         parts.append(logprobs.view(torch.int32).long())
-    return torch.cat(parts, 1)
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def _record_parts(
+    tree: DraftTree, result: VerifyResult, max_depth: int
+) -> list[Int[Tensor, "B _"]]:
+    """Return the columns of a record, without log-probabilities, by torch, on any device."""
+    parts = [result.num_accepted[:, None], result.tokens]
+    if max_depth:
+        parts += node_counts(tree, result, max_depth)
+        parts.append(tree.sums()[:, None])
+    return parts
 
 
 def node_counts(tree: DraftTree, result: VerifyResult, max_depth: int) -> list[Int[Tensor, "B _"]]:
     """Return the columns of a record that count nodes, by torch, on any device."""
     judged, accepted = _judged(tree, result)
-    counts = [_drafted_by_depth(tree, max_depth)]
-    counts += _confidence_counts(tree.draft_confidences(), judged, accepted)
-    return counts + _confidence_counts(tree.confidences(), judged, accepted)
+    by_depth = _drafted_by_depth(tree, max_depth)
+    drafted = _confidence_counts(tree.draft_confidences(), judged, accepted)
+    calibrated = _confidence_counts(tree.confidences(), judged, accepted)
+    return [by_depth, *drafted, *calibrated]
 
 
 def _drafted_by_depth(tree: DraftTree, max_depth: int) -> Int[Tensor, "B D"]:
@@ -294,13 +369,19 @@ def _drafted_by_depth(tree: DraftTree, max_depth: int) -> Int[Tensor, "B D"]:
     return counts.scatter_add(1, tree.depths, drafted.long())[:, 1:]
 
 
-def _judged(tree: DraftTree, result: VerifyResult) -> tuple[Bool[Tensor, "B N"], Bool[Tensor, "B N"]]:
-    """Nodes whose parent was accepted, and those of them that were too."""
-    batch, num_nodes = tree.tokens.shape
-    on_path = torch.zeros(batch, num_nodes + 1, dtype=torch.bool, device=tree.tokens.device)
+def _judged(
+    tree: DraftTree, result: VerifyResult
+) -> tuple[Bool[Tensor, "B N"], Bool[Tensor, "B N"]]:
+    """Return the nodes whose parent was accepted, and the accepted ones among them."""
+    batch_size, num_nodes = tree.tokens.shape
+
+    # Padding of a path goes to one node more than there are, which is cut off.
     path = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, num_nodes)
+    on_path = torch.zeros(batch_size, num_nodes + 1, dtype=torch.bool, device=tree.tokens.device)
     on_path = on_path.scatter(1, path, True)[:, :num_nodes]
-    judged = (tree.parents >= 0) & on_path.gather(1, tree.parents.clamp(min=0))
+
+    has_parent = tree.parents >= 0
+    judged = has_parent & on_path.gather(1, tree.parents.clamp(min=0))
     return judged, judged & on_path
 
 
@@ -309,36 +390,54 @@ def _confidence_counts(
 ) -> list[Int[Tensor, "B K"]]:
     """Return the columns of ConfidenceCounts, in its order."""
     bins = (confidences * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
-    units = (confidences / CONFIDENCE_UNIT).round().long() * judged
+    units = (confidences / CONFIDENCE_UNIT).round().long()
     empty = bins.new_zeros(len(bins), CONFIDENCE_BINS)
-    return [empty.scatter_add(1, bins, counts) for counts in (judged.long(), accepted.long(), units)]
+    return [
+        empty.scatter_add(1, bins, judged.long()),
+        empty.scatter_add(1, bins, accepted.long()),
+        empty.scatter_add(1, bins, units * judged),
+    ]
 
 
 def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
     """Return the num_tops likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
     if not num_tops:
         return [[] for _ in range(len(logits))]
-    return paired(*(values.tolist() for values in likeliest(logits, num_tops)))
+    ids, log_probs = likeliest(logits, num_tops)
+    return paired(ids.tolist(), log_probs.tolist())
 
 
-def likeliest(logits: Float[Tensor, "R V"], num_tops: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
+def likeliest(
+    logits: Float[Tensor, "R V"], num_tops: int
+) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
     """Return the likeliest ids and their log-probabilities, on the device."""
-    parts = [rows.float().log_softmax(-1).topk(min(num_tops, rows.shape[-1])) for rows in logits.split(SLICE_ROWS)]
-    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+    ids = []
+    log_probs = []
+    for rows in logits.split(SLICE_ROWS):
+        top = rows.float().log_softmax(-1).topk(min(num_tops, rows.shape[-1]))
+        ids.append(top.indices)
+        log_probs.append(top.values)
+    return torch.cat(ids), torch.cat(log_probs)
 
 
 def log_probs_at(
     logits: Float[Tensor, "R V"], rows: Int[Tensor, " P"], tokens: Int[Tensor, " P"], num_tops: int
 ) -> tuple[Float[Tensor, " P"], tuple[Int[Tensor, "P K"], Float[Tensor, "P K"]] | None]:
     """Return the log-probability of a token after each of some rows, and the num_tops likeliest there; None for 0."""
-    log_probs, tops = [], []
+    log_probs = []
+    top_ids = []
+    top_log_probs = []
     for part, picked in zip(rows.split(SLICE_ROWS), tokens.split(SLICE_ROWS), strict=True):
         slice_logits = logits[part]
         log_probs.append(log_probs_of(slice_logits, picked))
         if num_tops:
-            tops.append(likeliest(slice_logits, num_tops))
-    parts = tuple(torch.cat(values) for values in zip(*tops, strict=True))
-    return torch.cat(log_probs), (parts[0], parts[1]) if parts else None
+            ids, values = likeliest(slice_logits, num_tops)
+            top_ids.append(ids)
+            top_log_probs.append(values)
+
+    if not top_ids:
+        return torch.cat(log_probs), None
+    return torch.cat(log_probs), (torch.cat(top_ids), torch.cat(top_log_probs))
 
 
 def paired(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
@@ -347,27 +446,40 @@ def paired(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]
 
 
 def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLogprobs]) -> None:
-    """Record log-probabilities of output ids that are about to be appended. ranked: at least the requested number."""
+    """Record log-probabilities of output ids that are about to be appended.
+
+    Args:
+        logprobs: log-probability of each id.
+        ranked: likeliest tokens in the place of each id, at least as many as requested.
+    """
     sampling = sequence.sampling
-    if sampling.wants_logprobs:
-        sequence.output_logprobs += logprobs
-    if sampling.wants_logprobs and sampling.num_top_logprobs:
+    if not sampling.wants_logprobs:
+        return
+    sequence.output_logprobs += logprobs
+    if sampling.num_top_logprobs:
         sequence.output_tops += [top[: sampling.num_top_logprobs] for top in ranked]
 
 
 def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"]) -> None:
-    """Record log-probabilities of the prompt ids after rows start, start + 1, ...; a repeated prefill has
-    them already.
+    """Record log-probabilities of the prompt ids after rows start, start + 1, ...
+
+    Those of a repeated prefill are already recorded.
     """
+    # No row comes before the first id of a prompt.
     if not sequence.prompt_logprobs:
         sequence.prompt_logprobs.append(None)
         sequence.prompt_tops.append([])
-    known = len(sequence.prompt_logprobs)
-    ids = sequence.prompt_ids[known : start + len(logits) + 1]
+
+    num_known = len(sequence.prompt_logprobs)
+    ids = sequence.prompt_ids[num_known : start + len(logits) + 1]
     if not ids:
         return
-    rows = logits[known - start - 1 :][: len(ids)]
+
+    first_row = num_known - start - 1
+    rows = logits[first_row:][: len(ids)]
     targets = torch.tensor(ids, dtype=torch.int64, device=logits.device)
     sequence.prompt_logprobs += log_probs_of(rows, targets).tolist()
+
     sampling = sequence.sampling
-    sequence.prompt_tops += tops(rows, max(sampling.num_top_logprobs, sampling.num_top_prompt_logprobs))
+    num_tops = max(sampling.num_top_logprobs, sampling.num_top_prompt_logprobs)
+    sequence.prompt_tops += tops(rows, num_tops)

@@ -2,13 +2,14 @@
 
     rerank -> pack -> target pass -> sample -> accept -> commit -> drafter.extend -> record
 
-The function runs eagerly on the step's own shapes, or is replayed as a graph on padded ones (`ReplayedSteps`). It does
-not sync with the host. It changes the KV caches and the drafter's queue in place.
+The function runs eagerly on the step's own shapes, or is replayed as a graph on padded ones
+(`ReplayedSteps`). It does not sync with the host. It changes the KV caches and the drafter's queue
+in place.
 
-If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by the paths of its
-tree (`controlled_sequences`). Then the step is replayed in two halves, up to the target's pass and from its samples on,
-and those tokens are an input of the second. They depend on the tokens of the step before, which the first half does
-not: `Verifier.start` launches what it can.
+If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by
+the paths of its tree (`controlled_sequences`). Then the step is replayed in two halves, up to the
+target's pass and from its samples on, and those tokens are an input of the second. They depend on
+the tokens of the step before, which the first half does not: `Verifier.start` launches what it can.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import sample
-from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows, accept_path
+from eagle_ray.tree.accepted_path import accept_path
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """What one step verifies.
+    """The inputs of one verify pass.
 
     Attributes:
         at: slots and lengths of the batch.
@@ -61,16 +63,33 @@ class VerifyStep:
     prompts: PromptBatch | None = None
 
     @classmethod
-    def of(cls, batch: DecodeBatch, draft: Draft, allocation: Allocation, prompts: PromptBatch | None) -> VerifyStep:
+    def of(
+        cls, batch: DecodeBatch, draft: Draft, allocation: Allocation, prompts: PromptBatch | None
+    ) -> VerifyStep:
         """Return the step that verifies the allocated nodes of a draft."""
         sampling = batch.sampling
-        shape = StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, sampling.logprobs, sampling.num_tops)
-        return cls(batch.at, sampling, draft.tree, allocation.keep, shape, allocation.sizes, prompts)
+        shape = StepShape(
+            allocation.num_nodes,
+            allocation.num_rows,
+            draft.depth,
+            sampling.logprobs,
+            sampling.num_tops,
+        )
+        return cls(
+            batch.at, sampling, draft.tree, allocation.keep, shape, allocation.sizes, prompts
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyStepOutput:
-    """Results of a verify step. record: see step_record. tops: ids and log-probabilities along each accepted path."""
+    """Results of a verify step.
+
+    Attributes:
+        result: accepted paths and their tokens.
+        record: what the host reads of the step; see `step_record`.
+        tops: ids and log-probabilities of the likeliest tokens along each accepted path.
+        prompted: output for the prompt chunks of the pass.
+    """
 
     result: VerifyResult
     record: Int[Tensor, "B X"]
@@ -85,7 +104,8 @@ class TargetPass:
     Attributes:
         at: slots and lengths of the batch, padded if the pass was replayed.
         sampling: sampling parameters of the batch, padded likewise.
-        logits: logits of the target for each row.
+        logits: logits of the target for each row; None if no part of the step needs them.
+        likeliest: their argmax, where they are None.
         features: hidden states that the draft reads, for each row.
         prompted: output for the prompt chunks of this pass.
     """
@@ -94,9 +114,10 @@ class TargetPass:
     sampling: SamplingBatch
     tree: DraftTree
     rows: VerifyRows
-    logits: Float[Tensor, "R V"]
+    logits: Float[Tensor, "R V"] | None
     features: Float[Tensor, "R H"]
     prompted: TargetOutput | None
+    likeliest: Int[Tensor, " R"] | None = None
 
 
 class FixedPass(NamedTuple):
@@ -122,13 +143,21 @@ class FixedPass(NamedTuple):
     @property
     def padding(self) -> FixedPass:
         """Return the pass over padding alone."""
-        inputs = [replace(each, tensor=each.tensor[:0], is_fixed=False) for each in self.inputs]
+        inputs = []
+        for each in self.inputs:
+            empty = each.tensor[:0]
+            inputs.append(replace(each, tensor=empty, is_fixed=False))
         return self._replace(inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class StartedPass:
-    """A launched verify step. finish: launches what is left of it, once the tokens of the step before are committed."""
+    """A launched verify step.
+
+    Attributes:
+        shape: shape of the step.
+        finish: launches the rest of the step, once the tokens of the step before are committed.
+    """
 
     shape: StepShape
     finish: Callable[[], VerifyStepOutput]
@@ -147,24 +176,56 @@ def verify_step(
         mark: called right before and right after the target's pass.
         controlled: the rows of sequences with controls, if there are any.
     """
-    passed = target_pass(target, step, mark)
-    adjusted = None if controlled is None else controlled.picks(passed.logits, passed.sampling, passed.rows)
+    needs_logits = _needs_logits(step) or controlled is not None or drafter.reads_logits
+    passed = target_pass(target, step, mark, needs_logits)
+    adjusted = None
+    if controlled is not None:
+        assert passed.logits is not None, "rows with controls need them"
+        adjusted = controlled.picks(passed.logits, passed.sampling, passed.rows)
     return accept_and_commit(target, drafter, passed, step.shape, adjusted)
 
 
-def target_pass(target: TargetModel, step: VerifyStep, mark: Callable[[], None] = lambda: None) -> TargetPass:
+def _needs_logits(step: VerifyStep) -> bool:
+    """Return whether the step reads more of the logits than the argmax of each row."""
+    return step.sampling.any_sampled or step.shape.logprobs or step.prompts is not None
+
+
+def target_pass(
+    target: TargetModel,
+    step: VerifyStep,
+    mark: Callable[[], None] = lambda: None,
+    needs_logits: bool = True,
+) -> TargetPass:
     """Run the target over the kept nodes; see verify_step."""
+    at = step.at
     shape = step.shape
     tree = step.tree.rerank(step.keep, shape.num_nodes)
-    rows = tree.pack(step.at.lengths, shape.num_rows, step.sizes)
+    rows = tree.pack(at.lengths, shape.num_rows, step.sizes)
+
     mark()
+    logits: Tensor | None = None
+    likeliest: Tensor | None = None
     prompted = None
-    if step.prompts is None:
-        output = target.verify(tree, rows, step.at, shape.max_depth)
+    if step.prompts is not None:
+        output, prompted = target.forward_mixed(tree, rows, at, shape.max_depth, step.prompts)
+        logits, features = output.logits, output.features
+    elif needs_logits or not target.finds_likeliest:
+        output = target.verify(tree, rows, at, shape.max_depth)
+        logits, features = output.logits, output.features
     else:
-        output, prompted = target.forward_mixed(tree, rows, step.at, shape.max_depth, step.prompts)
+        passed = target.verify_likeliest(tree, rows, at, shape.max_depth)
+        likeliest, features = passed.tokens, passed.features
     mark()
-    return TargetPass(step.at, step.sampling, tree, rows, output.logits, output.features, prompted)
+    return TargetPass(
+        at=at,
+        sampling=step.sampling,
+        tree=tree,
+        rows=rows,
+        logits=logits,
+        features=features,
+        prompted=prompted,
+        likeliest=likeliest,
+    )
 
 
 def accept_and_commit(
@@ -174,37 +235,60 @@ def accept_and_commit(
     shape: StepShape,
     adjusted: Int[Tensor, " R"] | None = None,
 ) -> VerifyStepOutput:
-    """Sample after every row and commit the accepted paths. Log-probabilities are of the target's own logits, without
-    controls, as vLLM's are by default.
+    """Sample after every row and commit the accepted paths.
+
+    Log-probabilities come from the target's own logits, without controls, as vLLM's do by default.
 
     Args:
         adjusted: see ControlledRows.picks.
     """
-    tree, rows, logits = passed.tree, passed.rows, passed.logits
-    seq, positions = rows.seq.clamp(min=0), rows.positions + 1
-    picks = sample(logits, passed.sampling, seq, positions)
+    tree = passed.tree
+    rows = passed.rows
+    logits = passed.logits
+
+    picks = passed.likeliest
+    if picks is None:
+        assert logits is not None, "a pass has one or the other"
+        # Padded rows belong to no sequence; they sample as the first one, and no path reads them.
+        picks = sample(logits, passed.sampling, rows.seq.clamp(min=0), rows.positions + 1)
     if adjusted is not None:
         picks = torch.where(adjusted >= 0, adjusted, picks)
+
     result = accept_path(tree, rows, picks, shape.max_depth)
     target.commit(passed.at, result)
     drafter.extend(passed.at, VerifyOutput(tree, rows, logits, passed.features, result))
-    logprobs, tops = None, None
+
+    logprobs = None
+    tops = None
     if shape.logprobs:
-        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        logprobs, likeliest = log_probs_at(logits, path_rows.flatten(), result.tokens.flatten(), shape.num_tops)
-        logprobs = logprobs.view_as(path_rows)
-        if likeliest is not None:
-            ids, log_probs = (x.view(*path_rows.shape, -1) for x in likeliest)
-            tops = ids, log_probs
-    return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed.prompted)
+        assert logits is not None, "log-probabilities need them"
+        logprobs, tops = _path_log_probs(rows, logits, result, shape.num_tops)
+    record = step_record(tree, result, shape.max_depth, logprobs)
+    return VerifyStepOutput(result, record, tops, passed.prompted)
+
+
+def _path_log_probs(
+    rows: VerifyRows, logits: Float[Tensor, "R V"], result: VerifyResult, num_tops: int
+) -> tuple[Float[Tensor, "B D1"], tuple[Int[Tensor, "B D1 K"], Float[Tensor, "B D1 K"]] | None]:
+    """Return the log-probabilities of the tokens along each accepted path, and the likeliest tokens there."""
+    path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+    flat_rows = path_rows.flatten()
+    logprobs, likeliest = log_probs_at(logits, flat_rows, result.tokens.flatten(), num_tops)
+    logprobs = logprobs.view_as(path_rows)
+    if likeliest is None:
+        return logprobs, None
+
+    ids, log_probs = likeliest
+    shape = (*path_rows.shape, -1)
+    return logprobs, (ids.view(shape), log_probs.view(shape))
 
 
 class Verifier:
     """Runs verify_step, through a graph runner if there is one.
 
     Args:
-        bounds: replayed passes are for the largest trees, so that their shape depends only on the numbers of
-            sequences and rows.
+        bounds: replayed passes are for the largest trees, so that their shape depends only on the
+            numbers of sequences and rows.
     """
 
     def __init__(self, target: TargetModel, graphs: CudaGraphRunner | None, bounds: TreeBounds):
@@ -213,7 +297,7 @@ class Verifier:
 
     @property
     def replayed(self) -> ReplayedSteps:
-        """Return what is replayed. There must be a graph runner."""
+        """Return the replayed steps. The engine must have a graph runner."""
         assert self._replayed is not None
         return self._replayed
 
@@ -235,11 +319,13 @@ class Verifier:
         """
         step = VerifyStep.of(batch, draft, allocation, prompts)
         controlled = ControlledRows.of(batch, step.tree, step.keep, step.shape.num_nodes)
-        if self._replayed is not None and self._replayed.replays("verify" if controlled is None else "forward"):
+        kind = "verify" if controlled is None else "forward"
+        if self._replayed is not None and self._replayed.replays(kind):
             return self._replayed.start(drafter, step, mark, controlled)
 
         depth = min(step.shape.max_depth, step.shape.num_nodes - 1)  # no deeper than it has nodes
-        step = replace(step, shape=replace(step.shape, max_depth=depth))
+        shape = replace(step.shape, max_depth=depth)
+        step = replace(step, shape=shape)
         output = retry_portable(lambda: verify_step(self._target, drafter, step, mark, controlled))
         return StartedPass(step.shape, lambda: output)
 
@@ -248,15 +334,21 @@ class ReplayedSteps:
     """Verify steps on padded shapes, each captured once; in two halves if a sequence has controls."""
 
     def __init__(self, target: TargetModel, graphs: CudaGraphRunner, bounds: TreeBounds):
-        self._target, self._graphs, self._bounds = target, graphs, bounds
-        self._half_results: dict[tuple, int] = {}  # of each first half, the id of its results
+        self._target = target
+        self._graphs = graphs
+        self._bounds = bounds
+        self._half_results: dict[tuple, int] = {}  # first half's key -> id of its results
 
     def replays(self, kind: str) -> bool:
         """Return whether passes of this kind may be replayed."""
         return self._graphs.replays(kind)
 
     def start(
-        self, drafter: Drafter, step: VerifyStep, mark: Callable[[], None], controlled: ControlledRows | None
+        self,
+        drafter: Drafter,
+        step: VerifyStep,
+        mark: Callable[[], None],
+        controlled: ControlledRows | None,
     ) -> StartedPass:
         """Replay a step, or its first half."""
         assert step.prompts is None, "a replayed pass has no rows for prompts"
@@ -272,20 +364,38 @@ class ReplayedSteps:
         self._record_second_half(drafter, half, shape)
         passed = self._graphs.run(*half)
         mark()
-        return StartedPass(shape, lambda: self._run_second_half(drafter, half, passed, shape, controlled))
 
-    def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
+        def finish() -> VerifyStepOutput:
+            return self._run_second_half(drafter, half, passed, shape, controlled)
+
+        return StartedPass(shape, finish)
+
+    def record_plain(
+        self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams
+    ) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
-        self._record(drafter, batch_size, StepShape(1, 0, 0, False, 0), max_length, params)
+        shape = StepShape(1, 0, 0, False, 0)
+        self._record(drafter, batch_size, shape, max_length, params)
 
     def record_trees(
-        self, drafter: Drafter, num_trees: int, num_rows: int, max_length: int, params: SamplingParams
+        self,
+        drafter: Drafter,
+        num_trees: int,
+        num_rows: int,
+        max_length: int,
+        params: SamplingParams,
     ) -> None:
         """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
-        self._record(drafter, num_trees, StepShape(1, num_rows, self._bounds.max_depth, False, 0), max_length, params)
+        shape = StepShape(1, num_rows, self._bounds.max_depth, False, 0)
+        self._record(drafter, num_trees, shape, max_length, params)
 
     def _record(
-        self, drafter: Drafter, batch_size: int, shape: StepShape, max_length: int, params: SamplingParams
+        self,
+        drafter: Drafter,
+        batch_size: int,
+        shape: StepShape,
+        max_length: int,
+        params: SamplingParams,
     ) -> None:
         batch = idle_batch(batch_size, self._target, max_length, params)
         tree = DraftTree.of_roots(batch.roots)
@@ -297,34 +407,50 @@ class ReplayedSteps:
 
         All numbers of the likeliest tokens up to MAX_TOP_LOGPROBS share a shape.
         """
-        graphs, shape = self._graphs, step.shape
+        graphs = self._graphs
+        bounds = self._bounds
+        shape = step.shape
         if shape.num_tops:
             shape = replace(shape, num_tops=max(shape.num_tops, MAX_TOP_LOGPROBS))
         if not shape.max_depth:
-            return replace(step, shape=replace(shape, num_rows=graphs.batch_size(len(step.at.slots))))
-        num_nodes = graphs.num_nodes(max(shape.num_nodes, self._bounds.num_nodes))
+            num_rows = graphs.batch_size(len(step.at.slots))
+            return replace(step, shape=replace(shape, num_rows=num_rows))
+
+        num_nodes = graphs.num_nodes(max(shape.num_nodes, bounds.num_nodes))
         num_rows = graphs.num_rows(shape.num_rows)
-        shape = replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._bounds.max_depth)
+        shape = replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=bounds.max_depth)
         return replace(step, shape=shape)
 
     def _whole(self, drafter: Drafter, step: VerifyStep) -> FixedPass:
         """Return the pass from the trees to the record."""
-        target, shape = self._target, step.shape
-        whole = self._forward(step).then("verify", lambda passed: accept_and_commit(target, drafter, passed, shape))
+        target = self._target
+        shape = step.shape
+
+        def finish(passed: TargetPass) -> VerifyStepOutput:
+            return accept_and_commit(target, drafter, passed, shape)
+
+        whole = self._forward(step).then("verify", finish)
         return whole._replace(key=(*whole.key, _extend_key(drafter, shape)))
 
     def _first_half(self, step: VerifyStep) -> FixedPass:
         """Return the pass up to the target's logits."""
-        shape = replace(step.shape, logprobs=False, num_tops=0)  # of no use up to the logits
+        # The graph ends at the logits, so log-probabilities must not be part of its key.
+        shape = replace(step.shape, logprobs=False, num_tops=0)
 
         def with_nodes(passed: TargetPass) -> TargetPass:
-            node = passed.rows.node.clone()  # roots alone share one element, which a replay could not write
+            # Roots alone share one element, which a replay could not write.
+            node = passed.rows.node.clone()
             return replace(passed, rows=replace(passed.rows, node=node))
 
         return self._forward(replace(step, shape=shape)).then("forward", with_nodes)
 
     def _second_half(
-        self, drafter: Drafter, half: FixedPass, passed: TargetPass, shape: StepShape, adjusted: Int[Tensor, " R"]
+        self,
+        drafter: Drafter,
+        half: FixedPass,
+        passed: TargetPass,
+        shape: StepShape,
+        adjusted: Int[Tensor, " R"],
     ) -> FixedPass:
         """Return the pass that goes on from these results of a first half."""
         target = self._target
@@ -339,20 +465,31 @@ class ReplayedSteps:
         """Record the pass that goes on from the results of this first half, on padding alone, if needed."""
         graphs = self._graphs
         last = self._half_results.get(half.key)
-        if last is not None and graphs.has(half.key) and graphs.has(_second_key(half.key, shape, drafter, last)):
-            return
+        if last is not None and graphs.has(half.key):
+            key = _second_key(half.key, shape, drafter, last)
+            if graphs.has(key):
+                return
+
         padding = half.padding
         if not graphs.record(*padding):
             return
         passed = graphs.run(*padding)
         self._half_results[half.key] = id(passed)
-        none = torch.full((len(passed.logits),), -1, dtype=torch.int64, device=passed.logits.device)
+        logits = passed.logits
+        assert logits is not None, "a recorded first half ends at the logits"
+        none = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
         graphs.record(*self._second_half(drafter, half, passed, shape, none))
 
     def _run_second_half(
-        self, drafter: Drafter, half: FixedPass, passed: TargetPass, shape: StepShape, controlled: ControlledRows
+        self,
+        drafter: Drafter,
+        half: FixedPass,
+        passed: TargetPass,
+        shape: StepShape,
+        controlled: ControlledRows,
     ) -> VerifyStepOutput:
         """Sample and commit, by a replay if one was recorded for these results of the first half."""
+        assert passed.logits is not None, "a recorded first half ends at the logits"
         adjusted = controlled.picks(passed.logits, passed.sampling, passed.rows)
         if self._graphs.has(_second_key(half.key, shape, drafter, id(passed))):
             return self._graphs.run(*self._second_half(drafter, half, passed, shape, adjusted))
@@ -360,45 +497,68 @@ class ReplayedSteps:
 
     def _forward(self, step: VerifyStep) -> FixedPass:
         """Return the target's pass for these rows. Its key has the sizes alone, not the kind."""
-        shape, graphs = step.shape, self._graphs
-        is_plain = not shape.max_depth
-        size = shape.num_rows if is_plain else graphs.num_trees(len(step.at.slots), shape.num_rows)
-        bound = graphs.context(step.at.max_length)
-        num_candidates = 1 if is_plain else graphs.num_nodes(max(step.tree.num_nodes, self._bounds.num_candidates))
-        target, kind = self._target, graphs.sampling_kind(step.sampling.kind)
+        target = self._target
+        graphs = self._graphs
+        shape = step.shape
+        tree = step.tree
+        at = step.at
+
+        # A plain step pads its batch; a step over trees pads trees and the candidates of each.
+        if shape.max_depth:
+            size = graphs.num_trees(len(at.slots), shape.num_rows)
+            num_candidates = graphs.num_nodes(max(tree.num_nodes, self._bounds.num_candidates))
+            trees = _padded(tree, step.keep, (size, num_candidates))
+        else:
+            size = shape.num_rows
+            num_candidates = 1
+            trees = [PaddedInput(tree.tokens[:, 0], (size,))]
+
+        bound = graphs.context(at.max_length)
+        kind = graphs.sampling_kind(step.sampling.kind)
         chosen = step.sampling.padded(size)
         split = len(chosen)
 
         def forward(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> TargetPass:
-            at = DecodeSlots.with_max_length(slots, lengths, bound)
+            padded_at = DecodeSlots.with_max_length(slots, lengths, bound)
             sampling = SamplingBatch.bound(kind, *tensors[:split])
-            return target_pass(target, VerifyStep(at, sampling, *_trees(*tensors[split:]), shape))
+            padded_tree, keep = _trees(*tensors[split:])
+            return target_pass(target, VerifyStep(padded_at, sampling, padded_tree, keep, shape))
 
-        slots = PaddedInput(step.at.slots, (size,), target.cache.blocks.null_slot)
-        roots = [PaddedInput(step.tree.tokens[:, 0], (size,))]
-        trees = roots if is_plain else _padded(step.tree, step.keep, (size, num_candidates))
-        inputs = [slots, PaddedInput(step.at.lengths, (size,)), *chosen, *trees]
+        slots = PaddedInput(at.slots, (size,), target.cache.blocks.null_slot)
+        lengths = PaddedInput(at.lengths, (size,))
+        inputs = [slots, lengths, *chosen, *trees]
         return FixedPass((size, num_candidates, bound, kind, shape), forward, inputs)
 
 
 def _extend_key(drafter: Drafter, shape: StepShape) -> tuple:
-    """Return what a drafter learns in a recorded pass, which depends on its drafts so far; a plain pass has none."""
+    """Return the drafter's part of a pass's key, which depends on its drafts so far; a plain pass has none."""
     return drafter.extend_key if shape.max_depth else ()
 
 
 def _second_key(half_key: tuple, shape: StepShape, drafter: Drafter, results: int) -> tuple:
-    """Return the key of the second half for the results with this id: it is recorded on these tensors themselves.
+    """Return the key of the second half that is recorded on the results with this id.
 
-    As long as it can be replayed it holds them, so that no others have this id. Only the second half depends on the
-    log-probabilities that the shape asks for.
+    The graph holds its results as long as it can be replayed, so no other object has their id. Only
+    the second half depends on the log-probabilities that the shape asks for.
     """
-    return ("second half", *half_key[1:], shape.logprobs, shape.num_tops, _extend_key(drafter, shape), results)
+    return (
+        "second half",
+        *half_key[1:],
+        shape.logprobs,
+        shape.num_tops,
+        _extend_key(drafter, shape),
+        results,
+    )
 
 
-def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
-    """Pad with trees and nodes that are not kept, not even their roots."""
+def _padded(
+    tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]
+) -> list[PaddedInput]:
+    """Pad a batch with trees and nodes that are not verified, not even their roots."""
     fills = (0, -1, 0, -torch.inf, -torch.inf, False)
-    tensors = (PaddedInput(tensor, shape, fill) for tensor, fill in zip(tree.tensors, fills, strict=True))
+    tensors = (
+        PaddedInput(tensor, shape, fill) for tensor, fill in zip(tree.tensors, fills, strict=True)
+    )
     return [*tensors, PaddedInput(keep, shape, False)]
 
 
@@ -425,7 +585,9 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
     return None
 
 
-def fallbacks(target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None) -> dict[str, str]:
+def fallbacks(
+    target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None
+) -> dict[str, str]:
     """Return why Triton's kernels or CUDA graphs do not run, by "kernels" and "graphs".
 
     Empty if both run, and on a CPU, where neither is expected.

@@ -1,15 +1,16 @@
 """WaitingQueue: the order in which sequences get slots. Outputs do not depend on it.
 
-FirstComeQueue is first come, first served: the order of an endpoint. ThroughputQueue is for work whose latency does not
-matter. It works on the window of sequences that were added and have no slot yet, and has two phases:
+FirstComeQueue is first come, first served: the order of an endpoint. ThroughputQueue is for work
+whose latency does not matter. It works on the window of sequences that were added and have no slot
+yet, and has two phases:
 
     filling    the oldest sequence goes first, and with it all that share at least half of their prompt with it, so that
                the blocks of the shared prefix are computed once and used while they are cached
     draining   a quarter of the largest window is left: the input is at its end, or comes too slowly. The group
                with the longest expected output goes first, so that the last slots finish at about the same time
 
-Longest first while the window is filled would gain nothing and would hold back the shortest row of every batch of the
-job, so that no batch is finished and none can follow (`jobs/results/order.md`).
+Longest first while the window is filled would gain nothing and would hold back the shortest row of
+every batch of the job, so that no batch is finished and none can follow (`jobs/results/order.md`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.kv.block_manager import split_blocks
+from eagle_ray.kv.prefix_cache import split_blocks
 
-DRAINING_SHARE = 0.25  # of the largest window; with 0.5 four workers took 1.5 % longer, with this 2.2 % less
-PRIOR_ROWS = 2  # finished sequences of a category that count as much as the mean of all
-TURN = 32  # sequences that are ordered at once while draining: ordering costs time for each that waits
+# Share of the largest window at which draining begins. Four workers took 1.5 % longer with 0.5 and
+# 2.2 % less with this one.
+DRAINING_SHARE = 0.25
+PRIOR_SEQUENCES = 2  # finished sequences of a category that count as much as the mean of all
+# Sequences that are ordered at once while draining: ordering costs time for each that waits.
+ORDERED_AT_ONCE = 32
 HASH_BYTES = 8
 HASH_OFFSET = 2**63  # added to hashes, which are signed, so that bytes compare as they do
-PATIENCE = 2  # largest windows of sequences that may pass the oldest one
+MAX_PASSED_WINDOWS = 2  # sequences that may pass the oldest one, in largest windows
 
 
 class WaitingQueue(Protocol):
@@ -114,9 +118,12 @@ class LengthEstimate:
         ends_at_limit = sequence.sampling.ignore_eos and sequence.stop_check is None
         if ends_at_limit or not self._all.count:
             return sequence.max_tokens
+
+        # The mean of all counts as PRIOR_SEQUENCES sequences of the category.
         usual = self._all.total / self._all.count
         own = self._by_category.get(sequence.category, _Mean())
-        return min(sequence.max_tokens, (own.total + PRIOR_ROWS * usual) / (own.count + PRIOR_ROWS))
+        expected = (own.total + PRIOR_SEQUENCES * usual) / (own.count + PRIOR_SEQUENCES)
+        return min(sequence.max_tokens, expected)
 
 
 @dataclass(slots=True)
@@ -130,9 +137,9 @@ class _Entry:
     """A waiting sequence.
 
     Attributes:
-        blocks: hashes of its prompt's full blocks, HASH_BYTES each, which compare as the hashes do.
-        number: sequences that came before it.
-        num_before: sequences that had left the queue when it came.
+        blocks: hashes of the prompt's full blocks, HASH_BYTES each, which compare as the hashes do.
+        number: number of sequences that were added before this one.
+        num_before: number of sequences that had left the queue when this one was added.
     """
 
     sequence: Sequence
@@ -146,16 +153,16 @@ class _Entry:
 
 
 class PrefixGroups:
-    """Entries in the order of their blocks, in which those that share most are neighbours; a group is a run of them.
+    """Entries in the order of their blocks, so that those that share most are neighbours. A group is a run of entries.
 
-    An entry that leaves does not split its group: the entries that it joined stay together until the first `update`
-    after an addition.
+    An entry that is removed does not split its group: the entries before and after it stay together
+    until the first `update` after an addition.
     """
 
     def __init__(self) -> None:
         self._sorted: list[_Entry] = []
-        self._joined: set[_Entry] = set()  # those in the group of the entry before them
-        self._unchecked: set[_Entry] = set()  # those whose neighbour before them has left
+        self._joined: set[_Entry] = set()  # entries in the group of the entry before them
+        self._unchecked: set[_Entry] = set()  # entries whose predecessor has left
         self._has_new = False  # an entry was added since the last update
 
     def add(self, entry: _Entry) -> None:
@@ -209,7 +216,8 @@ class PrefixGroups:
 class ThroughputQueue:
     """Grouped by shared prefix, and longest first at the end. See the module's text.
 
-    block_size: tokens of a block of the prefix cache.
+    Args:
+        block_size: tokens of a block of the prefix cache.
     """
 
     def __init__(self, block_size: int):
@@ -217,14 +225,16 @@ class ThroughputQueue:
         self._lengths = LengthEstimate()
         self._preempted: deque[Sequence] = deque()
         self._entries: dict[Sequence, _Entry] = {}  # oldest first
-        self._turn: deque[Sequence] = deque()  # those of the entries that go next
+        self._turn: deque[Sequence] = deque()  # the sequences that go next
         self._groups = PrefixGroups()
         self._largest = 0
         self._num_added = 0
         self._num_popped = 0
 
     def add(self, sequence: Sequence) -> None:
-        entry = _Entry(sequence, self._hashes(sequence.prompt_ids), self._num_added, self._num_popped)
+        entry = _Entry(
+            sequence, self._hashes(sequence.prompt_ids), self._num_added, self._num_popped
+        )
         self._num_added += 1
         self._entries[sequence] = entry
         self._groups.add(entry)
@@ -268,16 +278,18 @@ class ThroughputQueue:
         yield from self._entries
 
     def _next_turn(self) -> list[Sequence]:
-        """Return the waiting sequences that go next, at least one. Those that come later wait for a later turn."""
+        """Return the waiting sequences to admit next, at least one. Later arrivals wait for a later turn."""
         self._groups.update()
         oldest, entry = next(iter(self._entries.items()))
-        is_overdue = self._num_popped - entry.num_before > PATIENCE * self._largest
-        if is_overdue or len(self._entries) > DRAINING_SHARE * self._largest:
+        is_overdue = self._num_popped - entry.num_before > MAX_PASSED_WINDOWS * self._largest
+        is_filling = len(self._entries) > DRAINING_SHARE * self._largest
+        if is_overdue or is_filling:
             return self._waiting_of(oldest)
+
         turn: list[Sequence] = []
         taken: set[Sequence] = set()
         for sequence in self._longest_first(self._entries):
-            if len(turn) >= TURN:
+            if len(turn) >= ORDERED_AT_ONCE:
                 break
             if sequence not in taken:
                 turn += self._longest_first(self._waiting_of(sequence))
@@ -297,6 +309,7 @@ class ThroughputQueue:
 
 
 def _share_half(a: bytes, b: bytes) -> bool:
-    """Return whether two prompts begin with equal blocks, at least half of those of the longer one."""
-    half = (max(len(a), len(b)) // HASH_BYTES + 1) // 2 * HASH_BYTES
+    """Return whether two prompts share at least half of the longer one's blocks."""
+    num_blocks = max(len(a), len(b)) // HASH_BYTES
+    half = (num_blocks + 1) // 2 * HASH_BYTES
     return half > 0 and a[:half] == b[:half]

@@ -1,10 +1,11 @@
-"""Adjustments: what controls do to the logits of some rows, as tensors, and the one function that applies it.
+"""Adjustments: tensors of the controls of some rows, and the function that applies them to logits.
 
     adjustments = Adjustments.of([(state, [[], [17], [17, 4]])], vocab_size, device)   # one sequence, three rows
     adjustments.apply(logits)                                                          # fp32, in place
 
-Three parts, each empty or None if no row needs it: entries that all rows of a sequence share, with what single rows
-override; (row, token) pairs that cannot be picked; and a bit mask of allowed tokens for some rows.
+Three parts, each empty or None if no row needs it: entries that all rows of a sequence share, with
+what single rows override; (row, token) pairs that cannot be picked; and a bit mask of allowed
+tokens for some rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ Paths = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Places (row, token) in the logits, and what is added, multiplied and subtracted there."""
+    """Adjustments of single logits, each at a (row, token) place.
+
+    Attributes:
+        rows: the row of each place.
+        tokens: the token of each place.
+        terms: what is added, multiplied and subtracted there.
+    """
 
     rows: Int[Tensor, " E"]
     tokens: Int[Tensor, " E"]
@@ -40,7 +47,8 @@ class Adjustments:
 
     Attributes:
         owners: the sequence of each row.
-        tokens, terms: entries of each sequence; one with fewer than K repeats its first one.
+        tokens: tokens of each sequence's entries; one with fewer than K repeats its first one.
+        terms: what these entries add, multiply and subtract.
         overrides: entries of single rows, in place of their sequence's.
         forbidden: pairs (row, token).
         mask: bits of allowed tokens, one line for each of mask_rows.
@@ -55,73 +63,125 @@ class Adjustments:
     mask: Int32[Tensor, "M W"] | None
 
     @classmethod
-    def of(cls, sequences: Sequence[tuple[ControlState, Paths]], device: torch.device | str = "cpu") -> Adjustments:
+    def of(
+        cls, sequences: Sequence[tuple[ControlState, Paths]], device: torch.device | str = "cpu"
+    ) -> Adjustments:
         """Return the adjustments of every path of every sequence, one row each, in this order."""
         owners: list[int] = []
         overrides: list[tuple[int, Entry]] = []
-        forbidden: list[tuple[int, int]] = []
+        forbidden_rows: list[int] = []
+        forbidden_tokens: list[int] = []
         mask_rows: list[int] = []
         lines: list[Words] = []
         for i, (state, paths) in enumerate(sequences):
-            for row, path in enumerate(paths, len(owners)):
-                overrides += [(row, entry) for entry in state.overrides(path)]
-                forbidden += [(row, token) for token in state.forbidden(path)]
-            if (masks := state.masks(paths)) is not None:
-                mask_rows += range(len(owners), len(owners) + len(paths))
-                lines.append(masks)
+            first_row = len(owners)
             owners += [i] * len(paths)
-        tokens, terms = _entries([state for state, _ in sequences], device)
+
+            # What single rows need beyond their sequence's entries.
+            for row, path in enumerate(paths, first_row):
+                overrides += [(row, entry) for entry in state.overrides(path)]
+                for token in state.forbidden(path):
+                    forbidden_rows.append(row)
+                    forbidden_tokens.append(token)
+
+            # A sequence has a mask for each of its rows, or none.
+            masks = state.masks(paths)
+            if masks is not None:
+                mask_rows += range(first_row, len(owners))
+                lines.append(masks)
+
+        # To the device: only what some row needs.
+        states = [state for state, _ in sequences]
+        tokens, terms = _entries(states, device)
+        override_pairs = _pairs(overrides, device) if overrides else None
+        forbidden = None
+        if forbidden_rows:
+            forbidden = to_device([forbidden_rows, forbidden_tokens], device)
+        masked = None
+        mask = None
+        if lines:
+            masked = to_device(mask_rows, device)
+            mask = copy_to_device(torch.from_numpy(np.concatenate(lines)), device)
         return cls(
             owners=to_device(owners, device),
             tokens=tokens,
             terms=terms,
-            overrides=_pairs(overrides, device) if overrides else None,
-            forbidden=to_device(list(zip(*forbidden, strict=True)), device) if forbidden else None,
-            mask_rows=to_device(mask_rows, device) if lines else None,
-            mask=copy_to_device(torch.from_numpy(np.concatenate(lines)), device) if lines else None,
+            overrides=override_pairs,
+            forbidden=forbidden,
+            mask_rows=masked,
+            mask=mask,
         )
 
     def apply(self, logits: Float[Tensor, "R V"]) -> None:
         """Adjust fp32 logits in place; tokens that cannot be picked become -inf."""
-        own = None if self.overrides is None else logits[self.overrides.rows, self.overrides.tokens]
+        # Overridden logits are read first: they take the place of their sequence's entries.
+        overrides = self.overrides
+        own = None if overrides is None else logits[overrides.rows, overrides.tokens]
+
         if self.tokens.shape[1]:
             tokens = self.tokens[self.owners]
-            logits.scatter_(1, tokens, _adjusted(logits.gather(1, tokens), self.terms[:, self.owners]))
-        if self.overrides is not None and own is not None:
-            logits[self.overrides.rows, self.overrides.tokens] = _adjusted(own, self.overrides.terms)
+            terms = self.terms[:, self.owners]
+            adjusted = _adjusted(logits.gather(1, tokens), terms)
+            logits.scatter_(1, tokens, adjusted)
+        if overrides is not None and own is not None:
+            logits[overrides.rows, overrides.tokens] = _adjusted(own, overrides.terms)
+
         if self.forbidden is not None:
-            logits[self.forbidden[0], self.forbidden[1]] = -torch.inf
+            rows, tokens = self.forbidden
+            logits[rows, tokens] = -torch.inf
         if self.mask is not None and self.mask_rows is not None:
             allowed = unpack_tokens(self.mask, logits.shape[1])
-            logits[self.mask_rows] = logits[self.mask_rows].masked_fill(~allowed, -torch.inf)
+            masked = logits[self.mask_rows].masked_fill(~allowed, -torch.inf)
+            logits[self.mask_rows] = masked
 
 
 def _adjusted(x: Float[Tensor, "..."], terms: Float[Tensor, "3 ..."]) -> Float[Tensor, "..."]:
     """Return logits after bias, repetition penalty and counting penalties."""
     bias, factor, subtracted = terms
     x = x + bias
-    return torch.where(x > 0, x / factor, x * factor) - subtracted
+
+    # The penalty lowers a logit of either sign, as in transformers.
+    penalized = torch.where(x > 0, x / factor, x * factor)
+    return penalized - subtracted
 
 
 def _entries(
     states: list[ControlState], device: torch.device | str
 ) -> tuple[Int[Tensor, "S K"], Float[Tensor, "3 S K"]]:
-    """Return the sequences' entries, padded with what changes nothing."""
+    """Return the sequences' entries, padded with entries that change nothing."""
     longest = max((len(state.entries) for state in states), default=0)
     tokens = torch.zeros(len(states), longest, dtype=torch.int64)
     terms = torch.zeros(3, len(states), longest)
-    terms[1] = 1.0
+    terms[1] = 1.0  # the factor of repetition_penalty
     for i, state in enumerate(states):
-        entries, num = state.entries, len(state.entries)
-        if num:
-            tokens[i, :num] = torch.tensor(entries.tokens)
-            tokens[i, num:] = tokens[i, 0]
-            terms[:, i, :num] = torch.tensor([entries.biases, entries.factors, entries.subtracted])
-            terms[:, i, num:] = terms[:, i, :1]
+        entries = state.entries
+        num = len(entries)
+        if num == 0:
+            continue
+        tokens[i, :num] = torch.tensor(entries.tokens)
+        own_terms = [entries.biases, entries.factors, entries.subtracted]
+        terms[:, i, :num] = torch.tensor(own_terms)
+
+        # Written twice, an entry is still that entry.
+        tokens[i, num:] = tokens[i, 0]
+        terms[:, i, num:] = terms[:, i, :1]
     return copy_to_device(tokens, device), copy_to_device(terms, device)
 
 
 def _pairs(entries: list[tuple[int, Entry]], device: torch.device | str) -> Pairs:
-    rows, tokens = to_device([[row for row, _ in entries], [entry[0] for _, entry in entries]], device)
-    terms = to_device([[entry[i] for _, entry in entries] for i in (1, 2, 3)], device, torch.float32)
+    """Return the entries of single rows as tensors."""
+    entry_rows: list[int] = []
+    token_ids: list[int] = []
+    biases: list[float] = []
+    factors: list[float] = []
+    subtracted: list[float] = []
+    for row, (token, bias, factor, less) in entries:
+        entry_rows.append(row)
+        token_ids.append(token)
+        biases.append(bias)
+        factors.append(factor)
+        subtracted.append(less)
+
+    rows, tokens = to_device([entry_rows, token_ids], device)
+    terms = to_device([biases, factors, subtracted], device, torch.float32)
     return Pairs(rows, tokens, terms)

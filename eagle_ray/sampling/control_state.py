@@ -1,9 +1,10 @@
 """ControlState: what a request does to its logits before a token is picked, at every node of its draft tree.
 
-Each control is a function of the tokens before the place, so a node is adjusted by its own path: the sequence's tokens
-and the node's ancestors. Output under trees therefore equals plain decoding with the same controls. The order is vLLM's
-and transformers': forbidden tokens, logit_bias, repetition_penalty, then frequency_penalty and presence_penalty; after
-them temperature, top_k, top_p and min_p. `adjustments.py` applies them.
+Each control is a function of the tokens before the place, so a node is adjusted by its own path:
+the sequence's tokens and the node's ancestors. Output under trees therefore equals plain decoding
+with the same controls. The order is vLLM's and transformers': forbidden tokens, logit_bias,
+repetition_penalty, then frequency_penalty and presence_penalty; after them temperature, top_k,
+top_p and min_p. `adjustments.py` applies them.
 
     state = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size, grammar, reasoning)
     state.sync(output_ids)              # once a step: the tokens committed since
@@ -20,89 +21,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.grammar_state import TOKENS_PER_WORD, GrammarState, Words, num_token_words, pack_tokens
+from eagle_ray.sampling.grammar_state import (
+    TOKENS_PER_WORD,
+    GrammarState,
+    Words,
+    num_token_words,
+    pack_tokens,
+)
+from eagle_ray.sampling.reasoning_budget import ReasoningBudget, ReasoningIds, ReasoningPlace
 
 WordIds = tuple[tuple[int, ...], ...]
 """Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or
 output, as in transformers' NoBadWordsLogitsProcessor."""
 Entry = tuple[int, float, float, float]
 """Token id, what is added to its logit, the factor of repetition_penalty, what is subtracted last."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningIds:
-    """Token ids of the markers around an answer's reasoning.
-
-    Attributes:
-        openings: the spellings of the marker, one of which the answer begins with if it has reasoning; none if the
-            prompt has opened it.
-        closings: the spellings of the marker that ends it, first the one that is forced.
-    """
-
-    openings: WordIds
-    closings: WordIds
-
-
-class ReasoningPlace(NamedTuple):
-    """Where an output is in its reasoning.
-
-    Attributes:
-        start: the whole output while it may be the beginning of an opening; None in the reasoning.
-        num_tokens: number of tokens of the reasoning.
-        tail: its last tokens, in which a closing may have begun.
-    """
-
-    start: tuple[int, ...] | None
-    num_tokens: int = 0
-    tail: tuple[int, ...] = ()
-
-
-class ReasoningBudget:
-    """Which token must follow an output, so that its reasoning has at most some tokens before it is closed.
-
-    Attributes:
-        max_tokens: most tokens of the reasoning.
-        start: where an output is before its first token.
-    """
-
-    def __init__(self, max_tokens: int, ids: ReasoningIds):
-        self.max_tokens, self._ids = max_tokens, ids
-        self._tail_length = max(map(len, ids.closings)) - 1
-        self.start = ReasoningPlace(() if ids.openings else None)
-
-    def after(self, place: ReasoningPlace | None, tokens: Iterable[int]) -> ReasoningPlace | None:
-        """Return the place that tokens lead to; None where the reasoning has ended, or there is none."""
-        for token in tokens:
-            if place is None:
-                return None
-            place = self._next(place, token)
-        return place
-
-    def forced(self, place: ReasoningPlace | None) -> int | None:
-        """Return the token that must come next: the marker's first after what the reasoning has of its beginning."""
-        if place is None or place.start is not None or place.num_tokens < self.max_tokens:
-            return None
-        closing, tail = self._ids.closings[0], place.tail
-        return next(closing[i] for i in reversed(range(len(closing))) if tail[len(tail) - i :] == closing[:i])
-
-    def _next(self, place: ReasoningPlace, token: int) -> ReasoningPlace | None:
-        if place.start is not None:
-            start = (*place.start, token)
-            if start in self._ids.openings:
-                return ReasoningPlace(None)
-            may_open = any(opening[: len(start)] == start for opening in self._ids.openings)
-            return ReasoningPlace(start) if may_open else None
-        tail = (*place.tail, token)
-        if any(tail[-len(closing) :] == closing for closing in self._ids.closings):
-            return None
-        return ReasoningPlace(None, place.num_tokens + 1, tail[-self._tail_length :] if self._tail_length else ())
 
 
 @dataclass(slots=True)
@@ -126,10 +64,11 @@ class ControlState:
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
         grammar: what the output must be, if anything.
-        reasoning: the markers of the reasoning that sampling.thinking_budget bounds, if the answer can have any.
+        reasoning: the markers of the reasoning that sampling.thinking_budget bounds, if the answer
+            can have any.
 
     Attributes:
-        ends: those of the vocabulary, ascending.
+        ends: the vocabulary's end tokens, ascending.
         entries: adjusted tokens after the committed output.
     """
 
@@ -147,29 +86,36 @@ class ControlState:
         self._has_penalties = has_penalties(sampling)
         self.grammar = grammar
         self.ends = sorted(end for end in ends if end < vocab_size)
+        self._vocab_size = vocab_size
+        self._counts: Counter[int] = Counter()
+        self._num_output = 0
+        self._prompt = frozenset(prompt_ids) if sampling.repetition_penalty != 1 else frozenset()
+
         allowed = sampling.allowed_token_ids
         self._allowed = None if allowed is None else frozenset(allowed)
         self._mask = None if self._allowed is None else pack_tokens(self._allowed, vocab_size)
+
+        # Bad words of one token are forbidden everywhere, those of several by their context.
         words = [word for word in bad_word_ids if max(word) < vocab_size]
         self._single = singles_of(words)
-        self._biases = {token: bias for token, bias in sampling.logit_bias.items() if bias}
-        self._biases |= dict.fromkeys(self._single, -torch.inf)
-        self._prompt = frozenset(prompt_ids) if sampling.repetition_penalty != 1 else frozenset()
-        self._counts: Counter[int] = Counter()
-        self._num_output = 0
-        self._words: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # of several tokens, by the last but one
+        self._words: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by the last but one
         for word in words:
             if len(word) > 1:
                 self._words[word[-2]].append(word)
-        budget = sampling.thinking_budget
-        self._budget = None if budget is None or reasoning is None else ReasoningBudget(budget, reasoning)
-        self._place = None if self._budget is None else self._budget.start
-        self._vocab_size = vocab_size
-        self._num_ruled_out = len(self.ends) + len(self._single)
         self._window = max(map(len, words), default=1) - 1
         self._context = list(prompt_ids[-self._window :]) if self._window else []
+        self._num_ruled_out = len(self.ends) + len(self._single)
+
+        self._budget: ReasoningBudget | None = None
+        self._place: ReasoningPlace | None = None
+        if sampling.thinking_budget is not None and reasoning is not None:
+            self._budget = ReasoningBudget(sampling.thinking_budget, reasoning)
+            self._place = self._budget.start
+
+        self._biases = {token: bias for token, bias in sampling.logit_bias.items() if bias}
+        self._biases |= dict.fromkeys(self._single, -torch.inf)
         self.entries = Entries()
-        self._index: dict[int, int] = {}  # of a token in entries
+        self._index: dict[int, int] = {}  # token -> its index in entries
         for token in sorted(self._biases.keys() | self._prompt):
             self._set(token)
 
@@ -192,34 +138,46 @@ class ControlState:
         """Return the entries of tokens whose counts a node's ancestors, root excluded and the node included, change."""
         if not path or not self._has_penalties:
             return []
-        return [self._entry(token, self._counts[token] + count) for token, count in Counter(path).items()]
+        counts = Counter(path).items()
+        return [self._entry(token, self._counts[token] + count) for token, count in counts]
 
     def forbidden(self, path: Sequence[int]) -> list[int]:
         """Return the tokens that cannot be picked after this path, besides those of `entries` and `mask`.
 
-        Bad words of several tokens yield if they would forbid the last of the allowed tokens, or a forced one.
+        Bad words of several tokens yield if they would forbid the last of the allowed tokens, or a
+        forced one.
         """
         if self._forced(path) is not None:
             return []
         ends = self.ends if self._num_output + len(path) < self._sampling.min_tokens else []
         words = self._completions(path)
-        if not words or self._allowed is None or len(self._allowed) > len(words) + self._num_ruled_out:
+        if not words or self._allowed is None:
             return [*ends, *words]
+        if len(self._allowed) > len(words) + self._num_ruled_out:
+            return [*ends, *words]  # without looking at each token: some are left
         is_last = self._allowed <= {*words, *ends, *self._single}
         return ends if is_last else [*ends, *words]
 
     def masks(self, paths: Sequence[Sequence[int]]) -> Words | None:
         """Return the mask [N, W] of the tokens that can follow each path of a tree; None if all can.
 
-        A path after which grammar and controls leave no token gets a mask of all tokens and is a dead end: an output
-        that reaches it fails, as it does in plain decoding.
+        A path after which grammar and controls leave no token gets a mask of all tokens and is a
+        dead end: an output that reaches it fails, as it does in plain decoding.
 
         Args:
             paths: parents before their children, the empty path first.
         """
-        forced = {i: token for i, path in enumerate(paths) if (token := self._forced(path)) is not None}
+        forced = {}
+        for i, path in enumerate(paths):
+            token = self._forced(path)
+            if token is not None:
+                forced[i] = token
         if self.grammar is None and not forced:
-            return None if self._mask is None else np.broadcast_to(self._mask, (len(paths), len(self._mask)))
+            if self._mask is None:
+                return None
+            return np.broadcast_to(self._mask, (len(paths), len(self._mask)))
+
+        # Begin with what the grammar allows, and drop what the controls do not.
         if self.grammar is None:
             masks = np.full((len(paths), num_token_words(self._vocab_size)), -1, np.int32)
         else:
@@ -230,6 +188,7 @@ class ControlState:
             masks[i] &= pack_tokens([token], self._vocab_size)
         if self.grammar is None:
             return masks
+
         for path, mask in zip(paths, masks, strict=True):
             if self._leaves_none(mask, path):
                 mask[:] = -1
@@ -241,17 +200,24 @@ class ControlState:
         if not mask.any():
             return True
         barred = {*self.forbidden(path), *self._single}
-        if not barred or int(np.bitwise_count(mask.view(np.uint32)).sum()) > len(barred):
+        num_allowed = int(np.bitwise_count(mask.view(np.uint32)).sum())
+        if not barred or num_allowed > len(barred):
             return False
-        rest = mask.copy()
+
+        # Clear the bits of the barred tokens.
+        rest = mask.view(np.uint32).copy()
         for token in barred:
-            rest.view(np.uint32)[token // TOKENS_PER_WORD] &= np.uint32(~(1 << token % TOKENS_PER_WORD) & 0xFFFFFFFF)
+            bit = 1 << token % TOKENS_PER_WORD
+            rest[token // TOKENS_PER_WORD] &= np.uint32(~bit & 0xFFFFFFFF)
         return not rest.any()
 
     def _forced(self, path: Sequence[int]) -> int | None:
         """Return the one token that can follow the path, if thinking_budget leaves no other."""
-        place, budget = self._place, self._budget
-        if place is None or budget is None or place.num_tokens + len(path) < budget.max_tokens:
+        place = self._place
+        budget = self._budget
+        if place is None or budget is None:
+            return None
+        if place.num_tokens + len(path) < budget.max_tokens:
             return None
         return budget.forced(budget.after(place, path))
 
@@ -260,8 +226,13 @@ class ControlState:
         if not self._words:
             return []
         context = [*self._context, *path][-self._window :]
-        words = self._words.get(context[-1], ()) if context else ()
-        return [word[-1] for word in words if tuple(context[1 - len(word) :]) == word[:-1]]
+        if not context:
+            return []
+        completions = []
+        for *begin, last in self._words.get(context[-1], ()):
+            if context[-len(begin) :] == begin:
+                completions.append(last)
+        return completions
 
     def _set(self, token: int) -> None:
         """Write the token's entry after the committed output."""
@@ -284,16 +255,22 @@ class ControlState:
         return token, self._biases.get(token, 0.0), factor, subtracted
 
 
-def has_controls(sampling: SamplingParams, bad_word_ids: WordIds, reasoning: ReasoningIds | None = None) -> bool:
+def has_controls(
+    sampling: SamplingParams, bad_word_ids: WordIds, reasoning: ReasoningIds | None = None
+) -> bool:
     """Return whether the request adjusts any logit."""
-    is_restricted = sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or bool(bad_word_ids)
-    is_bounded = sampling.thinking_budget is not None and reasoning is not None
-    return is_restricted or is_bounded or has_penalties(sampling) or any(sampling.logit_bias.values())
+    if sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or bad_word_ids:
+        return True
+    if sampling.thinking_budget is not None and reasoning is not None:
+        return True
+    return has_penalties(sampling) or any(sampling.logit_bias.values())
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
     """Return whether the counts of the tokens before a place matter."""
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+    return bool(
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    )
 
 
 def singles_of(bad_word_ids: Iterable[tuple[int, ...]]) -> set[int]:

@@ -2,13 +2,14 @@
 
     compiler = GrammarCompiler(read_tokenizer, vocab_size, eos_ids)
     state = compiler.start(GrammarSpec("json_schema", '{"type": "object", ...}'))
-    masks = state.tree_masks(tokens, parents)             # of every node of a draft tree, by that node's own path
+    masks = state.tree_masks(tokens, parents)             # a mask for each node of a draft tree, by its path
     state.commit(accepted_tokens)
 
-A mask has one bit per token. llguidance does the parsing (https://github.com/guidance-ai/llguidance): a state is
-advanced along a path and rolled back, so a tree costs one step per node. `grammar_state.py` has the states. This module
-compiles grammars and may be called from several threads. It imports llguidance with the first grammar, so that an
-engine without grammars runs where the library is missing.
+A mask has one bit per token. llguidance does the parsing
+(https://github.com/guidance-ai/llguidance): a state is advanced along a path and rolled back, so a
+tree costs one step per node. `grammar_state.py` has the states. This module compiles grammars and
+may be called from several threads. It imports llguidance with the first grammar, so that an engine
+without grammars runs where the library is missing.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from eagle_ray.requests.structured import check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 from eagle_ray.sampling.parser_budget import ParserCost
 
-KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+# A grammar may take this long to compile, its conversion included; another 10 s for a free compiler.
+COMPILE_TIMEOUT_S = 10.0
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
 MAX_GRAMMARS = 64  # compiled grammars; a job often has one for all rows
-MAX_GRAMMAR_BYTES = 256 << 20  # of all of them, by estimate
-BYTES_PER_CHAR = 200  # of a compiled grammar's source
-# Of llguidance's parser, in each mask but for the states: those of one grammar take up to 100 MB. Its own limits are
-# 50,000, 200,000 and 250,000: masks of a second. A schema of 450 optional properties takes 7,000 items.
-MAX_ITEMS = 10_000
+MAX_GRAMMAR_BYTES = 256 << 20  # bytes of all of them, by estimate
+BYTES_PER_CHAR = 200  # bytes per character of a compiled grammar's source
+# Limits of llguidance's parser, in each mask but for the states: those of one grammar take up to
+# 100 MB. Its own limits are 50,000, 200,000 and 250,000: masks of a second. A schema of 450
+# optional properties takes 7,000 items.
+MAX_PARSER_ITEMS = 10_000
 MAX_LEXER_FUEL = 50_000
 MAX_LEXER_STATES = 50_000
-# Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
+# Characters of what an output must be. Real ones are far smaller; at these bounds a compilation
+# takes seconds.
 MAX_GRAMMAR_CHARS = {
     "json_schema": 1 << 17,
     "regex": 1 << 16,
@@ -50,25 +54,29 @@ MAX_GRAMMAR_CHARS = {
     "grammar": 1 << 16,
     "tools": 1 << 17,  # the grammar of their calls, with the tools' schemas
 }
-MAX_GBNF_RULES = 1000  # their conversion to Lark's syntax takes time with the square of their number
+# Their conversion to Lark's syntax takes time with the square of their number.
+MAX_GBNF_RULES = 1000
 ANY_OBJECT = '{"type": "object"}'
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-STACK_BYTES = 256 << 20  # of a compiling thread: rules that lead to one another take 4 KB a rule; touched as it is used
-# Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
-# wrote white space to its last token in the first object that a schema asked of it.
+# Stack of a compiling thread: rules that lead to one another take 4 KB a rule; touched as it is used.
+STACK_BYTES = 256 << 20
+# Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a
+# bound, embedded:tiny wrote white space to its last token in the first object that a schema asked
+# of it.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an output must be.
+    """The grammar that an output must follow.
 
     Attributes:
-        kind: one of KINDS.
-        source: a JSON schema, a regular expression, a JSON list of strings (choice), or a grammar in Lark's syntax or
-            GBNF; "" for json_object.
-        after: the token after whose first occurrence in the output the grammar begins, such as a model's end of
-            thinking; what comes before is free, but the output cannot end there. None: the whole output is parsed.
+        kind: one of GRAMMAR_KINDS.
+        source: a JSON schema, a regular expression, a JSON list of strings (choice), or a grammar
+            in Lark's syntax or GBNF; "" for json_object.
+        after: the token after whose first occurrence in the output the grammar begins, such as a
+            model's end of thinking; what comes before is free, but the output cannot end there.
+            None: the whole output is parsed.
         param: the request's parameter that the source was made from, if that is not called kind.
     """
 
@@ -79,16 +87,23 @@ class GrammarSpec:
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> GrammarSpec | None:
-        """Return what the parameters say of an output; None if it is free."""
+        """Return the grammar that the sampling parameters ask for, or None."""
         response_format = json.loads(sampling.response_format) if sampling.response_format else {}
-        if (kind := response_format.get("type")) == "json_schema":
-            return cls(kind, dump_json(response_format[kind]["schema"], ensure_ascii=False))
+        kind = response_format.get("type")
+        if kind == "json_schema":
+            schema = response_format[kind]["schema"]
+            return cls(kind, dump_json(schema, ensure_ascii=False))
         if kind == "json_object" or sampling.json_object:
             return cls("json_object")
         if sampling.choice:
             return cls("choice", dump_json(list(sampling.choice), ensure_ascii=False))
-        sources = {"json_schema": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.grammar}
-        return next((cls(name, source) for name, source in sources.items() if source), None)
+        if sampling.json_schema:
+            return cls("json_schema", sampling.json_schema)
+        if sampling.regex:
+            return cls("regex", sampling.regex)
+        if sampling.grammar:
+            return cls("grammar", sampling.grammar)
+        return None
 
     @property
     def name(self) -> str:
@@ -98,7 +113,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class _CachedGrammar:
-    """A grammar that is compiled or being compiled, and what its outputs have left."""
+    """A grammar in the cache, compiled or being compiled, with the parser time left for its outputs."""
 
     num_chars: int
     compiled: Future[Matcher] = field(default_factory=Future)
@@ -107,7 +122,7 @@ class _CachedGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """Return an estimate of what is kept."""
+        """Return an estimate of its memory in bytes."""
         return self.num_chars * BYTES_PER_CHAR + self.recent.num_bytes + self.cost.num_bytes
 
 
@@ -115,12 +130,14 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer and keeps the last ones, those that do not compile too.
 
     Args:
-        read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first grammar.
+        read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first
+            grammar.
         vocab_size: vocabulary size of the target's logits.
         eos_ids: tokens that end an output; they are allowed where it may end.
 
     Attributes:
-        has_time_limit: stop after COMPILE_TIMEOUT_S. A follower does not: its leader has compiled the grammar in time.
+        has_time_limit: stop after COMPILE_TIMEOUT_S. A follower does not: its leader has compiled
+            the grammar in time.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
@@ -136,8 +153,9 @@ class GrammarCompiler:
     def start(self, spec: GrammarSpec) -> GrammarState:
         """Return the state before the first token of an output.
 
-        Raises RequestError with code bad_grammar if the source is not a grammar of its kind, is too large, or is not
-        compiled within COMPILE_TIMEOUT_S; grammar_queue_full if others take that long.
+        Raises RequestError with code bad_grammar if the source is not a grammar of its kind, is too
+        large, or is not compiled within COMPILE_TIMEOUT_S; grammar_queue_full if others take that
+        long.
         """
         key = spec.name, spec.source
         with self._lock:
@@ -161,16 +179,19 @@ class GrammarCompiler:
         except RequestError as error:
             if error.code == "grammar_queue_full":
                 self._evict(key, cached)
-            raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
+            # A new one, since threads share the one that the future holds.
+            raise RequestError(error.code, str(error)) from None
 
     @property
     def num_bytes(self) -> int:
-        """Return an estimate of what the kept grammars take."""
+        """Return an estimate of the cached grammars' memory in bytes."""
         return sum(cached.num_bytes for cached in self._cached.values())
 
     def _make_room(self) -> None:
-        """Evict those that were used longest ago, but not the last one."""
-        while len(self._cached) > MAX_GRAMMARS or (len(self._cached) > 1 and self.num_bytes > MAX_GRAMMAR_BYTES):
+        """Evict the least recently used grammars, but never the newest one."""
+        while len(self._cached) > 1:
+            if len(self._cached) <= MAX_GRAMMARS and self.num_bytes <= MAX_GRAMMAR_BYTES:
+                return
             self._cached.popitem(last=False)
 
     def knows(self, spec: GrammarSpec) -> bool:
@@ -212,14 +233,18 @@ class GrammarCompiler:
     def _tokenizer(self) -> Any:
         """Return the tokenizer as the parser reads it, an LLTokenizer. Raises RequestError if it cannot."""
         if not self._eos_ids:
-            raise RequestError("no_tokenizer", "the target has no end-of-sequence token, which a grammar needs")
+            raise RequestError(
+                "no_tokenizer", "the target has no end-of-sequence token, which a grammar needs"
+            )
         with self._lock:
             if self._made is None:
                 from llguidance import LLTokenizer
 
                 try:
                     text = self._read_tokenizer()
-                    self._made = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+                    self._made = LLTokenizer(
+                        text, n_vocab=self._vocab_size, eos_token=self._eos_ids
+                    )
                 except ValueError as error:
                     reason = first_line(str(error))
                     raise RequestError(
@@ -230,7 +255,8 @@ class GrammarCompiler:
     def compile_matcher(self, spec: GrammarSpec) -> Matcher:
         """Compile a grammar in a thread of its own: a compilation cannot be interrupted, but need not be waited for."""
         _check_size(spec)
-        tokenizer, timeout_s = self._tokenizer(), COMPILE_TIMEOUT_S if self.has_time_limit else None
+        tokenizer = self._tokenizer()
+        timeout_s = COMPILE_TIMEOUT_S if self.has_time_limit else None
         if self.has_time_limit and not self._free.acquire(timeout=timeout_s):
             message = f"{spec.name}: {MAX_COMPILING} other grammars are being compiled. Try again"
             raise RequestError("grammar_queue_full", message)
@@ -286,7 +312,7 @@ def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        step_max_items=MAX_ITEMS,
+        step_max_items=MAX_PARSER_ITEMS,
         step_lexer_fuel=MAX_LEXER_FUEL,
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,
@@ -298,7 +324,7 @@ def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
 
 
 def grammar_source(spec: GrammarSpec) -> str:
-    """Return what llguidance compiles. Raises RequestError naming the kind."""
+    """Return the grammar in llguidance's form. Raises RequestError naming the kind."""
     from llguidance import LLMatcher
 
     try:
@@ -309,12 +335,13 @@ def grammar_source(spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)
         if spec.kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(dump_json(c) for c in _choices(spec.source)))
+            choices = " | ".join(dump_json(choice) for choice in _choices(spec.source))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
         if spec.kind == "grammar":
             return LLMatcher.grammar_from_lark(_lark(spec.source))
     except ValueError as error:
         raise RequestError("bad_grammar", f"{spec.name}: {first_line(str(error))}") from None
-    raise RequestError("bad_grammar", f"{spec.name}: must be one of {', '.join(KINDS)}")
+    raise RequestError("bad_grammar", f"{spec.name}: must be one of {', '.join(GRAMMAR_KINDS)}")
 
 
 def _schema(source: str) -> str:
@@ -332,7 +359,9 @@ def _lark(source: str) -> str:
     if not GBNF_RULE.search(source):
         return source
     if source.count("::=") > MAX_GBNF_RULES:
-        raise ValueError(f"must have at most {MAX_GBNF_RULES} rules of GBNF, got more. Write it in Lark's syntax")
+        raise ValueError(
+            f"must have at most {MAX_GBNF_RULES} rules of GBNF, got more. Write it in Lark's syntax"
+        )
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
@@ -341,12 +370,14 @@ def _lark(source: str) -> str:
         raise ValueError(
             "its brackets or rules stand too deep in each other for GBNF. Write fewer in each other"
         ) from None
-    except Exception as error:  # whatever the converter finds
+    except Exception as error:  # any error of the converter
         raise ValueError(f"not GBNF: {error}") from None
 
 
 def _choices(source: str) -> list[str]:
+    """Return a list of texts. Raises ValueError if the source is none."""
     choices = json.loads(source)
-    if not (isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)):
+    is_filled_list = isinstance(choices, list) and len(choices) > 0
+    if not is_filled_list or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("must be a list of at least one string, none of them empty")
     return choices

@@ -1,4 +1,4 @@
-"""GrammarState: where an output is in its grammar, and what may follow every node of its draft tree.
+"""GrammarState: an output's position in its grammar, and the token masks of its draft tree's nodes.
 
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     state.sync(output_ids)                          # once a step: the tokens committed since
@@ -7,9 +7,9 @@
     state.mark_dead_end([17, 4], error)             # no token is left there
     state.dead_end_in([17, 4, 9])                   # DeadEnd(2, error): the output goes past such a node
 
-A state starts as a copy of a compiled matcher, follows the committed tokens, and visits a tree depth first: one token
-consumed and rolled back per node. The masks are those of plain decoding: if the parser meets a limit at one node, only
-an output that goes through that node fails.
+A state starts as a copy of a compiled matcher, follows the committed tokens, and visits a tree
+depth first: one token consumed and rolled back per node. The masks are those of plain decoding: if
+the parser meets a limit at one node, only an output that goes through that node fails.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.parser_budget import ParserBudget, ParserCost
 
 MAX_CONTEXT = 3  # tokens
-MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
+MAX_GRAMMAR_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
 BYTES_PER_CONTEXT = 160
-MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
-TOKENS_PER_WORD = 32  # of a token mask: token t is bit t % 32 of word t // 32
+MAX_FORCED = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
+TOKENS_PER_WORD = 32  # token t is bit t % 32 of word t // 32 of a token mask
 Words = NDArray[np.int32]
 _TOO_SLOW = "following it takes more parser time than an output has. Write it so that a text is read in one way only."
 
 
 @runtime_checkable
 class Matcher(Protocol):
-    """A parser at a place of its grammar: what a state uses of llguidance's LLMatcher, which is not imported here."""
+    """A parser at a position in its grammar: the methods of llguidance's LLMatcher that this module uses."""
 
     def deep_copy(self) -> Matcher: ...
     def is_accepting(self) -> bool: ...
@@ -52,14 +52,22 @@ class Matcher(Protocol):
 
 
 class PredictedToken(NamedTuple):
-    """A token that is likely to come next. is_forced: the grammar allows no other text."""
+    """A token that is likely to come next.
+
+    Attributes:
+        is_forced: the grammar allows no other text.
+    """
 
     token: int
     is_forced: bool
 
 
 class DeadEnd(NamedTuple):
-    """A place after which no token is left. num_tokens: of a path, before it."""
+    """A place after which no token is left.
+
+    Attributes:
+        num_tokens: tokens of a path before it.
+    """
 
     num_tokens: int
     error: RequestError
@@ -68,7 +76,8 @@ class DeadEnd(NamedTuple):
 class RecentTokens:
     """The token that came last after each context of up to MAX_CONTEXT tokens, in all outputs of one grammar.
 
-    Outputs of a schema repeat its skeleton: white space and punctuation that the grammar leaves open.
+    Outputs of a schema repeat its skeleton: white space and punctuation that the grammar leaves
+    open.
     """
 
     def __init__(self) -> None:
@@ -80,11 +89,12 @@ class RecentTokens:
 
     def add(self, token_ids: Sequence[int], first: int) -> None:
         """Add the tokens from index `first` on, after those before them."""
-        if len(self._next) > MAX_CONTEXTS:
+        if len(self._next) > MAX_GRAMMAR_CONTEXTS:
             self._next.clear()
         for i in range(max(first, 1), len(token_ids)):
             for length in range(1, min(i, MAX_CONTEXT) + 1):
-                self._next[tuple(token_ids[i - length : i])] = token_ids[i]
+                context = tuple(token_ids[i - length : i])
+                self._next[context] = token_ids[i]
 
     def after(self, context: Sequence[int]) -> Iterator[int]:
         """Yield the tokens that came after the longest known context and after shorter ones."""
@@ -105,7 +115,8 @@ class GrammarState:
         recent: tokens of earlier outputs of the grammar; this one adds its own.
         name: the request's parameter that errors name.
         cost: what the grammar's outputs have added to it; this one adds its own.
-        on_limit: is called once the parser has met a limit. Copies share its lexer, so others would meet it, too.
+        on_limit: is called once the parser has met a limit. Copies share its lexer, so others would
+            meet it, too.
 
     Attributes:
         has_end: the output's last token is an end.
@@ -123,7 +134,8 @@ class GrammarState:
         cost: ParserCost | None = None,
         on_limit: Callable[[], None] = lambda: None,
     ):
-        self._compiled, self._matcher = compiled, compiled.deep_copy()
+        self._compiled = compiled
+        self._matcher = compiled.deep_copy()
         self._recent = recent or RecentTokens()
         self._name = name
         self._cost = cost or ParserCost()
@@ -132,9 +144,11 @@ class GrammarState:
         self._stopped: RequestError | None = None
         self._num_recent = 0  # output ids that were added to it
         self._output_ids: Sequence[int] = ()
-        self._ends, self._after = frozenset(eos_ids), after
+        self._ends = frozenset(eos_ids)
+        self._after = after
         self._num_words = num_token_words(vocab_size)
-        self._free = ~pack_tokens(self._ends, vocab_size)  # an output cannot end before its grammar has begun
+        # The mask before the grammar has begun, where an output cannot end.
+        self._free = ~pack_tokens(self._ends, vocab_size)
         self._begun = after is None
         self.has_end = False
         self._parsed: list[int] = []  # committed tokens since the grammar began
@@ -155,7 +169,7 @@ class GrammarState:
         """Add the output ids that were committed since the last call; an end at their end is left out."""
         new = list(output_ids[self._num_output :])
         if not new:
-            return  # what was noted since stands
+            return  # later notes stay valid
         self._num_output = len(output_ids)
         self._output_ids = output_ids
         self._dead_ends.clear()
@@ -163,8 +177,9 @@ class GrammarState:
         if self._stopped is not None:
             self._dead_ends[()] = self._stopped
             return
+
         self.budget.earn(len(new))
-        if new and self.has_end:
+        if self.has_end:
             new.pop()
         started = time.thread_time()
         try:
@@ -184,7 +199,9 @@ class GrammarState:
         tokens = self._begin(tokens)
         if self._matcher.try_consume_tokens(tokens) < len(tokens):
             self._check()
-            raise RequestError("grammar_limit", f"the grammar does not allow token {tokens[-1]} here")
+            raise RequestError(
+                "grammar_limit", f"the grammar does not allow token {tokens[-1]} here"
+            )
         self._check()
         self._parsed += tokens
 
@@ -195,8 +212,9 @@ class GrammarState:
     def predicted_tokens(self, limit: int) -> list[PredictedToken]:
         """Return the tokens that probably come next, at most `limit`; none where text is free.
 
-        Those that the grammar forces, and between them those that came last after these tokens, in this output or an
-        earlier one of the grammar. After a finished text comes the end, if there is one kind of it.
+        Those that the grammar forces, and between them those that came last after these tokens, in
+        this output or an earlier one of the grammar. After a finished text comes the end, if there
+        is one kind of it.
         """
         if not self._begun or self._dead_ends or self.has_end:
             return []
@@ -210,8 +228,10 @@ class GrammarState:
                 break
             predicted += tokens
             context += [token for token, _ in tokens]
+
+        # An end is predicted, but not consumed.
         num_consumed = len(predicted)
-        if len(predicted) < limit and self._matcher.is_stopped() and len(self._ends) == 1:
+        if num_consumed < limit and self._matcher.is_stopped() and len(self._ends) == 1:
             predicted.append(PredictedToken(min(self._ends), True))
         if num_consumed:
             self._matcher.rollback(num_consumed)
@@ -222,12 +242,15 @@ class GrammarState:
 
     def _consume_predicted(self, context: Sequence[int], limit: int) -> list[PredictedToken]:
         """Consume and return the forced tokens, or else one that came after this context before."""
-        if forced := self.forced_tokens()[:limit]:
+        forced = self.forced_tokens()[:limit]
+        if forced:
             num_consumed = self._matcher.try_consume_tokens(forced)
             return [PredictedToken(token, True) for token in forced[:num_consumed]]
+
         mask = np.zeros(self._num_words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if int(np.bitwise_count(mask.view(np.uint32)).sum()) > MAX_CHOICES:
+        num_allowed = int(np.bitwise_count(mask.view(np.uint32)).sum())
+        if num_allowed > MAX_FORCED:
             return []
         for token in self._recent.after(context):
             if token not in self._ends and self._matcher.try_consume_tokens([token]) == 1:
@@ -235,19 +258,25 @@ class GrammarState:
         return []
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> Words:
-        """Return [N, words], the mask after each path of a tree. paths: parents before their children, [] first."""
+        """Return [N, words], the mask after each path of a tree.
+
+        Args:
+            paths: parents before their children, [] first.
+        """
         index_of = {tuple(path): i for i, path in enumerate(paths)}
+        tokens = [path[-1] if path else 0 for path in paths]
         parents = [index_of[tuple(path[:-1])] if path else -1 for path in paths]
-        return self.tree_masks([path[-1] if path else 0 for path in paths], parents)
+        return self.tree_masks(tokens, parents)
 
     def tree_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:
         """Return [N, words]: bit t % 32 of word t // 32 is set if token t may follow the node.
 
-        Nodes that the grammar does not allow, ends, and what is below them are never picked; their masks allow
-        everything.
+        Nodes that the grammar does not allow, ends, and what is below them are never picked; their
+        masks allow everything.
 
         Args:
-            tokens: tokens of the tree's nodes, parents before their children; the root is committed already.
+            tokens: tokens of the tree's nodes, parents before their children; the root is committed
+                already.
             parents: index of each node's parent; -1 for the root.
         """
         masks = np.full((len(tokens), self._num_words), -1, np.int32)
@@ -256,10 +285,11 @@ class GrammarState:
         return masks
 
     def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """Return whether the grammar allows each node of a tree and all those above it; no mask is computed.
+        """Return whether the grammar allows each node and all its ancestors. Computes no masks.
 
         Args:
-            tokens, parents: see tree_masks.
+            tokens: as in tree_masks.
+            parents: as in tree_masks.
         """
         allowed = [parent < 0 for parent in parents]
         for node, begun in self._walk(tokens, parents):
@@ -278,7 +308,8 @@ class GrammarState:
         if not self._dead_ends:
             return None
         for num_tokens in range(len(tokens)):
-            if (error := self._dead_ends.get(tuple(tokens[:num_tokens]))) is not None:
+            error = self._dead_ends.get(tuple(tokens[:num_tokens]))
+            if error is not None:
                 return DeadEnd(num_tokens, error)
         return None
 
@@ -299,12 +330,14 @@ class GrammarState:
     def _walk(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """Visit the root and the nodes that the grammar allows, depth first, and every end below them.
 
-        Yields each with whether the grammar has begun after it. The matcher has consumed the node then; of an end,
-        which is not parsed, only the nodes before it.
+        Yields each with whether the grammar has begun after it. The matcher has consumed the node
+        then; of an end, which is not parsed, only the nodes before it.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
+
+        # Nodes to visit, each with whether the grammar has begun before it; -1 leaves a node again.
         yield 0, self._begun
         stack = [(node, self._begun) for node in reversed(children.get(0, []))]
         while stack:
@@ -344,20 +377,23 @@ class GrammarState:
         masks[:] = -1
         paths: list[list[int]] = []
         for node, parent in enumerate(parents):
-            paths.append([] if parent < 0 else [*paths[parent], tokens[node]])
-            if self._ends.intersection(paths[node]) or self.dead_end_in(paths[node]) is not None:
+            path = [] if parent < 0 else [*paths[parent], tokens[node]]
+            paths.append(path)
+            if self._ends.intersection(path) or self.dead_end_in(path) is not None:
                 continue  # never picked, or the output fails before it: such a mask takes a tenth of a second
-            begun, parsed = self._parsed_of(paths[node])
+
+            begun, parsed = self._parsed_of(path)
             if not begun or self._matcher.try_consume_tokens(parsed) == len(parsed):
                 self._fill(masks, node, begun)
             if self._matcher.is_error():
                 masks[node] = -1
-                self.mark_dead_end(paths[node], self._limit_error())
-                if not paths[node]:
+                self.mark_dead_end(path, self._limit_error())
+                if not path:
                     return  # the output fails, whatever is drafted
             self._restart()
 
     def _fill(self, masks: Words, node: int, begun: bool) -> None:
+        """Write the mask of a node, at which the matcher is."""
         row = masks[node]
         if begun:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -374,8 +410,10 @@ class GrammarState:
             raise self._limit_error()
 
     def _limit_error(self) -> RequestError:
+        """Return the error of a parser that has met a limit, and report it."""
         self._on_limit()
-        return RequestError("grammar_limit", f"the grammar cannot go on: {first_line(self._matcher.get_error())}")
+        reason = first_line(self._matcher.get_error())
+        return RequestError("grammar_limit", f"the grammar cannot go on: {reason}")
 
 
 def first_line(text: str) -> str:
@@ -398,4 +436,5 @@ def pack_tokens(token_ids: Collection[int], vocab_size: int) -> Words:
 def unpack_tokens(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
     """Return the bits of masks."""
     shifts = torch.arange(TOKENS_PER_WORD, dtype=torch.int32, device=mask.device)
-    return ((mask[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    bits = (mask[:, :, None] >> shifts) & 1
+    return bits.bool().flatten(1)[:, :vocab_size]

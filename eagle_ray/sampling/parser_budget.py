@@ -1,9 +1,10 @@
 """ParserBudget: the parser time that one output may take; ParserCost: what the outputs of one grammar have added to it.
 
-A short grammar can be cheap to compile and slow to follow, and all sequences of a batch wait for each mask. llguidance
-limits a single mask by its items (`grammar.MAX_ITEMS`). These limits are the same on every run. The time of an item
-depends on the grammar, though: 10,000 items take 1 ms in one and 200 ms in another. So an output also has a budget of
-time, which only outputs far slower than real ones exceed.
+A short grammar can be cheap to compile and slow to follow, and all sequences of a batch wait for
+each mask. llguidance limits a single mask by its items (`grammar.MAX_PARSER_ITEMS`). These limits are the
+same on every run. The time of an item depends on the grammar, though: 10,000 items take 1 ms in one
+and 200 ms in another. So an output also has a budget of time, which only outputs far slower than
+real ones exceed.
 
     budget = ParserBudget(vocab_size=49_152)
     budget.spend(0.012)      # CPU seconds for a committed token or for the mask after it
@@ -11,17 +12,16 @@ time, which only outputs far slower than real ones exceed.
     budget.is_spent          # the output must fail
     budget.is_slow           # nothing is drafted for it: each node of a draft tree takes a mask
 
-The time is the CPU time of the engine's thread, so a busy machine does not count. No token depends on it: an output has
-the tokens of plain decoding, or fails.
+The time is the CPU time of the engine's thread, so a busy machine does not count. No token depends
+on it: an output has the tokens of plain decoding, or fails.
 """
 
 from __future__ import annotations
 
 BURST_S = 0.05  # that an output may take before its first token
 TOKEN_S = 0.001  # more for each token
-TOKEN_S_PER_ENTRY = (
-    2e-7  # and for each token of the vocabulary: free text takes 0.1 ms with 1,500, and 4 ms with 48,000
-)
+# And for each token of the vocabulary: free text takes 0.1 ms with 1,500, and 4 ms with 48,000.
+TOKEN_S_PER_ENTRY = 2e-7
 NUM_TREE_TOKENS = 8
 USUAL_S = 0.001  # for a mask: the lexer has its states already
 BYTES_PER_SLOW_S = 128 << 20  # that new lexer states take: 70 to 90 MB a second were measured
@@ -31,8 +31,8 @@ class ParserBudget:
     """The parser time of one output.
 
     Attributes:
-        is_slow: the last token, with the mask after it, took longer than a token may in the long run, or the masks of
-            the last draft tree took as long as NUM_TREE_TOKENS of them.
+        is_slow: the last token, with the mask after it, took longer than a token may in the long
+            run, or the masks of the last draft tree took as long as NUM_TREE_TOKENS of them.
     """
 
     def __init__(self, vocab_size: int):
@@ -59,7 +59,7 @@ class ParserBudget:
         self._last_s += seconds
 
     def observe_tree(self, seconds: float) -> None:
-        """Note the time of all masks of a step. It is not spent: what is drafted is no part of the output."""
+        """Record the time of a step's masks, which is not charged, since drafts are not output."""
         self._tree_s = seconds
 
 

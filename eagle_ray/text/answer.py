@@ -1,10 +1,11 @@
-"""Answer: the parts of an assistant's message: content, reasoning and tool calls; and how they are found in a text.
+"""Answer: the content, reasoning and tool calls of an assistant's message.
 
     >>> answer_of([ChatEvent("call", "add", 0), ChatEvent("arguments", '{"a": 1}', 0)])
     Answer(content='', reasoning='', calls=(ToolCall(name='add', arguments='{"a": 1}'),))
 
-IncrementalParser is the base of parsers that read a growing text and yield events as soon as they are certain. Such a
-parser is a generator, `_parse`, that reads `_text` from `_pos` on and yields where it needs more text:
+IncrementalParser is the base of parsers that read a growing text and yield events as soon as they
+are certain. Such a parser is a generator, `_parse`, that reads `_text` from `_pos` on and yields
+where it needs more text:
 
     class Words(IncrementalParser):
         def _parse(self):
@@ -36,8 +37,9 @@ class ChatEvent:
     """A piece of an answer.
 
     Attributes:
-        kind: content and reasoning add to a text. call begins a tool call, arguments add to its arguments. broken takes
-            a begun call back: its arguments turned out not to be JSON, and the next content has its whole text.
+        kind: content and reasoning add to a text. call begins a tool call, arguments add to its
+            arguments. broken takes a begun call back: its arguments turned out not to be JSON, and
+            the next content has its whole text.
         text: the piece; for call, the tool's name; for broken, empty.
         index: index of the tool call in its answer, from 0.
     """
@@ -49,7 +51,11 @@ class ChatEvent:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of one tool. arguments: a JSON object, as the model wrote it."""
+    """A call of one tool.
+
+    Attributes:
+        arguments: a JSON object, as the model wrote it.
+    """
 
     name: str
     arguments: str
@@ -87,8 +93,11 @@ def answer_of(events: Iterable[ChatEvent]) -> Answer:
 def num_begun(text: str, strings: Sequence[str]) -> int:
     """Return how many characters at the end of the text may be the beginning of one of the strings."""
     longest = max(map(len, strings), default=1) - 1
-    ends = range(min(longest, len(text)), 0, -1)
-    return next((n for n in ends if any(string.startswith(text[-n:]) for string in strings)), 0)
+    for num_chars in range(min(longest, len(text)), 0, -1):
+        end = text[-num_chars:]
+        if any(string.startswith(end) for string in strings):
+            return num_chars
+    return 0
 
 
 class ObjectScanner:
@@ -103,7 +112,9 @@ class ObjectScanner:
     def end(self, text: str) -> int | None:
         """Return the position after the object's last bracket, or None if the text does not have it yet."""
         while self._end is None and self._at < len(text):
-            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, self._at)
+            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(
+                text, self._at
+            )
             if match is None:
                 self._at = len(text)
                 return None
@@ -127,8 +138,8 @@ class IncrementalParser(ABC):
     """Call feed with each piece of the text, then end once."""
 
     def __init__(self) -> None:
-        self._text = ""  # what is not consumed yet
-        self._pos = 0  # in _text
+        self._text = ""  # text that is not consumed yet
+        self._pos = 0  # position in _text
         self._is_final = False
         self._drops_newlines = False
         self._events: list[ChatEvent] = []
@@ -176,7 +187,8 @@ class IncrementalParser(ABC):
     def _pass_until(self, marker: str, kind: EventKind) -> Step[bool]:
         """Pass the text before the marker on. Return whether the marker came.
 
-        Then _text begins with the newlines before the marker, which belong to it, and _pos is after the marker.
+        Then _text begins with the newlines before the marker, which belong to it, and _pos is after
+        the marker.
         """
         while True:
             at = self._text.find(marker)

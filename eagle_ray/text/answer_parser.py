@@ -5,11 +5,13 @@
     >>> parse_answer("<think>\\nHm.\\n</think>\\n\\nFour.", AnswerParser.of(chat_format, NO_OPTIONS, ""))
     Answer(content='Four.', reasoning='Hm.', calls=())
 
-Newlines right before and after a marker belong to it. A text that ends within the reasoning has no content.
+Newlines right before and after a marker belong to it. A text that ends within the reasoning has no
+content.
 
-A call is an object with the name of one of the request's tools and an object of arguments. It is told as soon as its
-name is certain, and its arguments as they come. Anything else that begins like a call is content, character for
-character. If only the end shows that a call is none, a broken event takes it back.
+A call is an object with the name of one of the request's tools and an object of arguments. It is
+told as soon as its name is certain, and its arguments as they come. Anything else that begins like
+a call is content, character for character. If only the end shows that a call is none, a broken
+event takes it back.
 
 The forms in which models write tool calls have the names that vLLM has for them:
 
@@ -27,7 +29,14 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.text.answer import Answer, ChatEvent, IncrementalParser, ObjectScanner, Step, answer_of
+from eagle_ray.text.answer import (
+    Answer,
+    ChatEvent,
+    IncrementalParser,
+    ObjectScanner,
+    Step,
+    answer_of,
+)
 from eagle_ray.text.chat_format import (
     PYTHON_TAG,
     THINK_CLOSE,
@@ -41,16 +50,23 @@ from eagle_ray.text.chat_format import (
 from eagle_ray.text.chat_options import ChatOptions
 
 _HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.DOTALL,
 )
-MAX_HEAD_CHARS = 1000  # of what stands before the arguments, in a call that is told before it is whole
+# Characters before the arguments, in a call that is sent before it is whole.
+MAX_HEAD_CHARS = 1000
 _NAME = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
 _NOT_IN_NAME = re.compile(r"[^\w.\-\[\]\s]")
-MAX_NAME_CHARS = 200  # between [TOOL_CALLS] and its arguments; names of tools have at most 64
+# Characters between [TOOL_CALLS] and its arguments; names of tools have at most 64.
+MAX_TOOL_NAME_CHARS = 200
 
 
 class ReasoningParser(IncrementalParser):
-    """Splits reasoning off. starts_inside: the prompt ends with the opening marker, or the model writes none."""
+    """Splits reasoning off.
+
+    Args:
+        starts_inside: the prompt ends with the opening marker, or the model writes none.
+    """
 
     def __init__(self, starts_inside: bool):
         super().__init__()
@@ -78,7 +94,11 @@ class ReasoningParser(IncrementalParser):
 
 
 class ToolParser(IncrementalParser):
-    """Finds tool calls in content. tool_names: the tools that may be called. A call of another one is content."""
+    """Finds tool calls in content.
+
+    Args:
+        tool_names: the tools that may be called. A call of another one is content.
+    """
 
     def __init__(self, tool_names: Collection[str]):
         super().__init__()
@@ -144,7 +164,7 @@ class ToolParser(IncrementalParser):
         return False
 
     def _begin(self, name: Any, start: int) -> _StreamedCall | None:
-        """Tell the name of a call whose arguments begin at `start`; None if it is no tool's."""
+        """Emit the call event of a call whose arguments begin at `start`; return None if no tool has this name."""
         if name not in self._tool_names:
             return None
         self._emit("call", name, self._num_calls)
@@ -160,7 +180,9 @@ class ToolParser(IncrementalParser):
         """Return whether the whole source is a call, and tell it unless it was streamed."""
         call = _loads(source)
         name = call.get("name") if isinstance(call, dict) else None
-        arguments = _arguments_in(call) if isinstance(name, str) and name in self._tool_names else None
+        arguments = (
+            _arguments_in(call) if isinstance(name, str) and name in self._tool_names else None
+        )
         if streamed is None:
             if arguments is None or not isinstance(name, str):
                 return False
@@ -176,7 +198,7 @@ class ToolParser(IncrementalParser):
 
 
 class _StreamedCall:
-    """A call whose arguments, an object that begins at `start`, are told as they come."""
+    """A tool call whose arguments are streamed; they are an object that begins at `start`."""
 
     def __init__(self, name: str, start: int, index: int):
         self.name, self.index = name, index
@@ -278,10 +300,10 @@ class MistralParser(ToolParser):
         while True:
             match = _NOT_IN_NAME.search(self._text, start)
             end = len(self._text) if match is None else match.start()
-            if match is not None or self._is_final or end - start > MAX_NAME_CHARS:
+            if match is not None or self._is_final or end - start > MAX_TOOL_NAME_CHARS:
                 break
             yield
-        if match is None or match[0] != "{" or end - start > MAX_NAME_CHARS:
+        if match is None or match[0] != "{" or end - start > MAX_TOOL_NAME_CHARS:
             return None
         named = _NAME.fullmatch(self._text, start, end)
         if named is None:
@@ -298,16 +320,26 @@ _TOOL_PARSERS: dict[str, Callable[[Collection[str]], ToolParser]] = {
 
 
 class AnswerParser:
-    """The parsers that one answer goes through. is_parallel: keep every call, not only the first."""
+    """Parses one answer: reasoning first, then tool calls.
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, is_parallel: bool = True):
+    Args:
+        is_parallel: keep every call, not only the first.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolParser | None, is_parallel: bool = True
+    ):
         self._reasoning, self._tools = reasoning, tools
         self._is_parallel = is_parallel
         self._only_call: int | None = None
 
     @classmethod
     def of(cls, chat_format: ChatFormat, options: ChatOptions, prompt_end: str) -> AnswerParser:
-        """Return a new parser for one answer. prompt_end: the last characters of the prompt, markers included."""
+        """Return a new parser for one answer.
+
+        Args:
+            prompt_end: the last characters of the prompt, markers included.
+        """
         reasoning = tools = None
         if chat_format.reasoning_parser is not None:
             is_inside = reasoning_at(chat_format.reasoning_parser, prompt_end) == "inside"
@@ -318,7 +350,9 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[ChatEvent]:
         """Return the events that are certain after a further piece of the text."""
-        events = [ChatEvent("content", text)] if self._reasoning is None else self._reasoning.feed(text)
+        events = (
+            [ChatEvent("content", text)] if self._reasoning is None else self._reasoning.feed(text)
+        )
         return list(self._allowed(self._with_calls(events)))
 
     def end(self) -> list[ChatEvent]:
@@ -331,12 +365,18 @@ class AnswerParser:
     def _with_calls(self, events: list[ChatEvent]) -> list[ChatEvent]:
         if self._tools is None:
             return events
-        parts = [self._tools.feed(event.text) if event.kind == "content" else [event] for event in events]
+        parts = [
+            self._tools.feed(event.text) if event.kind == "content" else [event] for event in events
+        ]
         return [event for part in parts for event in part]
 
     def _allowed(self, events: Iterable[ChatEvent]) -> Iterable[ChatEvent]:
         for event in events:
-            if self._is_parallel or event.kind in ("content", "reasoning") or self._is_only_call(event):
+            if (
+                self._is_parallel
+                or event.kind in ("content", "reasoning")
+                or self._is_only_call(event)
+            ):
                 yield event
 
     def _is_only_call(self, event: ChatEvent) -> bool:

@@ -1,15 +1,17 @@
-"""The chat format of a target: templates by name, messages as a template reads them, and the form of its answers.
+"""ChatFormat: a target's chat templates, the messages that they get, and the parsers of its answers.
 
     >>> template_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]})
     {'role': 'user', 'content': 'Hi'}
     >>> ChatFormat.of("...<tool_call>...<think>...", "auto", "auto")
     ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False, has_thinking_switch=False)
 
-A template gets each content as one text, and the arguments of a tool call as an object, as transformers documents it;
-OpenAI's format has text parts, and arguments as JSON. A call without arguments has an empty object.
+A template gets each content as one text, and the arguments of a tool call as an object, as
+transformers documents it; OpenAI's format has text parts, and arguments as JSON. A call without
+arguments has an empty object.
 
-The templates by name are those of targets whose tokenizers were published without one. Each begins a conversation with
-the tokenizer's own BOS token, as the target was trained. The names of parsers are vLLM's.
+The templates by name are those of targets whose tokenizers were published without one. Each begins
+a conversation with the tokenizer's own BOS token, as the target was trained. The names of parsers
+are vLLM's.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _OTHER_FORMS = ("<function=", "<arg_key>")  # Qwen3-Coder's and GLM's calls, wit
 _BLOCK = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 NO_ARGUMENTS = ("", "null")  # texts that clients send for a call without arguments
-MAX_ARGUMENTS_CHARS = 1 << 20  # of a tool call; json holds Python's lock while it reads them
+# Characters of a tool call; json holds Python's lock while it reads them.
+MAX_ARGUMENTS_CHARS = 1 << 20
 MISTRAL_ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 
@@ -58,8 +61,8 @@ class ChatFormat:
     Attributes:
         tool_parser: one of TOOL_PARSERS, or None if the form of its calls is not known.
         reasoning_parser: one of REASONING_PARSERS, or None if it does not think.
-        has_thinking_switch: whether the template has enable_thinking, so that answers begin with reasoning unless the
-            prompt has closed it.
+        has_thinking_switch: whether the template has enable_thinking, so that answers begin with
+            reasoning unless the prompt has closed it.
         reads_tools: whether the chat template writes tools into a prompt.
     """
 
@@ -86,7 +89,11 @@ class ChatFormat:
         return tuple(marker for name in names for marker in MARKERS[name])
 
     def openai_calls(self, calls: Sequence[ToolCall], key: str) -> list[dict[str, Any]]:
-        """Return tool calls in OpenAI's form. key: names the answer that they are in."""
+        """Return tool calls in OpenAI's form.
+
+        Args:
+            key: names the answer that they are in.
+        """
         return [
             {
                 "id": self.call_id(key, index),
@@ -124,7 +131,7 @@ def _tool_parser_of(template: str) -> str | None:
 
 
 def _reasoning_parser_of(template: str) -> str | None:
-    """A template that only closes reasoning, to leave it out of earlier turns, is of a model that writes no opening."""
+    """Return the reasoning parser by the markers in a template, or None."""
     if THINK_OPEN in template:
         return "qwen3"
     return "deepseek_r1" if THINK_CLOSE in template else None
@@ -133,7 +140,8 @@ def _reasoning_parser_of(template: str) -> str | None:
 def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
     """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
 
-    A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for enable_thinking: false.
+    A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for
+    enable_thinking: false.
     """
     end = prompt_end.rstrip()
     if reasoning_parser is None or end.endswith(THINK_CLOSE):
@@ -196,4 +204,6 @@ def _template_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return call | {"function": function | {"arguments": template_arguments(function.get("arguments"))}}
+    return call | {
+        "function": function | {"arguments": template_arguments(function.get("arguments"))}
+    }

@@ -1,4 +1,4 @@
-"""ChatOptions: what a chat request has besides messages: tools, which of them to call, and values for the template.
+"""ChatOptions: a chat request's tools, tool choice and values for the template.
 
     >>> ChatOptions.of({"tools": [{"type": "function", "function": {"name": "add"}}]}).callable_names
     ('add',)
@@ -7,8 +7,9 @@
     ...
     ValueError: tool_choice: 'required' needs tools: give tools, or leave tool_choice out
 
-Answers that must call a tool, or whose calls of strict tools must fit their schemas, are held to a grammar. It is in
-llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and what it allows is what the
+Answers that must call a tool, or whose calls of strict tools must fit their schemas, are held to a
+grammar. It is in llguidance's Lark
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and what it allows is what the
 parser of the form reads:
 
     >>> add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -105,7 +106,9 @@ class ChatOptions:
         choice, named = _choice_of(values.get("tool_choice"), tools)
         is_parallel = values.get("parallel_tool_calls")
         if not isinstance(is_parallel, bool | None):
-            raise ValueError(f"parallel_tool_calls: must be true or false, got {reprlib.repr(is_parallel)}")
+            raise ValueError(
+                f"parallel_tool_calls: must be true or false, got {reprlib.repr(is_parallel)}"
+            )
         kwargs = check_template_kwargs(values.get("chat_template_kwargs"))
         used = () if choice == "none" else tuple(tools)
         return cls(used, choice, named, is_parallel is not False, kwargs)
@@ -117,7 +120,11 @@ class ChatOptions:
     @property
     def callable_names(self) -> tuple[str, ...]:
         """Return the tools that an answer may call."""
-        return (self.named,) if self.named is not None else tuple(tool["function"]["name"] for tool in self.tools)
+        return (
+            (self.named,)
+            if self.named is not None
+            else tuple(tool["function"]["name"] for tool in self.tools)
+        )
 
     @property
     def has_strict_tools(self) -> bool:
@@ -139,19 +146,29 @@ def check_tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise ValueError(f"tools: must be {TOOLS_FORM}, got {reprlib.repr(value)}")
     if len(value) > MAX_TOOLS:
-        raise ValueError(f"tools: must be at most {MAX_TOOLS} tools, got {len(value)}. Leave some out")
+        raise ValueError(
+            f"tools: must be at most {MAX_TOOLS} tools, got {len(value)}. Leave some out"
+        )
     seen: set[str] = set()
     for i, tool in enumerate(value):
         name = _checked_name(tool, f"tools[{i}]")
         if name in seen:
-            raise ValueError(f"tools: {name!r} is the name of two tools. Give each tool a name of its own")
+            raise ValueError(
+                f"tools: {name!r} is the name of two tools. Give each tool a name of its own"
+            )
         seen.add(name)
     return value
 
 
 def _checked_name(tool: Any, where: str) -> str:
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        raise ValueError(f'{where}: must be {{"type": "function", "function": {{...}}}}, got {reprlib.repr(tool)}')
+    if (
+        not isinstance(tool, dict)
+        or tool.get("type") != "function"
+        or not isinstance(tool.get("function"), dict)
+    ):
+        raise ValueError(
+            f'{where}: must be {{"type": "function", "function": {{...}}}}, got {reprlib.repr(tool)}'
+        )
     function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -159,11 +176,18 @@ def _checked_name(tool: Any, where: str) -> str:
             f"{where}.function.name: must be 1 to 64 letters, digits, dots, hyphens or underscores, got "
             f"{reprlib.repr(name)}"
         )
-    for key, type_, form in (("description", str, "a text"), ("parameters", dict, "a JSON schema, an object")):
+    for key, type_, form in (
+        ("description", str, "a text"),
+        ("parameters", dict, "a JSON schema, an object"),
+    ):
         if not isinstance(function.get(key), type_ | None):
-            raise ValueError(f"{where}.function.{key}: must be {form}, got {reprlib.repr(function[key])}")
+            raise ValueError(
+                f"{where}.function.{key}: must be {form}, got {reprlib.repr(function[key])}"
+            )
     if not isinstance(function.get("strict"), bool | None):
-        raise ValueError(f"{where}.function.strict: must be true or false, got {reprlib.repr(function['strict'])}")
+        raise ValueError(
+            f"{where}.function.strict: must be true or false, got {reprlib.repr(function['strict'])}"
+        )
     return name
 
 
@@ -181,12 +205,18 @@ def _choice_of(value: Any, tools: list[dict[str, Any]]) -> tuple[str, str | None
         return "required", None
     names = [tool["function"]["name"] for tool in tools]
     if named not in names:
-        raise ValueError(f"tool_choice: there is no tool {named!r}. Name one of tools: {', '.join(names)}")
+        raise ValueError(
+            f"tool_choice: there is no tool {named!r}. Name one of tools: {', '.join(names)}"
+        )
     return "named", named
 
 
 def _named_in(value: Any) -> str | None:
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    function = (
+        value.get("function")
+        if isinstance(value, dict) and value.get("type") == "function"
+        else None
+    )
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
@@ -195,10 +225,14 @@ def check_template_kwargs(value: Any) -> dict[str, Any]:
     """Return the values for the template, none for null. Raises ValueError naming a wrong one."""
     if value is None:
         return {}
-    if not isinstance(value, dict) or not all(isinstance(name, str) and name.isidentifier() for name in value):
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and name.isidentifier() for name in value
+    ):
         raise ValueError(f"chat_template_kwargs: must be {KWARGS_FORM}, got {reprlib.repr(value)}")
     if taken := sorted(_NOT_KWARGS & value.keys()):
-        raise ValueError(f"chat_template_kwargs: {taken[0]!r} is not a value of the template. Leave it out")
+        raise ValueError(
+            f"chat_template_kwargs: {taken[0]!r} is not a value of the template. Leave it out"
+        )
     return value
 
 
@@ -208,17 +242,21 @@ def needs_grammar(options: ChatOptions) -> bool:
 
 
 def tool_grammar(
-    options: ChatOptions, form: str, special_ids: Mapping[str, int], reasoning: ReasoningStart = "none"
+    options: ChatOptions,
+    form: str,
+    special_ids: Mapping[str, int],
+    reasoning: ReasoningStart = "none",
 ) -> str:
     """Return the grammar of an answer.
 
-    A text never holds special tokens, so markers that are such tokens stand in the grammar by their ids.
+    A text never holds special tokens, so markers that are such tokens stand in the grammar by their
+    ids.
 
     Args:
         form: one of TOOL_PARSERS.
         special_ids: token ids of the markers that are special tokens.
-        reasoning: whether the answer begins with free reasoning: none, inside (the prompt has opened it), or optional
-            (it may open it).
+        reasoning: whether the answer begins with free reasoning: none, inside (the prompt has
+            opened it), or optional (it may open it).
     """
     writer = _WRITERS[form](options, special_ids)
     rules = writer.calls()
@@ -226,10 +264,16 @@ def tool_grammar(
     start = "SPACE answer"
     if reasoning != "none":
         rules |= _until("reasoning", THINK_CLOSE, special_ids)
-        opened = f"(SPACE {_written(THINK_OPEN, special_ids)} reasoning)?" if reasoning == "optional" else "reasoning"
+        opened = (
+            f"(SPACE {_written(THINK_OPEN, special_ids)} reasoning)?"
+            if reasoning == "optional"
+            else "reasoning"
+        )
         start = f"{opened} {start}"
     terminals = {"TEXT": r"/(.|\n)*/", "NO_OBJECT": _NO_OBJECT, "SPACE": r"/\n{0,2}/"}
-    return "\n".join(f"{name}: {body}" for name, body in ({"start": start} | rules | terminals).items())
+    return "\n".join(
+        f"{name}: {body}" for name, body in ({"start": start} | rules | terminals).items()
+    )
 
 
 class _FormWriter(ABC):
@@ -267,7 +311,7 @@ class _HermesWriter(_FormWriter):
         return begin | {"answer": f"(until_call rest){number} TEXT"}
 
     def _rest(self) -> dict[str, str]:
-        """Return the rules of what follows the opening marker."""
+        """Return the grammar rules for the text after the opening marker."""
         close = f'"\\n" {self._marker(TOOL_CLOSE)}'
         objects = self._objects("arguments")
         return {"rest": f'"\\n" ({" | ".join(objects)}) {close}', **objects}
@@ -291,12 +335,15 @@ class _MistralWriter(_FormWriter):
         return {"calls": f"{self._marker(TOOL_CALLS)} rest"} | self._rest()
 
     def free(self) -> dict[str, str]:
-        return _until("until_call", TOOL_CALLS, self._special_ids) | {"answer": "until_call rest | TEXT"}
+        return _until("until_call", TOOL_CALLS, self._special_ids) | {
+            "answer": "until_call rest | TEXT"
+        }
 
     def _rest(self) -> dict[str, str]:
         objects, args = self._objects("arguments"), self._marker(ARGS)
         named = {
-            f"named_{i}": f"{_literal(_name(tool))} {args}? {_arguments(tool)}" for i, tool in enumerate(self._tools)
+            f"named_{i}": f"{_literal(_name(tool))} {args}? {_arguments(tool)}"
+            for i, tool in enumerate(self._tools)
         }
         more_objects = ' (", " object)*' if self._is_parallel else ""
         more_named = f" ({self._marker(TOOL_CALLS)} named)*" if self._is_parallel else ""
@@ -333,7 +380,9 @@ def _arguments(tool: Tool) -> str:
     try:
         check_schema(parameters)
     except ValueError as error:
-        raise RequestError("bad_grammar", f"tools: the parameters of {_name(tool)!r}: {error}") from None
+        raise RequestError(
+            "bad_grammar", f"tools: the parameters of {_name(tool)!r}: {error}"
+        ) from None
     schema = {"type": "object"} | parameters | {"x-guidance": _JSON_OPTIONS}
     return f"%json {dump_json(schema)}"
 

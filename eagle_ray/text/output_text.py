@@ -1,14 +1,15 @@
-"""The text of an output: where it ends, and how it grows.
+"""Decode an output incrementally, and find where stop strings end it.
 
-A stop string may end within a token, and a character may take several tokens, so that an output's text is found by
-decoding windows of its ids:
+A stop string may end within a token, and a character may take several tokens, so that an output's
+text is found by decoding windows of its ids:
 
     stop_check     after each step: how many ids to keep, once a stop string is complete
     decode_stream  while it runs: the whole characters that no stop string can take back
     final_text     once it has ended: the text before its end
 
-If an answer's reasoning is split off, stop strings and stop tokens count from the answer on: a target that quotes one
-while it thinks has not ended. The answer begins behind the marker that closes the reasoning, and the newlines there.
+If an answer's reasoning is split off, stop strings and stop tokens count from the answer on: a
+target that quotes one while it thinks has not ended. The answer begins behind the marker that
+closes the reasoning, and the newlines there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 from eagle_ray.text.answer import num_begun
 from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, ReasoningStart
 
-WINDOW_IDS = 8  # before the first token of an answer: its text may depend on them
+WINDOW_IDS = 8  # tokens before the first one of an answer: its text may depend on them
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 
 
@@ -31,11 +32,13 @@ class TextOptions:
 
     Attributes:
         stop_token_ids: tokens that end an output. The one that did is not part of the text.
-        min_tokens: output tokens whose text contains no end: stop strings count from the next token on.
+        min_tokens: output tokens whose text contains no end: stop strings count from the next token
+            on.
         skip_special_tokens: leave special tokens out of the text.
         include_stop: keep the stop string, EOS or stop token that ended the output.
         stop_in_reasoning: stop strings and stop tokens count in reasoning, too.
-        reasoning: how the output begins, if its reasoning is split off and stop strings do not count there.
+        reasoning: how the output begins, if its reasoning is split off and stop strings do not
+            count there.
     """
 
     stop_token_ids: frozenset[int] = frozenset()
@@ -61,13 +64,15 @@ class Detokenizer(Protocol):
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched."""
 
-    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
+    def final_text(
+        self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ) -> str:
         """Return an output's text up to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerStart:
-    """Where an output's answer begins, behind its reasoning; at 0 without one.
+    """The position in an output where its answer begins, after any reasoning.
 
     Attributes:
         num_ids: output ids up to the end of the closing marker.
@@ -95,19 +100,26 @@ class AnswerFinder:
     def __init__(self, text: Detokenizer, options: TextOptions):
         self._reasoning = options.reasoning
         self._marked = _GrowingText(text.with_markers(), options, [THINK_CLOSE])
-        self._beginning: str | None = "" if options.reasoning == "optional" else None  # None once it is certain
+        # It is None once the beginning of the output is certain.
+        self._beginning: str | None = "" if options.reasoning == "optional" else None
         self._num_read = 0
         self._start = WHOLE_OUTPUT if options.reasoning == "none" else None
 
     def find(self, output_ids: Sequence[int], is_whole: bool = False) -> AnswerStart | None:
         """Return where the answer begins, or None if that is not certain yet, or if all is reasoning.
 
-        is_whole: nothing follows. What may be the beginning of a marker is an answer then.
+        Args:
+            is_whole: nothing follows. What may be the beginning of a marker is an answer then.
         """
         while self._start is None and self._num_read < len(output_ids):
             self._num_read += 1
             self._start = self._start_at(output_ids[self._num_read - 1])
-        if self._start is None and is_whole and self._beginning is not None and not self._has_marker:
+        if (
+            self._start is None
+            and is_whole
+            and self._beginning is not None
+            and not self._has_marker
+        ):
             return WHOLE_OUTPUT
         return self._start
 
@@ -151,24 +163,40 @@ class StopPlace:
     def order(self) -> tuple[int, int, bool]:
         """Return a key by which the place that ends first is the smallest, whichever tokens its text shows."""
         num_left = len(self.text) - self.end  # comparable if both end in one token
-        return self.search.num_ids(self.ids, self.end, self.options), -num_left, not self.search.names_special
+        return (
+            self.search.num_ids(self.ids, self.end, self.options),
+            -num_left,
+            not self.search.names_special,
+        )
 
     def text_to(self, own: Detokenizer, special_ids: Collection[int]) -> str:
         """Return an output's text before the stop string, or with it if the options include it.
 
-        own: makes the output's text, which leaves special_ids out if the options skip them, but for markers of its
-            parts, if they are shown.
+        Args:
+            own: makes the output's text. If the options skip special tokens, it leaves special_ids
+                out, but for the markers of parts that are shown.
         """
-        includes_stop, skip = self.options.include_stop, self.options.skip_special_tokens
+        includes_stop = self.options.include_stop
+        skip = self.options.skip_special_tokens
         if self.search.text is own:
-            return self.text[: self.end if includes_stop else self.start]
+            end = self.end if includes_stop else self.start
+            return self.text[:end]
+
+        # The stop string was searched in another text, so its start is found by tokens.
         num_ids = self.search.num_ids(self.ids, self.start + 1, self.options)
-        begin = self.ids[num_ids - 1]  # the token in which the stop string begins
-        ids = self.ids[: num_ids - 1] if skip and begin in special_ids else self.ids[:num_ids]
-        text, shown = own.decode(ids, skip), self.search.text.decode(ids, skip)
-        num_inside = max(0, len(shown) - self.start)
+        first_of_stop = self.ids[num_ids - 1]  # the token in which the stop string begins
+        if skip and first_of_stop in special_ids:
+            num_ids -= 1
+        ids = self.ids[:num_ids]
+        text = own.decode(ids, skip)
+        searched = self.search.text.decode(ids, skip)
+
+        # Characters of these tokens that belong to the stop string.
+        num_inside = max(0, len(searched) - self.start)
         before = text[: max(0, len(text) - num_inside)]
-        return before + self.text[len(shown) - num_inside : self.end] if includes_stop else before
+        if not includes_stop:
+            return before
+        return before + self.text[len(searched) - num_inside : self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +216,9 @@ class StopSearch:
     ) -> StopPlace | None:
         """Return the stop string that ends first in the text of ids, past the text of the first min_tokens.
 
-        answer: where the answer begins, in which alone stop strings count; None if there is none.
+        Args:
+            answer: start of the answer, before which stop strings do not count; None if there is
+                none.
         """
         if answer is None:
             return None
@@ -196,23 +226,32 @@ class StopSearch:
         num_before = answer.num_before(self.text, ids, options)
         if options.min_tokens:
             num_endless = self._num_chars(ids[: options.min_tokens], options)
-        ends = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless, num_before))]
+        ends = [
+            place
+            for stop in self.stops
+            if (place := _end_of_stop(text, stop, num_endless, num_before))
+        ]
         end, start = min(ends, default=(0, 0))
         return StopPlace(self, ids, text, start, end, options) if ends else None
 
     def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
         """Return how many of the ids have a text of at least num_chars characters."""
-        return bisect_left(range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1)
+        return bisect_left(
+            range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1
+        )
 
     def _num_chars(self, ids: Sequence[int], options: TextOptions) -> int:
         """Return the whole characters in the text of ids."""
         return len(self.text.decode(ids, options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
 
 
-def _end_of_stop(text: str, stop: str, num_endless: int, num_before: int = 0) -> tuple[int, int] | None:
+def _end_of_stop(
+    text: str, stop: str, num_endless: int, num_before: int = 0
+) -> tuple[int, int] | None:
     """Return end and start of the first stop string that ends past the first num_endless characters, or None.
 
-    num_before: characters in which it cannot begin.
+    Args:
+        num_before: characters in which it cannot begin.
     """
     start = text.find(stop, max(num_before, num_endless - len(stop) + 1))
     return None if start < 0 else (start + len(stop), start)
@@ -221,15 +260,21 @@ def _end_of_stop(text: str, stop: str, num_endless: int, num_before: int = 0) ->
 class StopCheck:
     """Finds stop strings in one growing output, and stop tokens if they count from its answer on."""
 
-    def __init__(self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+    def __init__(
+        self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ):
         self._answer = AnswerFinder(text, options)
-        self._searches = [_GrowingSearch(search, options) for search in (text.stop_searches(stops) if stops else ())]
+        self._searches = [
+            _GrowingSearch(search, options)
+            for search in (text.stop_searches(stops) if stops else ())
+        ]
         self._stop_ids = options.stop_token_ids if options.reasoning != "none" else frozenset()
 
     def __call__(self, output_ids: list[int]) -> int | None:
         """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
 
-        output_ids: everything generated so far; a call may bring several new ids.
+        Args:
+            output_ids: everything generated so far; a call may bring several new ids.
         """
         start = self._answer.find(output_ids)
         if start is None:
@@ -244,7 +289,8 @@ class StopCheck:
 class _GrowingSearch:
     """A search in one growing output. Each token is decoded once, in a window of its neighbours.
 
-    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
+    A window, because a token's text may depend on the tokens before it, and a character may span
+    several tokens.
     """
 
     def __init__(self, search: StopSearch, options: TextOptions):
@@ -259,7 +305,8 @@ class _GrowingSearch:
     def num_ids(self, output_ids: list[int], answer: AnswerStart = WHOLE_OUTPUT) -> int | None:
         """Return how many ids to keep, as StopCheck does for its searches together.
 
-        answer: where stop strings begin to count, the same in each call.
+        Args:
+            answer: start of the answer, before which stop strings do not count; equal in all calls.
         """
         if self._seen < answer.num_ids and self._begins_with_stop(output_ids, answer):
             return answer.num_ids
@@ -276,39 +323,54 @@ class _GrowingSearch:
         text = self._text.decode(ids[self._window : self._read], self._options.skip_special_tokens)
         self._tail = text[len(text) - answer.num_chars :].lstrip("\n")
         self._skips_newlines = not self._tail
-        return answer.num_ids > self._options.min_tokens and any(stop in self._tail for stop in self._stops)
+        return answer.num_ids > self._options.min_tokens and any(
+            stop in self._tail for stop in self._stops
+        )
 
     def _completes(self, ids: list[int], end: int) -> bool:
         skip = self._options.skip_special_tokens
         old = self._text.decode(ids[self._window : self._read], skip)
         new = self._text.decode(ids[self._window : end], skip)
-        whole = new.rstrip(REPLACEMENT_CHAR)
+        whole = new.rstrip(REPLACEMENT_CHAR)  # without a character whose bytes are incomplete
         text = self._tail + whole[len(old) :]
         if self._skips_newlines:
             text = text.lstrip("\n")
+
         if end <= self._options.min_tokens:
             self._num_endless = len(text) - len(self._tail)
-        elif any(_end_of_stop(text, stop, len(self._tail) + self._num_endless) for stop in self._stops):
-            return True
+        else:
+            first = len(self._tail) + self._num_endless
+            if any(_end_of_stop(text, stop, first) for stop in self._stops):
+                return True
+
+        # The window moves on where the text ends with a whole character.
         if len(whole) == len(new) > len(old):
-            self._window, self._read = self._read, end
-            self._tail, self._num_endless = text[-max(map(len, self._stops)) :], 0
+            self._window = self._read
+            self._read = end
+            longest_stop = max(map(len, self._stops))
+            self._tail = text[-longest_stop:]
+            self._num_endless = 0
             self._skips_newlines = self._skips_newlines and not text
         return False
 
 
 class DecodeStream:
-    """One output's text piece by piece. The concatenated pieces are always a prefix of `final_text` of the whole
-    output.
+    """One output's text piece by piece. The concatenated pieces are always a prefix of `final_text`
+    of the whole output.
 
     No piece splits a character. Text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+    def __init__(
+        self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ):
         self._text, self._stops, self._options = text, stops, options
         self._own = _GrowingText(text, options, stops)
         self._searched = [
-            (search.stops, self._own if search.text is text else _GrowingText(search.text, options, stops))
+            (
+                search.stops,
+                self._own if search.text is text else _GrowingText(search.text, options, stops),
+            )
             for search in text.stop_searches(stops)
         ]
         self._pending = ""
@@ -323,13 +385,15 @@ class DecodeStream:
         for stops, growing in self._searched:
             if growing is not self._own:
                 growing.grow(ids)
-            # of another text, which has more special tokens, or fewer: then those in between are pending, too
+            # The searched text may have more special tokens than the output's, or fewer. Characters
+            # that only the output's text has are pending, too.
             num_begun_chars = num_begun(growing.tail, stops)
             if num_begun_chars:
                 num_hidden = max(0, self._own.num_chars - growing.num_chars)
                 num_pending = max(num_pending, num_begun_chars + num_hidden)
-        known = self._pending[: max(0, len(self._pending) - num_pending)]
-        self._pending = self._pending[len(known) :]
+        num_known = max(0, len(self._pending) - num_pending)
+        known = self._pending[:num_known]
+        self._pending = self._pending[num_known:]
         self._sent += known
         return known
 
@@ -356,7 +420,7 @@ class _GrowingText:
         self._text, self._skip = text, options.skip_special_tokens
         self._max_tail = max(map(len, stops), default=0)
         self._ids: list[int] = []
-        self._window = 0  # as in _GrowingSearch
+        self._window = 0  # see _GrowingSearch
         self._read = 0
         self.tail = ""
         self.num_chars = 0
@@ -368,7 +432,8 @@ class _GrowingText:
         new = self._text.decode(self._ids[self._window :], self._skip)
         if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
             return ""
-        self._window, self._read = self._read, len(self._ids)
+        self._window = self._read
+        self._read = len(self._ids)
         piece = new[len(old) :]
         self.num_chars += len(piece)
         self.tail = (self.tail + piece)[-self._max_tail :] if self._max_tail else ""

@@ -1,16 +1,18 @@
 r"""Parse JSON strictly, with equal results in every process.
 
-Besides what is not JSON, ``parse_json`` refuses what one of its readers would lose or fail at: NaN and Infinity, a
-key that an object has twice, integers of thousands of digits, half surrogates (an escape such as \ud83d without its
-second half, which no UTF-8 text can hold) and deep nesting. Python's own nesting limit counts the calls above it: the
-driver would accept a row that a worker, with a deeper stack, refuses. So nesting is limited far below that.
+Besides what is not JSON, ``parse_json`` refuses what one of its readers would lose or fail at: NaN
+and Infinity, a key that an object has twice, integers of thousands of digits, half surrogates (an
+escape such as \ud83d without its second half, which no UTF-8 text can hold) and deep nesting.
+Python's own nesting limit counts the calls above it: the driver would accept a row that a worker,
+with a deeper stack, refuses. So nesting is limited far below that.
 
     >>> parse_json('{"prompt": "Hi"}')
     {'prompt': 'Hi'}
     >>> parse_json('{"prompt": ["Hi", "cut \\ud83d"]}')
     Traceback (most recent call last):
     ...
-    eagle_ray.text.strict_json.HalfSurrogate: prompt[1]: half a surrogate: \ud83d without its second half. Write it...
+    eagle_ray.text.strict_json.HalfSurrogate: prompt[1]: half a surrogate: \ud83d without its second
+        half. Write it...
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from json import scanner
 from typing import Any, NoReturn
 
 MAX_JSON_DEPTH = 200  # lists and objects in each other
-MAX_WHOLE_CHARS = 1 << 16  # of a text that json's C code reads in one call, within a hundredth of a second
+# Characters of a text that json's C code reads in one call, within a hundredth of a second.
+MAX_WHOLE_CHARS = 1 << 16
 Place = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 
@@ -34,7 +37,8 @@ class JsonError(ValueError):
 class HalfSurrogate(JsonError):
     """A text has half a surrogate pair.
 
-    place: where it stands in the checked value; for a key, where its object does.
+    Args:
+        place: place of the text in the checked value; for a key, place of its object.
     """
 
     def __init__(self, place: Place, text: str):
@@ -57,8 +61,8 @@ def parse_json_line(text: str) -> Any:
 class _Decoders:
     """Decoders of short and of long texts.
 
-    json's C code holds Python's lock until it returns. A long text is therefore read by json's scanner in Python, which
-    takes three times as long and lets other threads run.
+    json's C code holds Python's lock until it returns. A long text is therefore read by json's
+    scanner in Python, which takes three times as long and lets other threads run.
     """
 
     def __init__(self, **hooks: Any):
@@ -81,7 +85,12 @@ def _parse(text: str, decoders: _Decoders) -> Any:
         if "integer string" in str(error):  # Python's own text names a function of Python
             raise JsonError("an integer has thousands of digits: write it as a text") from None
         raise
-    if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MAX_JSON_DEPTH or not is_utf8(text):
+    if (
+        "\\ud" in text
+        or "\\uD" in text
+        or text.count("[") + text.count("{") > MAX_JSON_DEPTH
+        or not is_utf8(text)
+    ):
         check_texts(value)
     return value
 
@@ -89,8 +98,8 @@ def _parse(text: str, decoders: _Decoders) -> Any:
 def check_texts(value: Any) -> None:
     """Check the texts of a value that may not come from JSON, such as a Python caller's.
 
-    Raises HalfSurrogate for a text or a key with half a surrogate pair, and JsonError for nesting that parse_json
-    refuses.
+    Raises HalfSurrogate for a text or a key with half a surrogate pair, and JsonError for nesting
+    that parse_json refuses.
     """
     level: list[tuple[Place, Any]] = [((), value)]
     for _ in range(MAX_JSON_DEPTH + 1):
@@ -100,7 +109,11 @@ def check_texts(value: Any) -> None:
         containers = [(place, item) for place, item in level if not isinstance(item, str)]
         if not containers:
             return
-        level = [inner for place, container in containers for inner in _texts_and_containers(place, container)]
+        level = [
+            inner
+            for place, container in containers
+            for inner in _texts_and_containers(place, container)
+        ]
     raise _depth_error()
 
 
@@ -146,7 +159,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _depth_error() -> JsonError:
-    return JsonError(f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it")
+    return JsonError(
+        f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it"
+    )
 
 
 _STRICT = _Decoders(parse_constant=_refuse_constant)  # json.loads makes a decoder for each call

@@ -1,11 +1,11 @@
-"""Tokenizer: text to ids and back, and the chat template of a target; NullTokenizer, that of a target without one.
+"""Tokenizer: text to ids and back, and prompts by the chat template of a target.
 
->>> import eagle_ray
->>> tokenizer = Tokenizer.load(Path(eagle_ray.__file__).parent / "assets/tiny/target")
->>> tokenizer.decode(tokenizer.encode("Hello there"))
-'Hello there'
->>> NullTokenizer().decode_with_special([5])
-'token_id:5'
+    >>> import eagle_ray
+    >>> tokenizer = Tokenizer.load(Path(eagle_ray.__file__).parent / "assets/tiny/target")
+    >>> tokenizer.decode(tokenizer.encode("Hello there"))
+    'Hello there'
+
+`null_tokenizer.py` is in the place of one where a target has none.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
-from eagle_ray.gguf.byte_level_bpe import end_ids
-from eagle_ray.gguf.llama_checkpoint import GGUFFile
-from eagle_ray.storage.model_files import GENERATION_CONFIG, check_files, eos_ids_of, gguf_in, is_lfs_pointer
+from eagle_ray.gguf.gguf_file import GGUFFile
+from eagle_ray.gguf.token_roles import end_ids
+from eagle_ray.storage.model_files import (
+    GENERATION_CONFIG,
+    check_files,
+    eos_ids_of,
+    gguf_in,
+    read_object,
+)
 from eagle_ray.text.chat_format import (
     TEMPLATE_NAMES,
     THINK_CLOSE,
     TOOL_PARSERS,
     ChatFormat,
-    is_template_name,
     reasoning_at,
-    template_path,
     unread_arguments,
 )
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
+from eagle_ray.text.chat_template import TOOL_TEMPLATE, chosen_template, own_template, own_templates
 from eagle_ray.text.output_text import (
     DEFAULT_TEXT,
     REPLACEMENT_CHAR,
@@ -50,27 +54,29 @@ from eagle_ray.text.output_text import (
     TextOptions,
 )
 
+TEMPLATE_FILE = "chat_template.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-TOOL_TEMPLATE = "tool_use"  # as transformers names a target's own template for conversations with tools
-BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
-PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
-_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}  # in a byte-level vocabulary
-MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
-
-
-class ChatTemplateError(EngineError):
-    """The file that model.chat_template names cannot be read, or is not Jinja."""
+# Tokens at the end of a prompt that tell whether it opens the answer's reasoning.
+PROMPT_END_TOKENS = 16
+# Names of bytes in a byte-level vocabulary.
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+MAX_DOCUMENT_CHARS = 1 << 22  # of a text without a bound of tokens
+# Tokens that the beginning of a text may have more than within the whole text.
+MAX_TOKENS_LOST_AT_CUT = 64
 
 
 class Tokenizer:
     """The tokenizer of one target. Use `load` to build it.
 
-    max_model_len: in tokens; a prompt of far more is refused before it is encoded.
-    chat_format: how the target's answers hold reasoning and tool calls.
+    Args:
+        max_model_len: maximum tokens of a sequence; a prompt of far more is refused before it is
+            encoded.
+        chat_format: how the target's answers hold reasoning and tool calls.
     """
 
-    _tool_tokenizer: Tokenizer | None = None  # with the template of conversations with tools, if that is another one
+    # A tokenizer with the template of conversations with tools, if that is another one.
+    _tool_tokenizer: Tokenizer | None = None
 
     def __init__(
         self,
@@ -83,17 +89,18 @@ class Tokenizer:
         self.hf_tokenizer = tokenizer
         self.chat_format = chat_format or ChatFormat()
         self._with_markers: Tokenizer | None = None
-        self._hidden_ids: frozenset[int] | None = None  # special tokens that a text leaves out; None is all of them
-        self._searched: Tokenizer | None = None  # in whose texts stop strings are searched, if not in its own
+        # Special tokens that a text leaves out; None is all of them.
+        self._hidden_ids: frozenset[int] | None = None
+        # The tokenizer in whose texts stop strings are searched, if not in this one's.
+        self._searched: Tokenizer | None = None
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self.max_model_len = max_model_len
         self._byte_ids = _byte_ids(tokenizer)
         self._adds_bos = False
         bos = self.special_id("bos")
-        first = self.encode("")[
-            :1
-        ]  # settles the tokenizer's state, so that one thread may encode while another decodes
+        # This settles the tokenizer's state, so that one thread may encode while another decodes.
+        first = self.encode("")[:1]
         self._adds_bos = bos is not None and first == [bos]
 
     @classmethod
@@ -107,21 +114,25 @@ class Tokenizer:
     ) -> Tokenizer | None:
         """Return the tokenizer of a local target directory, or None if it has none.
 
-        chat_template: auto (the tokenizer's own: of several, tool_use with tools and default without), none, a name of
-        chat_templates or of one of the tokenizer's own, or a Jinja file. tool_parser and
-        reasoning_parser: auto (by the template), none, or a name. Raises EngineError if the tokenizer cannot be read,
-        and ChatTemplateError if the file of a chat template cannot be.
+        Raises EngineError if the tokenizer cannot be read, and ChatTemplateError if the file of a
+        chat template cannot be.
+
+        Args:
+            chat_template: auto (the tokenizer's own: of several, tool_use with tools and default
+                without), none, a name of chat_templates or of one of the tokenizer's own, or a
+                Jinja file. tool_parser and reasoning_parser: auto (by the template), none, or a
+                name.
         """
         directory = Path(path)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return None
         tokenizer = _read_tokenizer(directory)
-        template = _template(tokenizer, directory, chat_template)
+        template = chosen_template(tokenizer, directory, chat_template)
         chat_format = ChatFormat.of(template, tool_parser, reasoning_parser)
         eos_ids = eos_ids_of(directory, tokenizer.eos_token_id) | _ends_of_gguf(directory)
         loaded = cls(tokenizer, template, eos_ids, max_model_len, chat_format)
-        if chat_template == "auto" and TOOL_TEMPLATE in _own_templates(tokenizer):
-            template = _own_template(tokenizer, directory, TOOL_TEMPLATE)
+        if chat_template == "auto" and TOOL_TEMPLATE in own_templates(tokenizer):
+            template = own_template(tokenizer, directory, TOOL_TEMPLATE)
             loaded._tool_tokenizer = loaded._with_template(
                 template, ChatFormat.of(template, tool_parser, reasoning_parser)
             )
@@ -168,11 +179,17 @@ class Tokenizer:
     def special_marker_ids(self) -> dict[str, int]:
         """Return the ids of the answers' markers that are special tokens, or that a grammar takes for such tokens.
 
-        llguidance never reads an added token in angle brackets as text, whatever the tokenizer says of it. Qwen 3's
-        <tool_call> and <think> are such tokens.
+        llguidance never reads an added token in angle brackets as text, whatever the tokenizer says
+        of it. Qwen 3's <tool_call> and <think> are such tokens.
         """
-        added = {id_: token.content for id_, token in self.hf_tokenizer.added_tokens_decoder.items()}
-        in_brackets = {id_: token for id_, token in added.items() if token.startswith("<") and token.endswith(">")}
+        added = {
+            id_: token.content for id_, token in self.hf_tokenizer.added_tokens_decoder.items()
+        }
+        in_brackets = {
+            id_: token
+            for id_, token in added.items()
+            if token.startswith("<") and token.endswith(">")
+        }
         tokens = in_brackets | self._special_tokens
         return {token: id_ for id_, token in tokens.items() if token in self.chat_format.markers}
 
@@ -181,19 +198,38 @@ class Tokenizer:
         """Return the tokens that a text leaves out by default, by their ids."""
         added = self.hf_tokenizer.added_tokens_decoder
         special = {id_: token.content for id_, token in added.items() if token.special}
-        return special | dict(zip(self.hf_tokenizer.all_special_ids, self.hf_tokenizer.all_special_tokens, strict=True))
+        return special | dict(
+            zip(
+                self.hf_tokenizer.all_special_ids, self.hf_tokenizer.all_special_tokens, strict=True
+            )
+        )
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
-        too long.
+        """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises
+        RequestError if it is far too long.
 
         A text that begins with the BOS token itself, as a rendered chat does, gets no second one.
 
-        Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text is first judged by
-        its beginning.
+        Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text
+        is first judged by its beginning.
         """
-        if self.max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len:
+        if (
+            self.max_model_len is not None
+            and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len
+        ):
             self._check_beginning(prompt, self.max_model_len)
+        return self._ids(prompt, add_special_tokens)
+
+    def encode_document(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text that may be longer than the model's length. Raises RequestError."""
+        if len(text) > MAX_DOCUMENT_CHARS:
+            raise RequestError(
+                "prompt_too_long",
+                f"the document has {len(text)} characters: divide it into parts of at most {MAX_DOCUMENT_CHARS}",
+            )
+        return self._ids(text, add_special_tokens)
+
+    def _ids(self, prompt: str, add_special_tokens: bool) -> list[int]:
         ids = self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
         is_twice = add_special_tokens and self._adds_bos and ids[:1] == ids[1:2]
         return ids[1:] if is_twice and prompt.startswith(str(self.hf_tokenizer.bos_token)) else ids
@@ -211,6 +247,11 @@ class Tokenizer:
             )
 
     @property
+    def has_text(self) -> bool:
+        """Return whether ids can be written as text."""
+        return True
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer."""
         return self._eos_ids
@@ -218,7 +259,11 @@ class Tokenizer:
     def info(self) -> dict[str, Any]:
         """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
         special = {role: str(token) for role, token in self.hf_tokenizer.special_tokens_map.items()}
-        return {"tokenizer_class": type(self.hf_tokenizer).__name__, **special, "chat_template": self._chat_template}
+        return {
+            "tokenizer_class": type(self.hf_tokenizer).__name__,
+            **special,
+            "chat_template": self._chat_template,
+        }
 
     def to_json(self) -> str:
         """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
@@ -227,9 +272,11 @@ class Tokenizer:
             raise ValueError(f"{type(self.hf_tokenizer).__name__} has no form as tokenizer.json")
         return str(backend.to_str())
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> list[int]:
-        """Return the ids of a conversation, exactly as the template writes it, up to the answer. Raises
-        RequestError.
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
+    ) -> list[int]:
+        """Return the ids of a conversation, exactly as the template writes it, up to the answer.
+        Raises RequestError.
         """
         return self.encode(self.render_chat(messages, options=options), add_special_tokens=False)
 
@@ -251,11 +298,15 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, with special tokens as text. Raises RequestError.
 
-        add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last one open.
-        options: tools and further values for the template.
+        Args:
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: leave the last one open.
+            options: tools and further values for the template.
         """
         if (chosen := self.for_chat(options)) is not self:
-            return chosen.render_chat(messages, add_generation_prompt, continue_final_message, options)
+            return chosen.render_chat(
+                messages, add_generation_prompt, continue_final_message, options
+            )
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
@@ -275,11 +326,14 @@ class Tokenizer:
                     **options.template_kwargs,
                 )
             )
-        except Exception as error:  # a template is a program: over one row's messages it may raise anything
+        except Exception as error:
+            # A template is a program: over one row's messages it may raise anything.
             reason = f"{type(error).__name__}: {error}"
             if (place := unread_arguments(messages)) is not None:
                 reason = f"{reason}. {place} is not a JSON object: write one, such as {{}}"
-            raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
+            raise RequestError(
+                "bad_messages", f"the chat template refuses these messages: {reason}"
+            ) from error
 
     def _check_tools(self, options: ChatOptions) -> None:
         if options.has_tools and not self.chat_format.reads_tools:
@@ -302,7 +356,9 @@ class Tokenizer:
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
         bare = word.lstrip() or word
-        spellings = [self.hf_tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+        spellings = [
+            self.hf_tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")
+        ]
         return [ids for i, ids in enumerate(spellings) if ids and ids not in spellings[:i]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -316,7 +372,8 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """Return the text of one token, with bytes that are no character as surrogates (PEP 383).
 
-        So `text.encode(errors="surrogateescape")` is the token's bytes, of which several tokens make a character.
+        So `text.encode(errors="surrogateescape")` is the token's bytes, of which several tokens
+        make a character.
         """
         text = self.decode_with_special([token])
         if REPLACEMENT_CHAR not in text:
@@ -340,21 +397,28 @@ class Tokenizer:
             skip_special_tokens = False
         text = self._own_text(ids, skip_special_tokens)
         if REPLACEMENT_CHAR in text and self._byte_ids:
-            shown = [token for token in ids if not (skip_special_tokens and token in self._special_tokens)]
+            shown = [
+                token
+                for token in ids
+                if not (skip_special_tokens and token in self._special_tokens)
+            ]
             text = self._own_text(self._with_whole_characters(shown), skip_special_tokens)
         return text
 
     def _own_text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
             self.hf_tokenizer.decode(
-                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         )
 
     def _with_whole_characters(self, ids: Sequence[int]) -> list[int]:
         """Return ids in which bytes that are no character stand as those of the replacement character.
 
-        If one byte of a run of byte tokens is no character, the tokenizers library shows none of the run's characters.
+        If one byte of a run of byte tokens is no character, the tokenizers library shows none of
+        the run's characters.
         """
         values = {id_: byte for byte, id_ in enumerate(self._byte_ids)}
         written: list[int] = []
@@ -366,34 +430,47 @@ class Tokenizer:
                 written += run
         return written
 
-    def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> StopCheck | None:
-        """Return a new check for one output, or None if there is nothing to check: no stop strings, and no stop tokens
-        that count from the answer on.
+    def stop_check(
+        self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ) -> StopCheck | None:
+        """Return a new check for one output, or None if there is nothing to check: no stop strings,
+        and no stop tokens that count from the answer on.
         """
         has_stop_ids = bool(options.stop_token_ids) and options.reasoning != "none"
         return StopCheck(self, stops, options) if stops or has_stop_ids else None
 
-    def decode_stream(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> DecodeStream:
+    def decode_stream(
+        self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ) -> DecodeStream:
         """Return a new incremental decoder for one output."""
         return DecodeStream(self, stops, options)
 
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched: those that name special tokens in a text that has them.
 
-        All others are searched in the output's own text, which may leave special tokens out. If this tokenizer shows
-        the markers of an answer's parts, it is still the text without them, so that text and parts end in one place.
+        All others are searched in the output's own text, which may leave special tokens out. If
+        this tokenizer shows the markers of an answer's parts, it is still the text without them, so
+        that text and parts end in one place.
         """
-        named = {id_ for id_, token in self._special_tokens.items() if any(token in stop for stop in stops)}
+        named = {
+            id_
+            for id_, token in self._special_tokens.items()
+            if any(token in stop for stop in stops)
+        }
         tokens = [self._special_tokens[id_] for id_ in named]
         naming = [stop for stop in stops if any(token in stop for token in tokens)]
         plain = [stop for stop in stops if stop not in naming]
         searched = self._searched or self
         searches = [StopSearch(searched, plain, names_special=False)] if plain else []
         if naming:
-            searches.append(StopSearch(searched._showing(frozenset(named)), naming, names_special=True))
+            searches.append(
+                StopSearch(searched._showing(frozenset(named)), naming, names_special=True)
+            )
         return searches
 
-    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
+    def final_text(
+        self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
+    ) -> str:
         """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
         answer: AnswerStart | None = WHOLE_OUTPUT
         if options.reasoning != "none" and (stops or options.stop_token_ids):
@@ -404,8 +481,15 @@ class Tokenizer:
         ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
         ends = [
             place
-            for search in self.stop_searches(stops)  # a stop string that names special tokens may end in the EOS itself
-            if (place := search.first_in(output_ids if search.names_special else ids, options, answer)) is not None
+            for search in self.stop_searches(
+                stops
+            )  # a stop string that names special tokens may end in the EOS itself
+            if (
+                place := search.first_in(
+                    output_ids if search.names_special else ids, options, answer
+                )
+            )
+            is not None
         ]
         if not ends:
             return self.decode(ids, options.skip_special_tokens)
@@ -414,11 +498,16 @@ class Tokenizer:
 
 
 def options_of_answer(
-    options: TextOptions, chat_options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: Sequence[int]
+    options: TextOptions,
+    chat_options: ChatOptions | None,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
 ) -> TextOptions:
     """Return the options with how the answer to a prompt begins, if stop strings count from its end of reasoning on.
 
-    chat_options: chat options of an answer to messages; None for other prompts, whose outputs have no reasoning.
+    Args:
+        chat_options: chat options of an answer to messages; None for other prompts, whose outputs
+            have no reasoning.
     """
     parser = tokenizer.chat_format.reasoning_parser
     if chat_options is None or parser is None or options.stop_in_reasoning:
@@ -430,7 +519,10 @@ def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return transformers' tokenizer of a directory. Raises EngineError."""
     try:
         check_files(directory)
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        if not tokenizer.chat_template:  # models of more than text have it in a file of their own
+            tokenizer.chat_template = read_object(directory, TEMPLATE_FILE).get("chat_template")
+        return tokenizer
     except EngineError as error:
         raise EngineError(f"the tokenizer in {directory} cannot be read: {error}") from error
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -455,121 +547,3 @@ def _byte_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = [vocabulary[name] for name in names if name in vocabulary]
     are_bytes = len(ids) == len(names) and tokenizer.decode(ids[-1:]) == REPLACEMENT_CHAR
     return ids if are_bytes else []
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) -> str | None:
-    """Return the text of a chat template without a byte order mark, or None. Raises EngineError."""
-    if chosen == "auto":
-        return _own_template(tokenizer, directory) if tokenizer.chat_template else None
-    if chosen == "none":
-        return None
-    own, file = _own_templates(tokenizer), template_path(chosen)
-    if file.exists() or not is_template_name(chosen):
-        return _file_template(tokenizer, file)
-    if chosen in own:
-        return _own_template(tokenizer, directory, chosen)
-    names = ", ".join(own) or "it has none by name"
-    raise ChatTemplateError(
-        f"{directory} has no chat template {chosen!r}. Name one of its own ({names}), {', '.join(TEMPLATE_NAMES)}, or "
-        "a Jinja file"
-    )
-
-
-def _own_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the target's own chat templates by name; none if it has a single one without a name."""
-    templates = tokenizer.chat_template
-    return templates if isinstance(templates, dict) else {}
-
-
-def _own_template(tokenizer: PreTrainedTokenizerBase, directory: Path, name: str | None = None) -> str:
-    """Return one of the target's own chat templates, by default that of conversations without tools.
-
-    Raises EngineError if it is not Jinja.
-    """
-    try:
-        template = tokenizer.get_chat_template(name).removeprefix(BYTE_ORDER_MARK)
-    except ValueError as error:  # several templates, and none is the default
-        names = ", ".join(_own_templates(tokenizer))
-        raise EngineError(
-            f"the chat template in {directory} cannot be used: {one_line(error)} Set model.chat_template to one of "
-            f"{names}"
-        ) from error
-    if (fault := _syntax_error(tokenizer, template)) is not None:
-        raise EngineError(f"the chat template in {directory} {fault}. Set model.chat_template to a Jinja file, or none")
-    return template
-
-
-def _file_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> str:
-    """Return the chat template in a file. Raises ChatTemplateError if it cannot be read or is not Jinja."""
-    if is_lfs_pointer(file):
-        raise ChatTemplateError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` where it lies")
-    try:
-        template = file.read_text("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ChatTemplateError(f"{file} cannot be read: {one_line(error)}. Name a Jinja file in UTF-8") from error
-    if (fault := _syntax_error(tokenizer, template)) is not None:
-        raise ChatTemplateError(f"{file} {fault}. Correct the file, or name another one")
-    return template
-
-
-def _syntax_error(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return why a template is not Jinja, or None. Other errors depend on the messages."""
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
-    except TemplateSyntaxError as error:
-        return f"is not a Jinja template: line {error.lineno}: {one_line(error)}"
-    except Exception:
-        return None
-    return None
-
-
-class NullTokenizer(Tokenizer):
-    """Has no text: it refuses what needs words, and a decoded output is empty.
-
-    It refuses messages, so nothing asks it for what only their answers need.
-    """
-
-    def __init__(self) -> None:
-        self.chat_format = ChatFormat()
-
-    def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
-        raise _no_tokenizer("prompt")
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        options: ChatOptions = NO_OPTIONS,
-    ) -> NoReturn:
-        raise _no_tokenizer("messages")
-
-    def word_ids(self, word: str) -> NoReturn:
-        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
-
-    def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
-        if stops:
-            raise _no_tokenizer("stop")
-        return []
-
-    def with_markers(self) -> Tokenizer:
-        return self
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""
-
-    def token_text(self, token: int) -> str:
-        return self.decode_with_special([token])
-
-    def decode_with_special(self, ids: Sequence[int]) -> str:
-        return " ".join(f"token_id:{i}" for i in ids)
-
-    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
-        return ""
-
-    def info(self) -> dict[str, Any]:
-        return {"tokenizer_class": None}
-
-
-def _no_tokenizer(name: str) -> RequestError:
-    return RequestError("no_tokenizer", f"the target has no tokenizer, so {name!r} cannot be used: give token ids")

@@ -42,7 +42,9 @@ def test_a_child_looks_where_this_process_does(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
     code = "import only_here, sys; from multiprocessing.connection import Connection; "
-    pipe, process = start_child(f"{code}Connection(int(sys.argv[-1])).send(sys.path)", "a child", "argument")
+    pipe, process = start_child(
+        f"{code}Connection(int(sys.argv[-1])).send(sys.path)", "a child", "argument"
+    )
     directories = pipe.recv()
     assert str(tmp_path) in directories and str(tmp_path / "elsewhere") not in directories
     assert process.wait() == 0

@@ -21,7 +21,10 @@ def test_many_callers_get_what_the_engine_alone_gives():
 
     async def together():
         engine = AsyncEngine(llama_engine(4, 8, 3, 3))
-        calls = [engine.generate(Sequence(str(i), *pair)) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        calls = [
+            engine.generate(Sequence(str(i), *pair))
+            for i, pair in enumerate(zip(prompts, params, strict=True))
+        ]
         sequences = await asyncio.gather(*calls)
         counters = engine.counters()
         engine.close()
@@ -54,7 +57,9 @@ def test_failed_add_raises_for_its_caller_and_others_continue():
         broken = Sequence("unset", [5], SamplingParams())
         broken.sampling = None
         unset = engine.generate(broken)
-        results = await asyncio.wait_for(asyncio.gather(first, again, unset, return_exceptions=True), 60)
+        results = await asyncio.wait_for(
+            asyncio.gather(first, again, unset, return_exceptions=True), 60
+        )
         assert engine.is_alive
         engine.close()
         return results
@@ -109,13 +114,19 @@ def test_a_broken_step_fails_everyone_and_whoever_comes_later(in_flight):
         inner = llama_engine(2)
         inner.target.verify = None  # the next decode step cannot work
         engine = AsyncEngine(inner)
-        calls = [engine.generate(Sequence(str(i), [5], SamplingParams(max_tokens=9))) for i in range(in_flight + 1)]
+        calls = [
+            engine.generate(Sequence(str(i), [5], SamplingParams(max_tokens=9)))
+            for i in range(in_flight + 1)
+        ]
         first = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(EngineError):
             await engine.generate(Sequence("late", [5], SamplingParams()))
         return first
 
-    assert all(isinstance(error, EngineError) and "TypeError" in str(error) for error in asyncio.run(main()))
+    assert all(
+        isinstance(error, EngineError) and "TypeError" in str(error)
+        for error in asyncio.run(main())
+    )
 
 
 @pytest.mark.parametrize("end", ["dropped", "closed", "failed"])
@@ -128,7 +139,9 @@ def test_an_engine_is_freed_with_its_thread(end):
     engine = AsyncEngine(inner)
     del inner
     [thread] = set(threading.enumerate()) - before
-    answered = asyncio.run(_outcome(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=9)))))
+    answered = asyncio.run(
+        _outcome(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=9))))
+    )
     assert isinstance(answered, EngineError if end == "failed" else Sequence)
     if end == "closed":
         engine.close()
@@ -163,7 +176,9 @@ def test_stream_yields_each_step_and_first_token_before_verify():
     async def main():
         inner = llama_engine(1, 8, 3, 3)
         verify, seen, verified_at = inner.target.verify, [], []
-        inner.target.verify = lambda *args: verified_at.append(len(sequence.output_ids)) or verify(*args)
+        inner.target.verify = lambda *args: (
+            verified_at.append(len(sequence.output_ids)) or verify(*args)
+        )
         engine = AsyncEngine(inner)
         sequence = Sequence("a", [5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
         async for count in engine.stream(sequence):
@@ -257,7 +272,9 @@ def test_slow_step_that_returns_finds_its_calls_already_answered(ends_in_step):
 
     async def main():
         engine = AsyncEngine(inner)
-        call = asyncio.ensure_future(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=3))))
+        call = asyncio.ensure_future(
+            engine.generate(Sequence("a", [5], SamplingParams(max_tokens=3)))
+        )
         await asyncio.to_thread(is_stuck.wait, 30)
         if ends_in_step:
             lockstep.say("rank 1 was ended by signal 9")

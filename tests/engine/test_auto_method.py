@@ -31,9 +31,13 @@ from tests.support.toy_models import head, llama
 TREE = dict(max_nodes=8, max_depth=4, top_k=3)
 
 
-def auto_engine(weights: object, num_slots: int, budget: str = "uniform", kv_tokens: int | None = None) -> Engine:
+def auto_engine(
+    weights: object, num_slots: int, budget: str = "uniform", kv_tokens: int | None = None
+) -> Engine:
     speculative = SpeculativeConfig(method="auto", budget=budget, **TREE)
-    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
+    return build_engine(
+        llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +46,21 @@ def oracle() -> Oracle:
     return oracle_of(some_prompts(12), params)
 
 
-PAIRS = {("eagle2", "uniform", 1), ("eagle2", "global", 7), ("dflash", "uniform", 7), ("dflash", "global", 1)}
+PAIRS = {
+    ("eagle2", "uniform", 1),
+    ("eagle2", "global", 7),
+    ("dflash", "uniform", 7),
+    ("dflash", "global", 1),
+}
 PAIRS |= {("none", "uniform", 1), ("none", "global", 7)}  # each two values meet
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case in PAIRS else [pytest.mark.slow], id="-".join(map(str, case)))
+        pytest.param(
+            case, marks=[] if case in PAIRS else [pytest.mark.slow], id="-".join(map(str, case))
+        )
         for case in product(("eagle2", "dflash", "none"), ("uniform", "global"), (1, 7))
     ],
 )
@@ -68,14 +79,19 @@ def test_sequences_of_all_sources_are_preempted(oracle):
 
 
 @pytest.mark.parametrize("method", ["auto", "eagle2"])
-def test_costs_that_cannot_be_worked_out_leave_plain_decoding(oracle, method, monkeypatch, tmp_path, caplog):
+def test_costs_that_cannot_be_worked_out_leave_plain_decoding(
+    oracle, method, monkeypatch, tmp_path, caplog
+):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("no seconds")
 
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     monkeypatch.setattr(CalibrationRun, "costs", fail)
     engine = build_engine(
-        llama(), head(), SpeculativeConfig(method=method, budget="global", **TREE), EngineArgs(4, 128)
+        llama(),
+        head(),
+        SpeculativeConfig(method=method, budget="global", **TREE),
+        EngineArgs(4, 128),
     )
     check_lossless(engine, oracle)
     assert engine.counters.planner_error == "ZeroDivisionError: no seconds"
@@ -98,7 +114,9 @@ def test_step_failure_during_cost_measurement_is_raised_as_it_is(monkeypatch, tm
         )
 
 
-@pytest.mark.parametrize(("kind", "method"), [("dflash", "dflash"), ("medusa", "medusa"), ("eagle1", "eagle2")])
+@pytest.mark.parametrize(
+    ("kind", "method"), [("dflash", "dflash"), ("medusa", "medusa"), ("eagle1", "eagle2")]
+)
 def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
     if kind == "dflash":
         published_head(tmp_path, zlab_config())
@@ -113,5 +131,8 @@ def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
 def test_a_draft_of_no_kind_is_refused_with_all_reasons(tmp_path):
     model = ModelConfig(target="embedded:tiny", draft=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"no draft that a method can read\. as an EAGLE head: .* as Medusa heads: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"no draft that a method can read\. as an EAGLE head: .* as Medusa heads: ",
+    ):
         check_models(model, SpeculativeConfig(method="auto"))

@@ -20,8 +20,15 @@ from eagle_ray.tree.expand import DraftPlan
 from tests.support.toy_models import best_nodes, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-TRACES = {pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text()) for pair in ("pair_fit", "pair_e3")}
-MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts the root, its depth 3 the later forwards
+TRACES = {
+    pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text())
+    for pair in ("pair_fit", "pair_e3")
+}
+MAX_NODES, MAX_DEPTH, TOP_K = (
+    15,
+    4,
+    4,
+)  # the reference's total_token 16 counts the root, its depth 3 the later forwards
 
 
 def golden_engine(pair: str, num_slots: int) -> Engine:
@@ -34,14 +41,18 @@ def golden_engine(pair: str, num_slots: int) -> Engine:
     return Engine(target, drafter, UniformPlanner(bounds), 256, bounds)
 
 
-@pytest.mark.parametrize(("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 6)])
+@pytest.mark.parametrize(
+    ("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 6)]
+)
 def test_outputs_and_accepted_lengths_are_the_references(pair, num_slots):
     prompts = TRACES[pair]["prompts"]
     params = [SamplingParams(max_tokens=len(p["output_ids"]) + 1) for p in prompts]
     sequences = run(golden_engine(pair, num_slots), [p["prompt"] for p in prompts], params)
     for sequence, wanted in zip(sequences, prompts, strict=True):
         accepted = [step["accept_length"] for step in wanted["steps"]]
-        if wanted["stop"] == "eos":  # the reference looks for EOS only after the step that follows a bonus EOS
+        if (
+            wanted["stop"] == "eos"
+        ):  # the reference looks for EOS only after the step that follows a bonus EOS
             assert sequence.output_ids == wanted["vanilla_ids"]
             assert sequence.stats.per_step_accepted == accepted[: sequence.stats.num_steps]
             assert len(accepted) - sequence.stats.num_steps <= 1
@@ -67,11 +78,15 @@ def test_trees_are_the_references(pair):
         engine.drafter.prefill(prompts, next_tokens, passed.features)
         sampling = SamplingBatch.of([SamplingParams()])
         plan = DraftPlan(MAX_DEPTH, TOP_K)
-        tree = engine.drafter.draft(DecodeSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree
+        tree = engine.drafter.draft(
+            DecodeSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()
+        ).tree
         tree = best_nodes(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]
         assert tree.depths[0].tolist() == step["depths"]
-        torch.testing.assert_close(tree.log_values[0, 1:], torch.tensor(step["scores"]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            tree.log_values[0, 1:], torch.tensor(step["scores"]), atol=2e-5, rtol=0
+        )
         compared += 1
     assert compared >= 4

@@ -17,8 +17,10 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
+from eagle_ray.sampling.control_state import ControlState, has_controls
+from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, mostly_slow, some_prompts
+from tests.support.extent import extent
 from tests.support.operations import watched_step
 from tests.support.toy_models import llama, llama_engine, run, sequence_of, word_ids
 
@@ -30,7 +32,9 @@ CONTROLS = {
     "repetition": dict(repetition_penalty=1.5),
     "bias": dict(logit_bias={5: 4.0, 9: -100.0, EOS: 2.0}),
     "allowed": dict(allowed_token_ids=[EOS, *range(10, 30)]),
-    "words": dict(bad_words=["5", "11 12", "40 41 42", *(f"{token} {token}" for token in range(3, VOCAB))]),
+    "words": dict(
+        bad_words=["5", "11 12", "40 41 42", *(f"{token} {token}" for token in range(3, VOCAB))]
+    ),
     "min_tokens": dict(min_tokens=12, logit_bias={EOS: 60.0}),
     "all": dict(
         presence_penalty=0.7,
@@ -51,11 +55,17 @@ def some_controlled(count: int, max_tokens: int = 14) -> list[SamplingParams]:
         values = [*CONTROLS.values(), {}][i % (len(CONTROLS) + 1)]
         sampling = SAMPLING[(i + i // (len(CONTROLS) + 1)) % len(SAMPLING)]
         stops = (17, 33) if i % 4 == 3 else ()
-        params.append(SamplingParams(max_tokens=max_tokens, seed=i, stop_token_ids=stops, **values, **sampling))
+        params.append(
+            SamplingParams(
+                max_tokens=max_tokens, seed=i, stop_token_ids=stops, **values, **sampling
+            )
+        )
     return params
 
 
-def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], model: LlamaForCausalLM) -> list[PlainOutput]:
+def plain_outputs(
+    prompts: list[list[int]], params: list[SamplingParams], model: LlamaForCausalLM
+) -> list[PlainOutput]:
     model.set_attn_implementation("sdpa")
     eos = frozenset([EOS])
     cases = zip(prompts, params, strict=True)
@@ -80,7 +90,9 @@ def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.controls) > 0
 
 
-@pytest.mark.parametrize("tree", [pytest.param(t, marks=[pytest.mark.slow] * (t != "60 nodes")) for t in SOME_TREES])
+@pytest.mark.parametrize(
+    "tree", [pytest.param(t, marks=[pytest.mark.slow] * (t != "60 nodes")) for t in SOME_TREES]
+)
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
@@ -96,7 +108,9 @@ def test_both_halves_of_a_step_with_controls_are_replayed(oracle, tree, monkeypa
     prompts, params, plain = (some[:18] for some in oracle)
     engine, kinds = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=True), Counter()
     run_pass = engine.graphs.run
-    monkeypatch.setattr(engine.graphs, "run", lambda key, *rest: kinds.update([key[0]]) or run_pass(key, *rest))
+    monkeypatch.setattr(
+        engine.graphs, "run", lambda key, *rest: kinds.update([key[0]]) or run_pass(key, *rest)
+    )
     assert_equal(run(engine, prompts, params), plain)
     num_unread = kinds["second half"] + kinds["verify"] - engine.counters.num_steps
     assert 0 <= num_unread <= 1 and kinds["second half"] > 10
@@ -119,7 +133,9 @@ def test_logprobs_are_those_of_the_targets_own_logits(oracle):
                 expected = model(ids).logits[0].log_softmax(-1)[len(sequence.prompt_ids) - 1 : -1]
             own = expected.gather(1, torch.tensor(sequence.output_ids)[:, None])[:, 0]
             assert sequence.output_logprobs == pytest.approx(own.tolist(), abs=1e-3)
-            assert [top[0][1] for top in sequence.output_tops] == pytest.approx(expected.amax(1).tolist(), abs=1e-3)
+            assert [top[0][1] for top in sequence.output_tops] == pytest.approx(
+                expected.amax(1).tolist(), abs=1e-3
+            )
 
 
 def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypatch):
@@ -127,8 +143,12 @@ def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypat
     prompts, params, plain = ([some[i] for i in controlled] for some in oracle)
     engine, num_passes = llama_engine(1, graphs=True), Counter()
     may_capture, verify = engine.graphs.may_capture, engine.target.verify
-    monkeypatch.setattr(engine.graphs, "may_capture", lambda key: key[0] != "forward" and may_capture(key))
-    monkeypatch.setattr(engine.target, "verify", lambda *args: num_passes.update(["target"]) or verify(*args))
+    monkeypatch.setattr(
+        engine.graphs, "may_capture", lambda key: key[0] != "forward" and may_capture(key)
+    )
+    monkeypatch.setattr(
+        engine.target, "verify", lambda *args: num_passes.update(["target"]) or verify(*args)
+    )
     assert_equal(run(engine, prompts, params), plain)
     assert num_passes["target"] == engine.counters.num_steps
 
@@ -137,20 +157,26 @@ def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypat
 def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
     prompts, (first, *_) = oracle[0][:4], some_controlled(4)
     params = [
-        replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), min_tokens=3) for i in range(4)
+        replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), min_tokens=3)
+        for i in range(4)
     ]
     plain = run(llama_engine(1), prompts, params)
-    for one, other in zip(run(llama_engine(1, *SOME_TREES[tree], graphs=True), prompts, params), plain, strict=True):
+    for one, other in zip(
+        run(llama_engine(1, *SOME_TREES[tree], graphs=True), prompts, params), plain, strict=True
+    ):
         assert one.output_ids == other.output_ids
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
-        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+        assert [[i for i, _ in top] for top in one.output_tops] == [
+            [i for i, _ in top] for top in other.output_tops
+        ]
 
 
 @pytest.fixture(scope="module")
 def outgrowing():
     """Sequences that together outgrow the space of their engine."""
-    prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
-    params = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=50)]
+    num = extent(5, 9)
+    prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(num))]
+    params = [replace(p, ignore_eos=True) for p in some_controlled(num, max_tokens=50)]
     return prompts, params, plain_outputs(prompts, params, llama())
 
 
@@ -165,7 +191,10 @@ def test_preempted_sequences_keep_their_counts(outgrowing, graphs):
 @pytest.fixture(scope="module")
 def long_prompts():
     header = some_prompts(1, seed=9)[0] * 70
-    prompts, params = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))], some_controlled(18)
+    prompts, params = (
+        [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))],
+        some_controlled(18),
+    )
     params = [replace(p, max_tokens=8, min_tokens=min(p.min_tokens, 5)) for p in params]
     return prompts, params, plain_outputs(prompts, params, llama())
 
@@ -184,10 +213,14 @@ def test_outputs_obey_their_controls(oracle):
         ends = {EOS, *sampling.stop_token_ids}
         assert not ends.intersection(s.output_ids[:-1])
         assert len(s.output_ids) > sampling.min_tokens or s.finish_reason == "length"
-        assert sampling.allowed_token_ids is None or set(s.output_ids) <= set(sampling.allowed_token_ids)
+        assert sampling.allowed_token_ids is None or set(s.output_ids) <= set(
+            sampling.allowed_token_ids
+        )
         ids = s.token_ids
         for end in range(len(s.prompt_ids) + 1, len(ids) + 1):
-            assert not any(tuple(ids[max(0, end - len(word)) : end]) == word for word in s.bad_word_ids)
+            assert not any(
+                tuple(ids[max(0, end - len(word)) : end]) == word for word in s.bad_word_ids
+            )
 
 
 def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
@@ -216,12 +249,23 @@ THINKING = [
 @pytest.fixture(scope="module")
 def bounded():
     """Sequences with a bounded reasoning, some with other controls, and every seventh without a bound."""
-    prompts, markers, params, model = some_prompts(21, seed=11), [THINKING[i % 3] for i in range(21)], [], llama()
+    prompts, markers, params, model = (
+        some_prompts(21, seed=11),
+        [THINKING[i % 3] for i in range(21)],
+        [],
+        llama(),
+    )
     for i in range(21):
-        own = dict(logit_bias={5: 9.0, 17: 4.0, 33: 3.0}, bad_words=["5 5", "33 17"], min_tokens=4 * (i % 2))
+        own = dict(
+            logit_bias={5: 9.0, 17: 4.0, 33: 3.0},
+            bad_words=["5 5", "33 17"],
+            min_tokens=4 * (i % 2),
+        )
         budget = [0, 1, 2, 4, 9, 30, None][i % 7]
         sampling = SAMPLING[i // 3 % len(SAMPLING)]
-        params.append(SamplingParams(max_tokens=16, seed=i, thinking_budget=budget, **own, **sampling))
+        params.append(
+            SamplingParams(max_tokens=16, seed=i, thinking_budget=budget, **own, **sampling)
+        )
     model.set_attn_implementation("sdpa")
     plain = [
         reference_decode(model, ids, p, frozenset([EOS]), bad_word_ids=word_ids(p), reasoning=ids_)
@@ -259,7 +303,11 @@ def test_reasoning_has_at_most_as_many_tokens_as_it_may(bounded):
         ]
         most = min(ends, default=len(thought))
         assert most <= budget or not ends
-        assert ends or len(thought) < budget + len(s.reasoning.closings[0]) or s.finish_reason == "stop"
+        assert (
+            ends
+            or len(thought) < budget + len(s.reasoning.closings[0])
+            or s.finish_reason == "stop"
+        )
         num_closed += bool(ends)
     assert num_closed > len(prompts) // 2
 
@@ -267,9 +315,18 @@ def test_reasoning_has_at_most_as_many_tokens_as_it_may(bounded):
 @pytest.mark.parametrize(
     ("controls", "message"),
     [
-        (dict(allowed_token_ids=[5, 17]), "thinking_budget: allowed_token_ids lacks 33, which ends the reasoning. Add"),
-        (dict(bad_words=["33"]), "thinking_budget: bad_words forbid token id 33, which ends the reasoning. Leave"),
-        (dict(stop_token_ids=[33], min_tokens=5), "thinking_budget: min_tokens forbids token id 33, which ends the"),
+        (
+            dict(allowed_token_ids=[5, 17]),
+            "thinking_budget: allowed_token_ids lacks 33, which ends the reasoning. Add",
+        ),
+        (
+            dict(bad_words=["33"]),
+            "thinking_budget: bad_words forbid token id 33, which ends the reasoning. Leave",
+        ),
+        (
+            dict(stop_token_ids=[33], min_tokens=5),
+            "thinking_budget: min_tokens forbids token id 33, which ends the",
+        ),
     ],
 )
 def test_controls_that_forbid_the_end_of_reasoning_are_refused(controls, message):
@@ -280,8 +337,12 @@ def test_controls_that_forbid_the_end_of_reasoning_are_refused(controls, message
 
 
 def test_a_marker_that_the_target_lacks_is_refused():
-    sequence = sequence_of("a", [5], SamplingParams(thinking_budget=3), reasoning=ReasoningIds((), ((VOCAB,),)))
-    with pytest.raises(RequestError, match="thinking_budget: token id 97 is not in the target's vocabulary of 97"):
+    sequence = sequence_of(
+        "a", [5], SamplingParams(thinking_budget=3), reasoning=ReasoningIds((), ((VOCAB,),))
+    )
+    with pytest.raises(
+        RequestError, match="thinking_budget: token id 97 is not in the target's vocabulary of 97"
+    ):
         llama_engine(1).add(sequence)
 
 
@@ -326,9 +387,17 @@ def test_neighbours_with_controls_change_nothing(oracle):
 @pytest.mark.parametrize(
     "controls, stops, message",
     [
-        (dict(logit_bias={VOCAB: 1.0}), (), "logit_bias: token id 97 is not in the target's vocabulary of 97"),
+        (
+            dict(logit_bias={VOCAB: 1.0}),
+            (),
+            "logit_bias: token id 97 is not in the target's vocabulary of 97",
+        ),
         (dict(allowed_token_ids=[5, 200]), (), "allowed_token_ids: token id 200 is not in"),
-        (dict(allowed_token_ids=[EOS, 5], min_tokens=1), (5,), "min_tokens: allowed_token_ids holds only"),
+        (
+            dict(allowed_token_ids=[EOS, 5], min_tokens=1),
+            (5,),
+            "min_tokens: allowed_token_ids holds only",
+        ),
     ],
 )
 def test_controls_that_the_target_cannot_take_are_refused(controls, stops, message):
@@ -343,13 +412,17 @@ def test_aborted_and_added_sequences_do_not_mix_their_counts(graphs):
     rng, model = random.Random(0), llama()
     engine = llama_engine(3, 12, 4, 4, graphs=graphs, overlap=graphs)
     prompts, params = some_prompts(20, seed=5), some_controlled(20)
-    sequences = [sequence_of(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    sequences = [
+        sequence_of(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     waiting, done = list(sequences), []
     while waiting or engine.has_work:
         if waiting:
             engine.add(waiting.pop())
         done += engine.step()
-        if rng.random() < 0.2 and (running := [s for s in sequences if s.status.value == "running"]):
+        if rng.random() < 0.2 and (
+            running := [s for s in sequences if s.status.value == "running"]
+        ):
             engine.abort(rng.choice(running))
     plain = plain_outputs([s.prompt_ids for s in done], [s.sampling for s in done], model)
     assert_equal(done, plain)

@@ -1,7 +1,8 @@
 """What a GPU would record: nothing comes from the host while it runs, and nothing goes there.
 
-The device is the CPU a second time, with fake tensors, which know shapes and devices and no numbers: whatever asks for
-a number fails, and every tensor that is made from Python's numbers stands on the wrong device.
+The device is the CPU a second time, with fake tensors, which know shapes and devices and no
+numbers: whatever asks for a number fails, and every tensor that is made from Python's numbers
+stands on the wrong device.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
+from tests.support.engines import mostly_slow
 from tests.support.families import fake_to, fake_zeros
 from tests.support.operations import TO_HOST
 from tests.support.toy_models import head, head3, llama
@@ -147,7 +149,9 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in SENDERS:
         monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", moved_tensor)
     monkeypatch.setattr(kv_cache, "mapped_zeros", fake_zeros)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device)
+    )
     MC_SIM_7B_63.device_indices.clear()  # fake tensors are of one mode
     with FakeTensorMode(), torch.inference_mode():
         yield
@@ -173,11 +177,17 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "plan", [None, DraftPlan(2, 4), DraftPlan(5, 4, static_tree=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"]
-)
-@pytest.mark.parametrize("generation", [2, 3])
-def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
+PLANS = {
+    "plain": None,
+    "dynamic": DraftPlan(2, 4),
+    "static": DraftPlan(5, 4, static_tree=MC_SIM_7B_63),
+}
+RECORDED = [(2, "dynamic"), (3, "static"), (3, "plain")]
+
+
+@pytest.mark.parametrize(("generation", "name"), mostly_slow(RECORDED, (2, 3), PLANS))
+def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, name):
+    plan = PLANS[name]
     num_layers, weights = (7, head3()) if generation == 3 else (2, head())
     real, layers = llama(num_hidden_layers=num_layers), weights.feature_layers(num_layers)
     kv_spec = probe(real, TargetModel(real, 1, 8).logits, 64)
@@ -186,7 +196,9 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         model = fake_to(LlamaForCausalLM(real.config).eval().requires_grad_(False), DEVICE)
         target = TargetModel(model, 4, 192, feature_layers=layers)
         fake_head = (head3 if generation == 3 else head)()
-        learning = dict(calibration=fit_on_device(Calibration(5)), coupling=fit_on_device(Coupling(5)))
+        learning = dict(
+            calibration=fit_on_device(Calibration(5)), coupling=fit_on_device(Coupling(5))
+        )
         drafter = EagleDrafter(fake_head, target, **learning)
         watched = WatchedReplay()
         drafter.use_graphs(watched, 5)
@@ -195,7 +207,9 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         if plan:
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
-        Verifier(target, watched, TreeBounds(8, 5, 4)).start(drafter, batch, draft, allocation, lambda: None)
+        Verifier(target, watched, TreeBounds(8, 5, 4)).start(
+            drafter, batch, draft, allocation, lambda: None
+        )
     drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"]
     assert watched.seen == {name: [] for name in [*(["pairs", *drafts] if plan else []), "verify"]}
 
@@ -204,7 +218,9 @@ def fake_batch() -> DecodeBatch:
     at = DecodeSlots.of([0, 2, 3], [7, 9, 1], DEVICE)
     sequences = [Sequence(str(i), [5], params) for i, params in enumerate(PARAMS)]
     roots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    return DecodeBatch(sequences, at, roots, SamplingBatch.of(PARAMS, DEVICE), [9, 9, 9], roots, None)
+    return DecodeBatch(
+        sequences, at, roots, SamplingBatch.of(PARAMS, DEVICE), [9, 9, 9], roots, None
+    )
 
 
 def test_the_watches_see_what_they_should():

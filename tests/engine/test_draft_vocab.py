@@ -36,7 +36,9 @@ PARAMS = [
 def engine_of(vocab: Path | None, size: int | None = None, method: str = "eagle2"):
     tree = dict(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
     named = dict(draft_vocab=None if vocab is None else str(vocab), draft_vocab_size=size)
-    return build_engine(llama(), head(), SpeculativeConfig(method=method, **tree, **named), EngineArgs(3, 128))
+    return build_engine(
+        llama(), head(), SpeculativeConfig(method=method, **tree, **named), EngineArgs(3, 128)
+    )
 
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle1", "sequoia"])
@@ -71,7 +73,9 @@ def test_large_vocabulary_drafts_its_first_ids_and_eos_tokens(monkeypatch, caplo
     engine = build_engine(target, head(), speculative, EngineArgs(3, 128))
     assert engine.drafter.ranking.token_ids.tolist() == [*range(40), 90]
     assert "the first 40 of 97 tokens" in caplog.text
-    whole = build_engine(target, head(), speculative.model_copy(update={"draft_vocab": "all"}), EngineArgs(3, 128))
+    whole = build_engine(
+        target, head(), speculative.model_copy(update={"draft_vocab": "all"}), EngineArgs(3, 128)
+    )
     assert whole.drafter.ranking.token_ids is None
     wanted, found = (run(engine, PROMPTS, PARAMS) for engine in (whole, engine))
     assert [s.output_ids for s in found] == [s.output_ids for s in wanted]
@@ -126,7 +130,9 @@ def test_methods_without_the_targets_lm_head_refuse_it(method):
 
 def test_size_without_file_and_head_with_own_lm_head_are_refused(tmp_path):
     for name in (None, "all"):
-        with pytest.raises(ConfigError, match=r"speculative.draft_vocab: must be the file .* got (null|all)"):
+        with pytest.raises(
+            ConfigError, match=r"speculative.draft_vocab: must be the file .* got (null|all)"
+        ):
             check_model_names(config_of({"draft_vocab": name, "draft_vocab_size": 8}))
     write_draft_vocab(tmp_path / "vocab.txt", range(9))
     pair = Path(PAIR.parent / "pair_e3")
@@ -140,19 +146,25 @@ def test_size_without_file_and_head_with_own_lm_head_are_refused(tmp_path):
 
 def test_the_file_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert resolve_paths(config_of({"draft_vocab": "v.txt"})).speculative.draft_vocab == str(tmp_path / "v.txt")
+    assert resolve_paths(config_of({"draft_vocab": "v.txt"})).speculative.draft_vocab == str(
+        tmp_path / "v.txt"
+    )
 
 
 def config_of(speculative, pair: Path = PAIR):
     model = {"model.target": str(pair / "target"), "model.draft": str(pair / "draft")}
     keys = {f"speculative.{name}": value for name, value in speculative.items()}
-    return load_config(None, env={}, overrides={"input.path": "a.jsonl", "output.path": "out"} | model | keys)
+    return load_config(
+        None, env={}, overrides={"input.path": "a.jsonl", "output.path": "out"} | model | keys
+    )
 
 
 def test_tokens_are_counted_in_runs_files_and_texts(tmp_path, monkeypatch, capsys):
     pq.write_table(pa.table({"token_ids": [[3, 3, 9], [9, 3], None, []]}), tmp_path / "ids.parquet")
     (tmp_path / "run" / "data").mkdir(parents=True)
-    pq.write_table(pa.table({"output_token_ids": [[9, 7]]}), tmp_path / "run" / "data" / "a.parquet")
+    pq.write_table(
+        pa.table({"output_token_ids": [[9, 7]]}), tmp_path / "run" / "data" / "a.parquet"
+    )
     sources = [str(tmp_path / "ids.parquet"), str(tmp_path / "run")]
     assert count_tokens(monkeypatch, [*sources, "--out", str(tmp_path / "vocab.txt")]) == 0
     assert read_draft_vocab(str(tmp_path / "vocab.txt"), None, 10) == [3, 9, 7]

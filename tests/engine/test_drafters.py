@@ -58,12 +58,18 @@ def test_reused_prefixes_chunks_and_preemption_change_nothing(similar_prompts, m
     prompts, params, plain = similar_prompts
     engine = engine_for(method, 3)
     engine.scheduler.prefill_tokens = 2 * BLOCK_SIZE
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    sequences = [
+        Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-        if not engine.scheduler.num_preemptions and engine.scheduler.num_running == 3 and sequences[2].output_ids:
+        if (
+            not engine.scheduler.num_preemptions
+            and engine.scheduler.num_running == 3
+            and sequences[2].output_ids
+        ):
             for sequence in sequences[:0:-1]:
                 engine.scheduler.preempt(sequence)
         engine.scheduler.check_integrity()
@@ -141,7 +147,9 @@ def test_eagle2_accepts_more_than_static_trees_of_equal_size():
     prompts = embedded_prompts(per_category=2)
     for method in ("eagle1", "sequoia", "eagle2"):
         tree = SpeculativeConfig(method=method, max_nodes=25, max_depth=6, budget="uniform")
-        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(4)).engine
+        engine = build_engine_from_config(
+            ModelConfig(max_model_len=512), tree, EngineArgs(4)
+        ).engine
         sequences = run(engine, prompts, [SamplingParams(max_tokens=96)] * len(prompts))
         steps = sum(s.stats.num_steps for s in sequences)
         taus[method] = 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps

@@ -40,7 +40,10 @@ def plain() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
 def test_outputs_are_those_of_plain_decoding_for_any_draft_vocab(plain, num_drafted):
     """Fewer tokens than children, and the whole vocabulary; in between, below."""
     prompts, params, outputs = plain
-    assert [s.output_ids for s in run(engine(8, weights=head3(num_drafted=num_drafted)), prompts, params)] == outputs
+    assert [
+        s.output_ids
+        for s in run(engine(8, weights=head3(num_drafted=num_drafted)), prompts, params)
+    ] == outputs
 
 
 def test_so_they_are_with_chunks_and_prefixes_in_common(plain):
@@ -73,10 +76,16 @@ def golden(method: str, **speculative: object) -> list[Sequence]:
     """The pair in its published layout, through the configuration; every other prompt is sampled."""
     model = ModelConfig(target=str(E3 / "target"), draft=str(E3 / "draft"), max_model_len=64)
     tree = {} if method == "none" else dict(max_nodes=15, max_depth=4, top_k=4)
-    built = build_engine_from_config(model, SpeculativeConfig(method=method, **tree | speculative), EngineArgs(16))
+    built = build_engine_from_config(
+        model, SpeculativeConfig(method=method, **tree | speculative), EngineArgs(16)
+    )
     rng = random.Random(3)
-    prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(16)]
-    params = [SamplingParams(max_tokens=16, temperature=i % 2, seed=i, ignore_eos=True) for i in range(16)]
+    prompts = [
+        [1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(16)
+    ]
+    params = [
+        SamplingParams(max_tokens=16, temperature=i % 2, seed=i, ignore_eos=True) for i in range(16)
+    ]
     return run(built.engine, prompts, params)
 
 
@@ -87,8 +96,14 @@ def tau(sequences: list[Sequence]) -> float:
 
 def test_published_layout_gains_and_coupling_raises_sampled_tau():
     plain, coupled = golden("none"), golden("eagle3", budget="uniform", ranking="coupled")
-    alone = golden("eagle2", budget="uniform", ranking="calibrated")  # the same tree, whatever the head's generation
-    assert [s.output_ids for s in plain] == [s.output_ids for s in coupled] == [s.output_ids for s in alone]
+    alone = golden(
+        "eagle2", budget="uniform", ranking="calibrated"
+    )  # the same tree, whatever the head's generation
+    assert (
+        [s.output_ids for s in plain]
+        == [s.output_ids for s in coupled]
+        == [s.output_ids for s in alone]
+    )
     assert tau(coupled[::2]) > 1.3  # greedy rows; the reference has 1.54 on its own prompts
     assert tau(coupled[1::2]) > tau(alone[1::2]) + 0.05
 

@@ -19,7 +19,9 @@ VOCAB = 8
 
 def cycle(stay: float = 20.0) -> torch.Tensor:
     """A table that goes 1, 2, ..., 7, EOS, 1, ... with near certainty."""
-    return torch.full((VOCAB, VOCAB), -stay).scatter(1, (torch.arange(VOCAB)[:, None] + 1) % VOCAB, stay)
+    return torch.full((VOCAB, VOCAB), -stay).scatter(
+        1, (torch.arange(VOCAB)[:, None] + 1) % VOCAB, stay
+    )
 
 
 def finished_sequence(engine, prompt, **params) -> Sequence:
@@ -41,7 +43,9 @@ def test_output_ends_at_eos_or_max_tokens_exactly(tree, max_tokens):
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (6, 3, 2)])
 def test_counts_obey_the_laws(tree):
-    sequence = finished_sequence(table_engine(cycle(), 1, *tree, noise=3.0), [3], max_tokens=11, ignore_eos=True)
+    sequence = finished_sequence(
+        table_engine(cycle(), 1, *tree, noise=3.0), [3], max_tokens=11, ignore_eos=True
+    )
     stats = sequence.stats
     produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
     assert len(sequence.output_ids) == 11 == produced
@@ -60,10 +64,14 @@ def test_eos_as_first_token_takes_no_step():
 def test_the_earliest_end_wins():
     """A stop check that keeps three ids beats the EOS that the same step brought after it."""
     keep_three = lambda ids: 3 if len(ids) >= 3 else None  # noqa: E731
-    sequence = finished_sequence(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=50, stop_check=keep_three)
+    sequence = finished_sequence(
+        table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=50, stop_check=keep_three
+    )
     assert sequence.output_ids == [2, 3, 4] and sequence.finish_reason == "stop"
     assert sequence.stats.num_discarded_tokens > 0
-    short = finished_sequence(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=2, stop_check=keep_three)
+    short = finished_sequence(
+        table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=2, stop_check=keep_three
+    )
     assert short.output_ids == [2, 3] and short.finish_reason == "length"
 
 
@@ -120,12 +128,18 @@ def test_parameters_of_python_need_no_seed_and_no_limit():
     params.append(replace(params[0], seed=0, max_tokens=10**6, prompt_logprobs=True, logprobs=2))
     first, second = run(llama_engine(2), [[5, 6, 7]] * 2, params)
     assert first.output_ids == second.output_ids and len(first.token_ids) == 128
-    assert [len(top) for top in first.prompt_tops] == [len(top) for top in second.prompt_tops] == [0, 2, 2]
+    assert (
+        [len(top) for top in first.prompt_tops]
+        == [len(top) for top in second.prompt_tops]
+        == [0, 2, 2]
+    )
     assert not first.output_logprobs and len(second.output_tops[-1]) == 2
 
 
 def test_the_one_bad_id_of_a_prompt_is_named():
-    with pytest.raises(RequestError, match=r"prompt_ids\[50\] must be a token id, an integer, got 1\.5 \(float\)"):
+    with pytest.raises(
+        RequestError, match=r"prompt_ids\[50\] must be a token id, an integer, got 1\.5 \(float\)"
+    ):
         table_engine(cycle(), 1, 0, 0, 0).add(Sequence("a", [1] * 50 + [1.5], SamplingParams()))
 
 
@@ -187,7 +201,9 @@ class FailingPlanner(UniformPlanner):
         self.use("plan")
         plan = super().plan(batch)
         return (
-            replace(plan, should_stop=lambda builder: self.use("should_stop")) if self._part == "should_stop" else plan
+            replace(plan, should_stop=lambda builder: self.use("should_stop"))
+            if self._part == "should_stop"
+            else plan
         )
 
     def allocate(self, draft, plan, batch):
@@ -208,7 +224,9 @@ def test_a_planner_that_fails_is_replaced_by_plain_decoding(part, graphs, caplog
     engine.planner = FailingPlanner(part)
     assert [s.output_ids for s in run(engine, prompts, params)] == plain
     assert engine.counters.planner_error == "ZeroDivisionError: a rate of 0 seconds"
-    assert [r.levelno for r in caplog.records if "the planner failed" in r.message] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records if "the planner failed" in r.message] == [
+        logging.WARNING
+    ]
     num_drafting = engine.counters.num_steps - engine.counters.num_plain_steps
     again = run(engine, prompts, params)
     assert [s.output_ids for s in again] == plain and engine.is_intact
@@ -227,7 +245,9 @@ def test_logprobs_are_those_of_a_plain_forward():
     )
     for a, b in zip(plain, drafted, strict=True):
         assert len(b.output_logprobs) == len(b.output_ids)
-        torch.testing.assert_close(torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4, rtol=0
+        )
 
 
 def test_the_sampled_law_is_the_enumerated_distribution():
@@ -239,7 +259,10 @@ def test_the_sampled_law_is_the_enumerated_distribution():
     table = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     probs = (table / temperature).softmax(-1)
     engine = table_engine(table, 500, 6, 2, 3, noise=0.7)
-    params = [SamplingParams(temperature=temperature, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=3, seed=i, ignore_eos=True)
+        for i in range(count)
+    ]
     sequences = run(engine, [[1]] * count, params)
     observed = torch.zeros(4, 4, 4)
     for sequence in sequences:

@@ -51,7 +51,10 @@ class OutcomeRecordingPlanner(UniformPlanner):
 def test_an_end_has_no_children_but_where_it_is_ignored(name):
     """The trees are told of ends that the outputs do not know, which are plain decoding's as ever."""
     prompts = some_prompts(4)
-    params = [SamplingParams(temperature=i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0) for i in range(4)]
+    params = [
+        SamplingParams(temperature=i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0)
+        for i in range(4)
+    ]
     _, _, plain = oracle_of(prompts, params)
     engine, planner = ENGINES[name](), EndCountingPlanner()
     engine.planner = planner
@@ -68,6 +71,12 @@ def test_planners_hear_of_the_drafts_that_were_of_use():
         OutcomeRecordingPlanner(),
     )
     engine.planner = planner
-    sequences = run(engine, some_prompts(3), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 13, 21)])
+    sequences = run(
+        engine,
+        some_prompts(3),
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 13, 21)],
+    )
     assert [s.stats.num_discarded_tokens for s in sequences] == [2, 3, 0]
-    assert sum(outcome.num_accepted for outcome in planner.outcomes) == (3 - 1) + (12 - 3) + (20 - 4)
+    assert sum(outcome.num_accepted for outcome in planner.outcomes) == (3 - 1) + (12 - 3) + (
+        20 - 4
+    )

@@ -1,6 +1,7 @@
 """Replayed steps give what eager ones give: no number comes from padding, from an earlier run or from another bucket.
 
-On a CPU a replay is the same call on the same static tensors, with everything spoiled that a GPU would not make again.
+On a CPU a replay is the same call on the same static tensors, with everything spoiled that a GPU
+would not make again.
 """
 
 import logging
@@ -45,10 +46,14 @@ from tests.support.operations import device_operations
 from tests.support.toy_models import head3, llama_engine, run
 
 
-def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
+def engine(
+    tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object
+) -> Engine:
     shape = dict(weights=head3(), **E3) if generation == 3 else {}
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
-    made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    made.mixed_prefill = (
+        False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    )
     if tree[0]:
         made.drafter.ranking.offers.interval = 1  # replayed passes learn from every step
     return made
@@ -57,17 +62,31 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
 def sequence_statistics(sequence: Sequence) -> tuple:
     """All that is counted of a sequence, but for the sums of probabilities, which differ in their last digits."""
     stats = sequence.stats
-    counts = [stats.histogram, stats.proposed_by_depth, stats.per_step_budget, stats.per_step_accepted]
+    counts = [
+        stats.histogram,
+        stats.proposed_by_depth,
+        stats.per_step_budget,
+        stats.per_step_accepted,
+    ]
     confident = [stats.drafted.nodes, stats.drafted.accepted, stats.calibrated.accepted]
     passes = [sequence.target_forwards, sequence.draft_forwards]
-    return sequence.output_ids, *counts, *confident, *passes, stats.num_plain_steps, stats.num_discarded_tokens
+    return (
+        sequence.output_ids,
+        *counts,
+        *confident,
+        *passes,
+        stats.num_plain_steps,
+        stats.num_discarded_tokens,
+    )
 
 
 def assert_same(ours: list[Sequence], theirs: list[Sequence]) -> None:
     assert [sequence_statistics(s) for s in ours] == [sequence_statistics(s) for s in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
-        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+        assert [[i for i, _ in top] for top in one.output_tops] == [
+            [i for i, _ in top] for top in other.output_tops
+        ]
 
 
 def fitted_parameters(engine: Engine) -> list[torch.Tensor]:
@@ -82,14 +101,18 @@ SHAPES = [(0, 0, 0), (1, 1, 1), (12, 4, 4), (60, 6, 10)]
 
 
 @pytest.mark.parametrize(
-    ("tree", "generation"), mostly_slow(zip(SHAPES, (3, 2, 3, 2), strict=True), SHAPES, (2, 3)), ids=str
+    ("tree", "generation"),
+    mostly_slow(zip(SHAPES, (3, 2, 3, 2), strict=True), SHAPES, (2, 3)),
+    ids=str,
 )
 def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
     """Greedy and sampled, coupled, while sequences come and go: outputs, statistics, log-probabilities."""
     ours, theirs = engine(tree, generation), engine(tree, generation, graphs=False)
     sequences = run(ours, *jobs(10))
     assert_same(sequences, run(theirs, *jobs(10)))
-    assert [s.output_ids for s in sequences] == [s.output_ids for s in run(engine((0, 0, 0), generation), *jobs(10))]
+    assert [s.output_ids for s in sequences] == [
+        s.output_ids for s in run(engine((0, 0, 0), generation), *jobs(10))
+    ]
     assert ours.graphs.num_replayed > 2 * ours.graphs.num_captured > 0
     if ours.drafter.prefill_passes:  # what was learnt is the same too
         for ranking, other in ((ours.drafter.ranking, theirs.drafter.ranking),):
@@ -97,15 +120,17 @@ def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
                 (ranking.calibration.fit, other.calibration.fit),
                 (ranking.coupling.fit, other.coupling.fit),
             ):
-                torch.testing.assert_close(fit.parameters, expected.parameters, atol=1e-3, rtol=1e-3)
+                torch.testing.assert_close(
+                    fit.parameters, expected.parameters, atol=1e-3, rtol=1e-3
+                )
 
 
 def test_without_calibration_and_coupling_too():
     ours, theirs = engine((12, 4, 4), 2), engine((12, 4, 4), 2, graphs=False)
     for each in (ours, theirs):
-        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking.offers.calibration = (
-            None
-        )
+        each.drafter.ranking.calibration = each.drafter.ranking.coupling = (
+            each.drafter.ranking.offers.calibration
+        ) = None
     assert_same(run(ours, *jobs(9)), run(theirs, *jobs(9)))
 
 
@@ -114,7 +139,9 @@ def test_chunks_and_prefixes_change_nothing(generation):
     header = (some_prompts(1, seed=9)[0] * 70)[:70]
     prompts = [header * (i % 2) + ids for i, ids in enumerate(some_prompts(8))]
     params = some_params(8, max_tokens=12)
-    outputs = [s.output_ids for s in run(engine((0, 0, 0), generation, graphs=False), prompts, params)]
+    outputs = [
+        s.output_ids for s in run(engine((0, 0, 0), generation, graphs=False), prompts, params)
+    ]
     chunked = engine((12, 4, 4), generation, prefill_tokens=17)
     assert [s.output_ids for s in run(chunked, prompts, params)] == outputs
     assert chunked.counters.num_reused_tokens > 0 and chunked.graphs.num_replayed > 0
@@ -133,13 +160,18 @@ def test_pre_emption_changes_nothing():
 @pytest.mark.parametrize("off", [1, 12])
 def test_speculation_that_returns_reads_what_it_missed(off):
     engines = [engine((12, 4, 4), 2, graphs) for graphs in (True, False)]
-    prompts, params = some_prompts(8), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=44)]
+    prompts, params = (
+        some_prompts(8),
+        [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=44)],
+    )
     for each in engines:
         each.planner = IntermittentPlanner(each.planner, off)
     ours, theirs = (run(each, prompts, params) for each in engines)
     assert_same(ours, theirs)
     assert engines[0].planner.caught_up == engines[1].planner.caught_up
-    assert off < max(engines[0].planner.caught_up)  # more than a replay reads, where the time was long
+    assert off < max(
+        engines[0].planner.caught_up
+    )  # more than a replay reads, where the time was long
 
 
 def test_whatever_is_planned_for_whomever():
@@ -160,7 +192,10 @@ def test_a_static_tree_is_replayed():
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
     ours.planner = BudgetPlanner(
-        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+        ours.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=ours.graphs.pass_sizes(ours.bounds),
     )
     rows, observe = {True: [], False: []}, ours.planner.observe
 
@@ -182,7 +217,9 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     """Five sequences in a pass for six: no block, no queue entry and no state of the sixth slot's changes."""
     ours = engine((12, 4, 4), 2)
     for i, ids in enumerate(some_prompts(6)):
-        ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=40 if i < 5 else 3, ignore_eos=True)))
+        ours.add(
+            Sequence(str(i), ids, SamplingParams(max_tokens=40 if i < 5 else 3, ignore_eos=True))
+        )
     while len(ours.scheduler.running) != 5:
         ours.step()
     gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler.running)
@@ -193,7 +230,9 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     for _ in range(3):
         ours.step()
     assert ours.graphs.num_replayed >= replays + 4
-    assert torch.equal(queue.tokens[window], before[0]) and torch.equal(queue.features[window], before[1])
+    assert torch.equal(queue.tokens[window], before[0]) and torch.equal(
+        queue.features[window], before[1]
+    )
     assert table[-1].eq(ours.target.cache.blocks.num_blocks).all()
     ours.scheduler.check_integrity()
 
@@ -202,12 +241,18 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
     """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
     ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
     planner = ours.planner = BudgetPlanner(
-        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+        ours.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=ours.graphs.pass_sizes(ours.bounds),
     )
     capture(ours)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
     ahead = ours.graphs.num_captured
-    params = [SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
+    params = [
+        SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i)
+        for i in range(6)
+    ]
     prompts = some_prompts(6)
     outputs = [s.output_ids for s in run(oracle, prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
@@ -219,13 +264,22 @@ def test_longer_contexts_are_recorded_ahead_too():
     """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
     ours = engine((4, 2, 2), 2)
     ours.planner = BudgetPlanner(
-        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+        ours.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=ours.graphs.pass_sizes(ours.bounds),
     )
     capture(ours)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
-    params = [SamplingParams(temperature=float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
-    assert len(ours.graphs.contexts) > 2 and 60 < ours.graphs.contexts[0] < ours.graphs.contexts[1] < 140
+    params = [
+        SamplingParams(temperature=float(i % 2), max_tokens=80, ignore_eos=True, seed=i)
+        for i in range(5)
+    ]
+    assert (
+        len(ours.graphs.contexts) > 2
+        and 60 < ours.graphs.contexts[0] < ours.graphs.contexts[1] < 140
+    )
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
     assert ours.graphs.num_captured == ahead
@@ -235,7 +289,10 @@ def test_a_job_of_mixed_sampling_needs_a_hundred_graphs_at_most():
     """Of 256 slots, as Triton's kernels need them: every number of sequences, all kinds of sampling, long and short."""
     ours = llama_engine(256, 60, 6, 10, graphs=True, fused=True)
     ours.planner = BudgetPlanner(
-        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+        ours.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=ours.graphs.pass_sizes(ours.bounds),
     )
     costs, learn = flat(head_share=0.01), ours.planner.observe
     ours.planner.observe = lambda outcome: learn(replace(outcome, seconds=costs.predict(outcome)))
@@ -248,11 +305,17 @@ def test_a_job_of_mixed_sampling_needs_a_hundred_graphs_at_most():
         {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "top_k": 7, "min_p": 0.1},
     ]
-    params = [SamplingParams(**kinds[i % 4], max_tokens=1 + i % 59, ignore_eos=True, seed=i) for i in range(300)]
+    params = [
+        SamplingParams(**kinds[i % 4], max_tokens=1 + i % 59, ignore_eos=True, seed=i)
+        for i in range(300)
+    ]
     prompts = [(ids * 30)[: 1 + 13 * i % 90] for i, ids in enumerate(some_prompts(300))]
     outputs = [s.output_ids for s in run(llama_engine(256), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
-    assert ours.counters.num_steps - ours.counters.num_plain_steps > 5 and ours.graphs.num_captured == ahead
+    assert (
+        ours.counters.num_steps - ours.counters.num_plain_steps > 5
+        and ours.graphs.num_captured == ahead
+    )
 
 
 @pytest.mark.parametrize("num_slots", [16, 64, 200, 256, 300, 512])
@@ -283,12 +346,18 @@ def test_what_is_recorded_ahead_is_counted(num_slots, tree):
     ours = llama_engine(num_slots, *tree, graphs=True, fused=True)
     (capture if tree[0] else capture_fixed)(ours)
     counts = ours.graphs.captured
-    most = {"verify": 61, "pairs": 9, "first level": 8, "further level": 24} if tree[0] else {"verify": 19}
+    most = (
+        {"verify": 61, "pairs": 9, "first level": 8, "further level": 24}
+        if tree[0]
+        else {"verify": 19}
+    )
     assert counts.total() <= MAX_AHEAD and counts.keys() == most.keys() and counts <= Counter(most)
 
 
 def test_levels_are_padded_to_the_next_width_that_is_recorded():
-    level_rows = CudaGraphRunner("cpu", 64, 1024, fused=True).pass_sizes(TreeBounds(60, 6, 10)).level_rows
+    level_rows = (
+        CudaGraphRunner("cpu", 64, 1024, fused=True).pass_sizes(TreeBounds(60, 6, 10)).level_rows
+    )
     assert [level_rows(1, width) for width in (1, 4, 10)] == [10, 10, 10]
     assert [level_rows(9, width) for width in (1, 2, 3, 4, 6, 10)] == [16, 32, 64, 64, 160, 160]
     assert [level_rows(33, width) for width in (2, 3)] == [128, 256]
@@ -320,11 +389,19 @@ def test_a_chain_of_sixty_four_runs_sixty_four_rows_a_level(overlap, monkeypatch
     ours = llama_engine(num, 60, 6, 10, graphs=True, fused=True, overlap=overlap)
     ours.planner = ChainPlanner(ours.bounds)
     for i, ids in enumerate(some_prompts(num)):
-        ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=100, ignore_eos=True, temperature=i % 2, seed=i)))
+        ours.add(
+            Sequence(
+                str(i),
+                ids,
+                SamplingParams(max_tokens=100, ignore_eos=True, temperature=i % 2, seed=i),
+            )
+        )
     for _ in range(4):
         ours.step()
     rows, embed = [], ours.drafter.embed_tokens
-    monkeypatch.setattr(ours.drafter, "embed_tokens", lambda tokens: rows.append(len(tokens)) or embed(tokens))
+    monkeypatch.setattr(
+        ours.drafter, "embed_tokens", lambda tokens: rows.append(len(tokens)) or embed(tokens)
+    )
     captured, ahead = ours.graphs.num_captured, ours.counters.num_ahead
     for _ in range(3):
         ours.step()
@@ -373,21 +450,43 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
     ours = engine((12, 4, 4), 2, fused=True)
     ours.planner = BudgetPlanner(
-        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+        ours.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=ours.graphs.pass_sizes(ours.bounds),
     )
     capture(ours)
     ahead, captured = ours.graphs.num_captured, []
     record = ours.graphs.try_capture
-    monkeypatch.setattr(ours.graphs, "try_capture", lambda key, *x: captured.append(key) or record(key, *x))
+    monkeypatch.setattr(
+        ours.graphs, "try_capture", lambda key, *x: captured.append(key) or record(key, *x)
+    )
     prompts, params = some_prompts(8), some_params(8, 12)
-    asking = [replace(p, logprobs=True, top_logprobs=i, presence_penalty=i % 2 / 2) for i, p in enumerate(params)]
+    asking = [
+        replace(p, logprobs=True, top_logprobs=i, presence_penalty=i % 2 / 2)
+        for i, p in enumerate(params)
+    ]
     for each in (asking, params):
         outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, each)]
         assert [s.output_ids for s in run(ours, prompts, each)] == outputs
     assert ours.graphs.num_captured > ahead + 2
-    shapes = {(key[0], key[-1].logprobs, key[-1].num_tops) for key in captured if key[0] in ("forward", "verify")}
-    assert {key[0] for key in captured} <= {"forward", "second half", "verify", "first level", "further level"}
-    assert shapes <= {("forward", False, 0), ("verify", True, 0), ("verify", True, MAX_TOP_LOGPROBS)}
+    shapes = {
+        (key[0], key[-1].logprobs, key[-1].num_tops)
+        for key in captured
+        if key[0] in ("forward", "verify")
+    }
+    assert {key[0] for key in captured} <= {
+        "forward",
+        "second half",
+        "verify",
+        "first level",
+        "further level",
+    }
+    assert shapes <= {
+        ("forward", False, 0),
+        ("verify", True, 0),
+        ("verify", True, MAX_TOP_LOGPROBS),
+    }
 
 
 @pytest.mark.parametrize("most", [2, 3])
@@ -396,19 +495,30 @@ def test_graphs_that_are_dropped_all_the_time_change_nothing(most, monkeypatch):
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", most)
     prompts, params = jobs(8)
     ours = engine((12, 4, 4), 2, fused=True)
-    assert_same(run(ours, prompts, params), run(engine((12, 4, 4), 2, graphs=False), prompts, params))
+    assert_same(
+        run(ours, prompts, params), run(engine((12, 4, 4), 2, graphs=False), prompts, params)
+    )
     assert ours.graphs.num_captured > 3 * most
 
 
-@pytest.mark.parametrize("make", [lambda: None, lambda: StaticPlanner(MC_SIM_7B_63)], ids=["uniform", "static"])
+@pytest.mark.parametrize(
+    "make", [lambda: None, lambda: StaticPlanner(MC_SIM_7B_63)], ids=["uniform", "static"]
+)
 def test_a_planner_that_always_does_the_same_is_recorded_ahead(make):
     ours = engine((25, 5, 4), 2)
     planner = ours.planner = make() or ours.planner
     capture_fixed(ours)
     ahead = ours.graphs.num_captured
-    assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner and ahead > 0
-    params = [SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
-    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), some_prompts(6), params)]
+    assert (
+        not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner and ahead > 0
+    )
+    params = [
+        SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i)
+        for i in range(6)
+    ]
+    outputs = [
+        s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), some_prompts(6), params)
+    ]
     assert [s.output_ids for s in run(ours, some_prompts(6), params)] == outputs
     assert ours.graphs.num_captured == ahead
 
@@ -432,7 +542,11 @@ def test_inputs_are_padded_again_and_outputs_last_until_next_run():
         return [x * 2, y + x.sum()]
 
     def ran(*numbers: float) -> list[torch.Tensor]:
-        return graphs.run("key", function, [PaddedInput(torch.tensor(numbers), (4,), 100.0), PaddedInput(fixed, (2,))])
+        return graphs.run(
+            "key",
+            function,
+            [PaddedInput(torch.tensor(numbers), (4,), 100.0), PaddedInput(fixed, (2,))],
+        )
 
     fixed = torch.zeros(2)
     first = ran(1.0, 2.0, 3.0)
@@ -442,13 +556,18 @@ def test_inputs_are_padded_again_and_outputs_last_until_next_run():
     assert all(a is b for a, b in zip(first, second, strict=True))
     assert (graphs.num_captured, graphs.num_replayed) == (1, 1)
     for numbers in ((7.0, 8.0), (1.0, 2.0, 3.0), (4.0, 5.0), (6.0, 7.0)):
-        assert ran(*numbers)[0].tolist() == [2 * number for number in numbers] + [200] * (4 - len(numbers))
+        assert ran(*numbers)[0].tolist() == [2 * number for number in numbers] + [200] * (
+            4 - len(numbers)
+        )
 
 
 def test_inputs_of_a_dtype_are_copied_together():
     """Five vectors of integers and two of floats; one of a rectangle's columns has gaps."""
     vectors = [torch.arange(3) + i for i in range(5)] + [torch.ones(3), torch.zeros(3)]
-    inputs = [*(PaddedInput(x, (4,)) for x in vectors), PaddedInput(torch.ones(2, 3, dtype=torch.int64), (4, 4))]
+    inputs = [
+        *(PaddedInput(x, (4,)) for x in vectors),
+        PaddedInput(torch.ones(2, 3, dtype=torch.int64), (4, 4)),
+    ]
     buffers = InputBuffers(inputs)
     assert device_operations(lambda: buffers.fill(inputs)) == {"_foreach_copy_": 3}
     assert [x.tolist() for x in buffers.tensors[:5]] == [[i, i + 1, i + 2, 0] for i in range(5)]
@@ -458,7 +577,9 @@ def test_inputs_of_a_dtype_are_copied_together():
 def test_a_corner_that_shrinks_in_one_direction_leaves_padding():
     graphs = CudaGraphRunner("cpu", 4, 64)
     for rows, columns in ((2, 3), (3, 2), (3, 3), (4, 4), (1, 4)):
-        seen = graphs.run("key", lambda x: x + 0, [PaddedInput(torch.ones(rows, columns), (4, 4), -1.0)])
+        seen = graphs.run(
+            "key", lambda x: x + 0, [PaddedInput(torch.ones(rows, columns), (4, 4), -1.0)]
+        )
         assert (seen == 1).sum() == rows * columns and (seen[:rows, :columns] == 1).all()
 
 
@@ -494,7 +615,9 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
     assert ours.graphs.failure is not None and ours.graphs.num_captured == num_before
     assert 1 <= len(caplog.records) == len({key[0] for key in ours.graphs.failures})
-    assert "not permitted when stream is capturing)" in caplog.text and "and more" not in caplog.text
+    assert (
+        "not permitted when stream is capturing)" in caplog.text and "and more" not in caplog.text
+    )
 
 
 @pytest.mark.parametrize("refused", ["verify", "pairs", "first level", "further level"])
@@ -515,14 +638,18 @@ def test_uncapturable_pass_kind_leaves_other_kinds_captured(monkeypatch, refused
     monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
-    assert 0 < kinds.count(refused) <= graphs_module.MAX_FAILURES
+    assert 0 < kinds.count(refused) <= graphs_module.MAX_FAILED_CAPTURES
     assert {key[0] for key in ours.graphs.failures} == {refused} and ours.graphs.num_replayed > 5
     assert f"{refused!r} passes failed (operation not permitted" in (ours.graphs.failure or "")
 
 
-@pytest.mark.parametrize(("error", "is_given_up"), [("not permitted", True), ("CUBLAS_STATUS_ALLOC_FAILED", False)])
+@pytest.mark.parametrize(
+    ("error", "is_given_up"), [("not permitted", True), ("CUBLAS_STATUS_ALLOC_FAILED", False)]
+)
 @pytest.mark.parametrize("fails_here", [True, False])
-def test_what_is_recorded_goes_on_after_failures_on_any_rank(monkeypatch, error, is_given_up, fails_here):
+def test_what_is_recorded_goes_on_after_failures_on_any_rank(
+    monkeypatch, error, is_given_up, fails_here
+):
     """No more passes of the kind are recorded then, unless memory was short, which says nothing of smaller ones."""
     graphs = CudaGraphRunner("cuda", 8, 512, fused=True)
     is_failing = False
@@ -537,7 +664,9 @@ def test_what_is_recorded_goes_on_after_failures_on_any_rank(monkeypatch, error,
         if fails_here or not is_failing:
             return holds_here
         asked.append(holds_here)
-        return len(asked) % 2 == 0 and is_given_up  # of each failure: was it captured, was there memory
+        return (
+            len(asked) % 2 == 0 and is_given_up
+        )  # of each failure: was it captured, was there memory
 
     asked: list[bool] = []
     monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: kind)
@@ -548,7 +677,7 @@ def test_what_is_recorded_goes_on_after_failures_on_any_rank(monkeypatch, error,
     assert graphs.record(("verify", 0), torch.neg, inputs)
     is_failing = True
     assert not any(graphs.record(("verify", size), torch.neg, inputs) for size in range(1, 5))
-    assert len(graphs.failures) == (graphs_module.MAX_FAILURES if is_given_up else 4)
+    assert len(graphs.failures) == (graphs_module.MAX_FAILED_CAPTURES if is_given_up else 4)
     assert graphs.replays("verify") and graphs.run(("verify", 0), torch.neg, inputs).item() == -1
     is_failing = False
     assert graphs.record(("verify", 9), torch.neg, inputs) != is_given_up
@@ -582,4 +711,6 @@ def test_what_recording_took_can_be_read(caplog):
     with caplog.at_level(logging.INFO, "eagle_ray"):
         run(ours, *jobs(4))
     assert len(caplog.records) == ours.graphs.num_captured
-    assert f"{ours.graphs.num_captured} graphs in" in ours.graphs.summary and ours.graphs.seconds > 0
+    assert (
+        f"{ours.graphs.num_captured} graphs in" in ours.graphs.summary and ours.graphs.seconds > 0
+    )

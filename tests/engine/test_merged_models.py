@@ -35,7 +35,7 @@ from eagle_ray.methods.lookup.suffix import SuffixIndex
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (
     SLOTS,
@@ -43,6 +43,7 @@ from tests.support.engines import (
     RandomPlanner,
     check_lossless,
     check_lossless_when_preempted,
+    mostly_slow,
     oracle_of,
     some_params,
     some_prompts,
@@ -57,7 +58,9 @@ METHODS = ["draft_model+draft_model", "eagle2+draft_model", "eagle3+dflash+suffi
 
 
 def small_model(seed: int) -> DraftModel:
-    return DraftModel(llama(seed=seed, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8))
+    return DraftModel(
+        llama(seed=seed, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8)
+    )
 
 
 def weights_of(method: str, directory: Path) -> list[nn.Module]:
@@ -72,10 +75,14 @@ def weights_of(method: str, directory: Path) -> list[nn.Module]:
     return [makers[part]() for part in method.split("+") if part in makers]
 
 
-def merged_engine(method: str, weights: List[nn.Module], num_slots: int, **settings: object) -> Engine:
+def merged_engine(
+    method: str, weights: List[nn.Module], num_slots: int, **settings: object
+) -> Engine:
     several = DraftList(weights) if len(weights) > 1 else next(iter(weights), None)
     speculative = SpeculativeConfig(method=method, **{**TREE, **settings})
-    return build_engine(llama(num_hidden_layers=LAYERS), several, speculative, EngineArgs(num_slots, 128))
+    return build_engine(
+        llama(num_hidden_layers=LAYERS), several, speculative, EngineArgs(num_slots, 128)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +113,9 @@ def draft_and_record(trees: list[DraftTree], draft: Callable[..., Draft], *args:
     return found
 
 
-def drafts_of(engine: Engine, part: object, prompts: list[list[int]], params: list) -> list[tuple[Tensor, Tensor]]:
+def drafts_of(
+    engine: Engine, part: object, prompts: list[list[int]], params: list
+) -> list[tuple[Tensor, Tensor]]:
     """Return what a drafter drafts at each step of an engine that verifies nothing of it, greedily."""
     trees: list[DraftTree] = []
     part.draft = partial(draft_and_record, trees, part.draft)
@@ -116,10 +125,15 @@ def drafts_of(engine: Engine, part: object, prompts: list[list[int]], params: li
     return [(tree.tokens, tree.log_values) for tree in trees]
 
 
-@pytest.mark.parametrize("method", ["eagle3+dflash", "eagle3+draft_model", "draft_model+draft_model"])
+@pytest.mark.parametrize(
+    "method", ["eagle3+dflash", "eagle3+draft_model", "draft_model+draft_model"]
+)
 def test_each_part_drafts_what_it_drafts_alone(oracle, tmp_path, method):
     """From its own features and its own cache."""
-    prompts, params = some_prompts(3), [p for p in some_params(12, max_tokens=8) if not p.temperature]
+    prompts, params = (
+        some_prompts(3),
+        [p for p in some_params(12, max_tokens=8) if not p.temperature],
+    )
     weights = weights_of(method, tmp_path)
     for i, (name, own) in enumerate(zip(method.split("+"), weights, strict=True)):
         merged, alone = merged_engine(method, weights, 3), merged_engine(name, [own], 3)
@@ -145,7 +159,9 @@ def test_one_tree_has_the_nodes_of_both(tmp_path):
     run(engine, some_prompts(1), some_params(1, max_tokens=12))
     differ = 0
     for of_first, of_second, of_both in zip(*trees, strict=True):
-        roots = [children_of_root(tree.tokens, tree.depths) for tree in (of_first, of_second, of_both)]
+        roots = [
+            children_of_root(tree.tokens, tree.depths) for tree in (of_first, of_second, of_both)
+        ]
         assert roots[2] == roots[0] | roots[1]
         assert int((of_both.depths == 1).sum()) == len(roots[2])
         differ += roots[0] != roots[1]
@@ -178,9 +194,15 @@ def test_step_without_the_model_drafts_lookups_and_runs_no_pass():
     run(engine, repeating, [SamplingParams(max_tokens=30, ignore_eos=True)] * 2)
     steps = engine.planner.steps
     assert len(trees[0]) == sum(not plan.lookups_only for plan, _ in steps)
-    offers = [max(suffix.num_nodes, ngram.num_nodes) > 1 for suffix, ngram in zip(*trees[1:], strict=True)]
-    without = [(draft, offer) for (plan, draft), offer in zip(steps, offers, strict=True) if plan.lookups_only]
-    assert sum(offer for _, offer in without) > 4
+    offers = [
+        max(suffix.num_nodes, ngram.num_nodes) > 1 for suffix, ngram in zip(*trees[1:], strict=True)
+    ]
+    without = [
+        (draft, offer)
+        for (plan, draft), offer in zip(steps, offers, strict=True)
+        if plan.lookups_only
+    ]
+    assert sum(offer for _, offer in without) > 3
     for draft, offer in without:
         assert (draft.num_passes, draft.num_catch_up, draft.is_exhausted) == (0, 0, True)
         assert bool(draft.levels) == offer and draft.extra_log_values == []
@@ -208,7 +230,9 @@ def lookups_alone(drafter: Drafter, bounds: TreeBounds) -> EnsembleDrafter:
 def test_state_with_a_missing_or_misfit_part_loads_other_parts():
     bounds = TreeBounds(12, 4, 4)
     first, second, third = (lookups_alone(NullDrafter(), bounds) for _ in range(3))
-    state = {name: x + 0.25 if name.endswith("parameters") else x for name, x in first.state().items()}
+    state = {
+        name: x + 0.25 if name.endswith("parameters") else x for name, x in first.state().items()
+    }
     second.load_state({name: x for name, x in state.items() if not name.startswith("1.")})
     assert not torch.equal(second.state()["1.parameters"], state["1.parameters"])
     assert torch.equal(second.state()["2.parameters"], state["2.parameters"])
@@ -221,21 +245,37 @@ def repeating_jobs(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that repeat themselves and one another, some long enough to share blocks; they end at various steps."""
     rng = random.Random(3)
     phrases = [[rng.randrange(3, 97) for _ in range(rng.randint(2, 9))] for _ in range(5)]
-    prompts = [[i for phrase in rng.choices(phrases, k=5) for i in phrase][:28] for _ in range(count)]
+    prompts = [
+        [i for phrase in rng.choices(phrases, k=5) for i in phrase][:28] for _ in range(count)
+    ]
     prompts[::3] = [(phrases[0] * 40)[:40] + ids[:5] for ids in prompts[::3]]
-    params = [replace(p, max_tokens=8 + 7 * i % 40, ignore_eos=i % 3 > 0) for i, p in enumerate(some_params(count, 1))]
+    params = [
+        replace(p, max_tokens=8 + 7 * i % 40, ignore_eos=i % 3 > 0)
+        for i, p in enumerate(some_params(count, 1))
+    ]
     return prompts, params
 
 
-REPLAYED = [("head", with_lookups), ("lookups", lookups_alone)]
+REPLAYED = {"head": with_lookups, "lookups": lookups_alone}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("name", "merged"), REPLAYED)
-def test_a_replayed_merge_does_what_plain_decoding_does(name, merged, overlap):
+@pytest.mark.parametrize(
+    ("name", "overlap"), mostly_slow([("head", True), ("lookups", False)], REPLAYED, (False, True))
+)
+def test_a_replayed_merge_does_what_plain_decoding_does(name, overlap):
     """Greedy and sampled, chunked prompts and shared prefixes, sequences that come and go; twice, by what was read."""
     tree = TreeBounds(12, 4, 4)
-    engine = llama_engine(SLOTS, 12, 4, 4, graphs=True, overlap=overlap, fused=True, prefill_tokens=40, merged=merged)
+    engine = llama_engine(
+        SLOTS,
+        12,
+        4,
+        4,
+        graphs=True,
+        overlap=overlap,
+        fused=True,
+        prefill_tokens=40,
+        merged=REPLAYED[name],
+    )
     prompts, params = repeating_jobs(14)
     plain = [s.output_ids for s in run(llama_engine(SLOTS), prompts, params)]
     accepted = []
@@ -243,7 +283,9 @@ def test_a_replayed_merge_does_what_plain_decoding_does(name, merged, overlap):
         sequences = run(engine, prompts, params)
         assert [s.output_ids for s in sequences] == plain
         accepted.append(sum(s.stats.num_accepted_draft_tokens for s in sequences))
-    assert accepted[1] > 150 and accepted[1] > accepted[0]  # the second time all of it was read before
+    assert (
+        accepted[1] > 150 and accepted[1] > accepted[0]
+    )  # the second time all of it was read before
     assert engine.counters.num_reused_tokens > 0
     assert bool(engine.counters.num_ahead) == overlap
     if overlap:
@@ -261,7 +303,7 @@ class ThreeKindsPlanner:
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         turn = len(self.plans) % 5
-        plan = replace(self._uniform.plan(batch), lookups_only=turn < 3) if turn < 4 else PLAIN
+        plan = replace(self._uniform.plan(batch), lookups_only=turn < 3) if turn < 4 else PLAIN_PLAN
         self.plans.append(plan)
         return plan
 
@@ -272,7 +314,7 @@ class ThreeKindsPlanner:
         pass
 
 
-@pytest.mark.parametrize(("name", "merged"), REPLAYED)
+@pytest.mark.parametrize(("name", "merged"), REPLAYED.items())
 def test_steps_without_the_model_are_launched_ahead_too(name, merged):
     engine = llama_engine(4, 12, 4, 4, graphs=True, overlap=True, fused=True, merged=merged)
     planner = engine.planner = ThreeKindsPlanner(engine.planner)
@@ -283,13 +325,15 @@ def test_steps_without_the_model_are_launched_ahead_too(name, merged):
     assert sum(plan.lookups_only for plan in planner.plans) > 20
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_merges_of_any_plan_and_under_pre_emption(overlap):
     """Any members, widths, depths and budgets, with the model or without; few blocks, so that the youngest goes."""
     prompts, params = repeating_jobs(6)
     params = [replace(p, max_tokens=60, ignore_eos=True) for p in params]
     outputs = [s.output_ids for s in run(llama_engine(4), prompts, params)]
-    engine = llama_engine(4, 12, 5, 4, graphs=True, overlap=overlap, kv_tokens=6 * BLOCK_SIZE, merged=with_lookups)
+    engine = llama_engine(
+        4, 12, 5, 4, graphs=True, overlap=overlap, kv_tokens=6 * BLOCK_SIZE, merged=with_lookups
+    )
     engine.planner = RandomPlanner(2, without_model=0.4)
     assert [s.output_ids for s in run(engine, prompts, params)] == outputs
     assert engine.counters.num_preemptions > 0
@@ -315,9 +359,12 @@ def test_heads_that_read_different_outputs_are_refused(tmp_path):
     weights = head()
     save_head(weights, weights.config.to_dict(), tmp_path / "eagle2")
     names = [str(tmp_path / "eagle2"), str(tmp_path / "dflash")]
-    with pytest.raises(ConfigError, match=r"model\.draft: some of these heads read the target's last output"):
+    with pytest.raises(
+        ConfigError, match=r"model\.draft: some of these heads read the target's last output"
+    ):
         check_models(
-            ModelConfig(target=str(tmp_path / "target"), draft=names), SpeculativeConfig(method="eagle2+dflash")
+            ModelConfig(target=str(tmp_path / "target"), draft=names),
+            SpeculativeConfig(method="eagle2+dflash"),
         )
 
 
@@ -326,5 +373,7 @@ def test_merge_needs_as_many_drafts_as_parts_with_weights(drafts, count):
     name = str(PAIR / "draft")
     sets = [f"model.target={PAIR / 'target'}", "speculative.method=eagle2+draft_model"]
     sets += [f"model.draft={drafts.replace('A', name)}", "input.path=x.jsonl", "output.path=y"]
-    with pytest.raises(ConfigError, match=rf"model\.draft: {count} named, and method eagle2\+draft_model reads 2"):
+    with pytest.raises(
+        ConfigError, match=rf"model\.draft: {count} named, and method eagle2\+draft_model reads 2"
+    ):
         check_model_names(load_config(None, sets=sets))

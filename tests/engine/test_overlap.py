@@ -1,7 +1,7 @@
 """Steps that are launched before the last one is read produce what plain decoding does, whatever happens in between.
 
-On a CPU nothing runs at the same time, but everything happens in the order in which a GPU's host does it, on padded
-passes whose results are overwritten by the next ones.
+On a CPU nothing runs at the same time, but everything happens in the order in which a GPU's host
+does it, on padded passes whose results are overwritten by the next ones.
 """
 
 import random
@@ -45,11 +45,15 @@ from tests.support.toy_models import head3, llama_engine, run
 TREE = (12, 4, 4)
 
 
-def overlapped(tree: tuple[int, int, int] = TREE, num_slots: int = SLOTS, **sizes: object) -> Engine:
+def overlapped(
+    tree: tuple[int, int, int] = TREE, num_slots: int = SLOTS, **sizes: object
+) -> Engine:
     return llama_engine(num_slots, *tree, graphs=True, overlap=True, **sizes)
 
 
-def plain(prompts: list[list[int]], params: list[SamplingParams], **shape: object) -> list[Sequence]:
+def plain(
+    prompts: list[list[int]], params: list[SamplingParams], **shape: object
+) -> list[Sequence]:
     return run(llama_engine(SLOTS, **shape), prompts, params)
 
 
@@ -59,17 +63,28 @@ def assert_plain(sequences: list[Sequence], **shape: object) -> None:
     for one, other in zip(sequences, expected, strict=True):
         assert (one.output_ids, one.finish_reason) == (other.output_ids, other.finish_reason)
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
-        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+        assert [[i for i, _ in top] for top in one.output_tops] == [
+            [i for i, _ in top] for top in other.output_tops
+        ]
         stats = one.stats
-        assert len(one.output_ids) == 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
-        assert sum(stats.drafted.accepted) == sum(stats.calibrated.accepted) == stats.num_accepted_draft_tokens
+        assert (
+            len(one.output_ids)
+            == 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+        )
+        assert (
+            sum(stats.drafted.accepted)
+            == sum(stats.calibrated.accepted)
+            == stats.num_accepted_draft_tokens
+        )
 
 
 SHAPES = [(0, 0, 0), (1, 1, 1), (12, 4, 4), (60, 6, 10)]
 
 
 @pytest.mark.parametrize(
-    ("tree", "generation"), mostly_slow(zip(SHAPES, (3, 2, 3, 2), strict=True), SHAPES, (2, 3)), ids=str
+    ("tree", "generation"),
+    mostly_slow(zip(SHAPES, (3, 2, 3, 2), strict=True), SHAPES, (2, 3)),
+    ids=str,
 )
 def test_the_output_is_plain_decodings(tree, generation):
     shape = E3 if generation == 3 else {}
@@ -103,16 +118,20 @@ def test_long_prompt_is_prefilled_while_steps_are_launched_ahead():
     assert_plain([first, long])
 
 
-@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+@pytest.mark.parametrize("tree", [(0, 0, 0), pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_prompts_that_end_hold_no_step_back(tree):
     engine, (prompts, params) = overlapped(tree, num_slots=4), jobs(24)
     assert_plain(
-        run(engine, prompts, [replace(p, max_tokens=1 + i % 9, ignore_eos=True) for i, p in enumerate(params)])
+        run(
+            engine,
+            prompts,
+            [replace(p, max_tokens=1 + i % 9, ignore_eos=True) for i, p in enumerate(params)],
+        )
     )
     assert engine.counters.num_ahead >= engine.counters.num_steps - 2
 
 
-@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+@pytest.mark.parametrize("tree", [(0, 0, 0), pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_prompts_in_groups_take_fewer_passes_and_change_nothing(tree):
     passes, outputs, (prompts, params) = {}, {}, jobs(80)
     params = [replace(p, ignore_eos=True, max_tokens=20 + i % 31) for i, p in enumerate(params)]
@@ -156,7 +175,8 @@ def test_a_slot_whose_sequence_ends_by_its_length_is_never_idle():
 def test_sequences_can_be_aborted_in_the_step_that_they_join(tree):
     engine = overlapped(tree, num_slots=3)
     stays, goes, later = (
-        Sequence(name, [5, i], SamplingParams(max_tokens=30 + i, ignore_eos=True)) for i, name in enumerate("abc")
+        Sequence(name, [5, i], SamplingParams(max_tokens=30 + i, ignore_eos=True))
+        for i, name in enumerate("abc")
     )
     engine.add(stays)
     engine.step()
@@ -187,7 +207,7 @@ def test_a_full_context_is_used_to_the_last_token():
     assert engine.counters.num_ahead > 0
 
 
-@pytest.mark.parametrize("off", [1, 12])
+@pytest.mark.parametrize("off", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_speculation_that_goes_and_returns_changes_nothing(off):
     engine = overlapped()
     engine.planner = IntermittentPlanner(engine.planner, off)
@@ -213,7 +233,10 @@ def test_a_static_tree_is_launched_ahead():
 def test_the_global_budget_hears_of_every_step_one_step_late():
     engine = overlapped()
     planner = BudgetPlanner(
-        engine.bounds, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(engine.bounds)
+        engine.bounds,
+        flat(head_share=0.01),
+        can_sync=False,
+        sizes=engine.graphs.pass_sizes(engine.bounds),
     )
     engine.planner, heard, learn = planner, [], planner.observe
 
@@ -224,10 +247,15 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
     planner.observe = watched
     sequences = run(engine, *jobs(24, most=60))
     assert_plain(sequences)
-    assert planner.modes.mode is not Mode.WARM_UP and engine.counters.num_ahead > engine.counters.num_steps / 3
+    assert (
+        planner.modes.mode is not Mode.WARM_UP
+        and engine.counters.num_ahead > engine.counters.num_steps / 3
+    )
     drafted = [outcome for outcome in heard if outcome.depth]
     assert all(outcome.num_catch_up > 0 for outcome in drafted)
-    assert len(heard) == engine.counters.num_steps and sum(o.num_expected_drafts for o in drafted) > 0
+    assert (
+        len(heard) == engine.counters.num_steps and sum(o.num_expected_drafts for o in drafted) > 0
+    )
 
 
 def test_probes_are_apart_although_their_cost_is_observed_late():
@@ -255,7 +283,9 @@ def test_sequences_that_come_and_go_at_any_moment():
     """Arrivals, cancellations and ends by length, EOS and stop check, at random; the slots are whole all the time."""
     rng, engine = random.Random(3), overlapped(num_slots=4)
     prompts, params = jobs(40, most=40)
-    waiting = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    waiting = [
+        Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     for sequence in waiting[::7]:
         sequence.stop_check = lambda ids: 3 if len(ids) >= 3 else None
     stopped = set(waiting[::7])
@@ -281,7 +311,9 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
     engine.add(Sequence("a", [5, 6], SamplingParams(max_tokens=60, ignore_eos=True)))
     engine.step()
     verify, read = engine.verifier.start, DeviceToHost.arrays
-    monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or verify(*args))
+    monkeypatch.setattr(
+        engine.verifier, "start", lambda *args: told.append("launch") or verify(*args)
+    )
     monkeypatch.setattr(DeviceToHost, "arrays", lambda copy: told.append("read") or read(copy))
     for _ in range(4):
         engine.step()
@@ -297,9 +329,13 @@ def test_controlled_pass_is_launched_before_last_step_is_read(tree, monkeypatch)
         engine.add(Sequence(str(i), [5, 6], params))
     engine.step()
     start, picks, read = engine.verifier.start, ControlledRows.picks, StepOutput.of
-    monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or start(*args))
+    monkeypatch.setattr(
+        engine.verifier, "start", lambda *args: told.append("launch") or start(*args)
+    )
     monkeypatch.setattr(StepOutput, "of", lambda *args: told.append("read") or read(*args))
-    monkeypatch.setattr(ControlledRows, "picks", lambda *args: told.append("sample") or picks(*args))
+    monkeypatch.setattr(
+        ControlledRows, "picks", lambda *args: told.append("sample") or picks(*args)
+    )
     for _ in range(4):
         engine.step()
     assert told == ["launch", "read", "sample"] * 4
@@ -356,7 +392,9 @@ def test_probe_that_cannot_launch_ahead_runs_in_the_next_step(overlap, monkeypat
     monkeypatch.setattr(probe_schedule, "BACK_OFF", 0)
     dear = flat(head_share=0.5)
     ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
-    planner = BudgetPlanner(TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds))
+    planner = BudgetPlanner(
+        TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+    )
     ours.planner = SimulatedPlanner(planner, dear)
     run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
     assert planner.modes.mode is Mode.OFF

@@ -17,7 +17,16 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.engines import SAMPLING
-from tests.support.scheduling import BLOCK, PLAIN, TREE, assert_plain, finish, prompts_of, sequences, step
+from tests.support.scheduling import (
+    BLOCK,
+    PLAIN,
+    TREE,
+    assert_plain,
+    finish,
+    prompts_of,
+    sequences,
+    step,
+)
 from tests.support.toy_models import llama_engine
 
 
@@ -48,7 +57,9 @@ def test_prompt_joins_the_decoding_pass_if_prefill_is_mixed(tree, mixes):
     engine = llama_engine(2, *tree, prefill_tokens=30)
     engine.mixed_prefill, passes = mixes, []
     first_layer = engine.target.model.base_model.layers[0]
-    first_layer.mlp.down_proj.register_forward_hook(lambda *_: passes.append(engine.counters.num_steps))
+    first_layer.mlp.down_proj.register_forward_hook(
+        lambda *_: passes.append(engine.counters.num_steps)
+    )
     short, long = sequences(prompts_of(5, 100), max_tokens=40)
     short.sampling = SamplingParams(max_tokens=60, ignore_eos=True)
     long.sampling = replace(long.sampling, logprobs=True, prompt_logprobs=True)
@@ -73,7 +84,10 @@ def test_prefill_time_is_not_counted_as_time_of_its_step():
         time.sleep(0.5)
         finish(*args)
 
-    engine.prefiller.finish, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
+    engine.prefiller.finish, engine.planner.observe = (
+        slow,
+        lambda outcome: (heard.append(outcome), learn(outcome)),
+    )
     first, second = sequences(prompts_of(5, 6))
     engine.add(first)
     step(engine)
@@ -81,7 +95,9 @@ def test_prefill_time_is_not_counted_as_time_of_its_step():
     began = time.monotonic()
     step(engine)
     assert [o.num_prefill_rows for o in heard] == [0, 6]
-    assert heard[1].seconds.total + 0.5 <= time.monotonic() - began and engine.counters.prefill_s > 0.5
+    assert (
+        heard[1].seconds.total + 0.5 <= time.monotonic() - began and engine.counters.prefill_s > 0.5
+    )
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
@@ -102,7 +118,9 @@ def test_a_step_gathers_no_more_than_its_cap(monkeypatch):
     finish(engine, sequences([prefix]))
     gathered, layout = [], PrefillMetadata.__post_init__
     monkeypatch.setattr(
-        PrefillMetadata, "__post_init__", lambda self: layout(self) or gathered.append(self.num_gathered)
+        PrefillMetadata,
+        "__post_init__",
+        lambda self: layout(self) or gathered.append(self.num_gathered),
     )
     added = sequences([prefix + question for question in prompts_of(3, 9, 20, 1, 5, 40)])
     finish(engine, added)
@@ -125,7 +143,9 @@ class GroupedSlots:
     """A scheduler of 36 slots, whose groups are of two, each slot with a sequence that never ends by itself."""
 
     def __init__(self, num_blocks: int | None = None, groups: bool = True, prompt_tokens: int = 2):
-        self.scheduler = Scheduler(BlockManager(36, 64, num_blocks, size=8), prefill_tokens=200, tree_positions=1)
+        self.scheduler = Scheduler(
+            BlockManager(36, 64, num_blocks, size=8), prefill_tokens=200, tree_positions=1
+        )
         if groups:
             self.scheduler.group_admissions()
         self.num_added, self.prompt_tokens = 0, prompt_tokens
@@ -140,7 +160,9 @@ class GroupedSlots:
     def add(self, count: int) -> None:
         for _ in range(count):
             prompt = [1 + self.num_added, *[0] * (self.prompt_tokens - 1)]
-            self.scheduler.add(Sequence(str(self.num_added), prompt, SamplingParams(), max_tokens=20))
+            self.scheduler.add(
+                Sequence(str(self.num_added), prompt, SamplingParams(), max_tokens=20)
+            )
             self.num_added += 1
 
     def end(self, count: int) -> None:
@@ -230,7 +252,9 @@ def test_pre_empted_sequences_end_as_if_nothing_had_happened(tree):
     engine = llama_engine(4, *tree, kv_tokens=5 * BLOCK)
     added = sequences(prompts_of(20, 25, 28, 30), max_tokens=46)
     for sequence in added:
-        sequence.sampling = SamplingParams(max_tokens=46, seed=int(sequence.request_id), ignore_eos=True)
+        sequence.sampling = SamplingParams(
+            max_tokens=46, seed=int(sequence.request_id), ignore_eos=True
+        )
     finish(engine, added)
     assert engine.counters.num_preemptions > 0
     assert_plain(added)
@@ -241,7 +265,9 @@ def test_whoever_runs_came_before_whoever_waits():
     engine = llama_engine(4, *TREE, kv_tokens=5 * BLOCK)
     added = sequences(prompts_of(20, 25, 28, 30, 12, 9), max_tokens=46)
     for sequence in added:
-        sequence.sampling = SamplingParams(max_tokens=46, seed=int(sequence.request_id), ignore_eos=True)
+        sequence.sampling = SamplingParams(
+            max_tokens=46, seed=int(sequence.request_id), ignore_eos=True
+        )
         engine.add(sequence)
     while engine.has_work:
         step(engine)
@@ -321,21 +347,30 @@ SOAKED = [0, 1, 5]  # seeds of the three trees
 
 
 @pytest.mark.parametrize(
-    "seed", [*SOAKED, *(pytest.param(i, marks=pytest.mark.slow) for i in range(12) if i not in SOAKED)]
+    "seed",
+    [*SOAKED, *(pytest.param(i, marks=pytest.mark.slow) for i in range(12) if i not in SOAKED)],
 )
 def test_soak(seed):
     """Random arrivals, aborts, shared beginnings and long prompts over a pool that is far too small."""
     rng = random.Random(seed)
     tree = rng.choice([PLAIN, TREE, (20, 4, 5)])
     engine = llama_engine(
-        rng.randint(1, 6), *tree, kv_tokens=BLOCK * rng.randint(3, 7), prefill_tokens=rng.choice([5, 17, 64, 512])
+        rng.randint(1, 6),
+        *tree,
+        kv_tokens=BLOCK * rng.randint(3, 7),
+        prefill_tokens=rng.choice([5, 17, 64, 512]),
     )
     headers = prompts_of(33, 64, 70, seed=seed)
     added, aborted, refused = [], [], 0
     for i in range(24):
         header = rng.choice([*headers, []])
-        prompt = header[: rng.randint(0, len(header))] + prompts_of(rng.randint(1, 30), seed=rng.random())[0]
-        params = SamplingParams(max_tokens=rng.randint(1, 30), seed=i, ignore_eos=rng.random() < 0.5, **SAMPLING[i % 4])
+        prompt = (
+            header[: rng.randint(0, len(header))]
+            + prompts_of(rng.randint(1, 30), seed=rng.random())[0]
+        )
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 30), seed=i, ignore_eos=rng.random() < 0.5, **SAMPLING[i % 4]
+        )
         sequence = Sequence(str(i), prompt, params)
         try:
             engine.add(sequence)

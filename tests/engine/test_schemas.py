@@ -33,11 +33,17 @@ def text() -> Tokenizer:
 
 
 def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
-    tree = SpeculativeConfig(method="eagle2", max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
-    return build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(num_slots)).engine
+    tree = SpeculativeConfig(
+        method="eagle2", max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform"
+    )
+    return build_engine_from_config(
+        ModelConfig(max_model_len=512), tree, EngineArgs(num_slots)
+    ).engine
 
 
-def some_rows(schemas: list[Schema], max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def some_rows(
+    schemas: list[Schema], max_tokens: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """A prompt for each schema, and its sampling: every other row is greedy."""
     asked = [text().encode_chat(row["messages"]) for row in prompt_rows(per_category=8)]
     prompts = [asked[i % len(asked)] for i in range(len(schemas))]
@@ -49,17 +55,24 @@ def some_rows(schemas: list[Schema], max_tokens: int) -> tuple[list[list[int]], 
 
 
 def plain_outputs(prompts: list[list[int]], params: list[SamplingParams]) -> list[PlainOutput]:
-    model = AutoModelForCausalLM.from_pretrained(download("embedded:tiny", "target"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        download("embedded:tiny", "target"), dtype=torch.float32
+    )
     grammars = GrammarCompiler(text().to_json, VOCAB, [EOS])
     eos = frozenset([EOS])
-    return [reference_decode(model, ids, p, eos, grammars) for ids, p in zip(prompts, params, strict=True)]
+    return [
+        reference_decode(model, ids, p, eos, grammars)
+        for ids, p in zip(prompts, params, strict=True)
+    ]
 
 
 def check(sequences: list[Sequence], plain: list[PlainOutput], schemas: list[Schema]) -> int:
     """Check every row and return how many are complete."""
     assert [s.error for s in sequences if s.error] == []
     assert differing_rows([s.output_ids for s in sequences], plain) == []
-    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    assert (
+        sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    )
     complete = 0
     for sequence, schema in zip(sequences, schemas, strict=True):
         if sequence.finish_reason == "stop":
@@ -70,7 +83,10 @@ def check(sequences: list[Sequence], plain: list[PlainOutput], schemas: list[Sch
 
 
 def test_a_few_rows_are_plain_decodings_and_valid():
-    schemas = [*some_schemas(3), *some_schemas(21)[16:]]  # nested and recursive ones, and short ones
+    schemas = [
+        *some_schemas(3),
+        *some_schemas(21)[16:],
+    ]  # nested and recursive ones, and short ones
     prompts, params = some_rows(schemas, max_tokens=40)
     sequences = run(embedded_engine(5, *TREES["12 nodes"]), prompts, params)
     assert check(sequences, plain_outputs(prompts, params), schemas) > 2
@@ -86,7 +102,10 @@ def test_hundreds_of_rows_are_plain_decodings_and_valid():
     schemas = some_schemas(300)
     prompts, params = some_rows(schemas, max_tokens=96)
     plain = plain_outputs(prompts, params)
-    print(f"\nplain decoding: {sum(EOS in p.ids for p in plain)} of {len(plain)} rows are complete", flush=True)
+    print(
+        f"\nplain decoding: {sum(EOS in p.ids for p in plain)} of {len(plain)} rows are complete",
+        flush=True,
+    )
     for num_slots in (32, 8, 1):
         for i, name in enumerate(("chain", "12 nodes", "60 nodes")):
             rows = slice(i, None, 3) if num_slots == 1 else slice(None)

@@ -9,9 +9,17 @@ import torch
 from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step as step_module
-from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats, contain_any, node_counts, step_record
+from eagle_ray.engine.step import (
+    NUM_COUNTS,
+    StepOutput,
+    UnflushedStats,
+    contain_any,
+    node_counts,
+    step_record,
+)
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_tree import DraftTree, accept_path
+from eagle_ray.tree.accepted_path import accept_path
+from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.toy_models import random_tree
 
 SLOTS, DEPTH = 6, 3
@@ -25,7 +33,10 @@ def record(source: np.random.Generator, size: int, depth: int) -> np.ndarray:
     """A step_record with random counts, of a plain step if the depth is 0."""
     columns = [source.integers(0, depth + 1, (size, 1)), source.integers(0, 9, (size, depth + 1))]
     if depth:
-        columns += [source.integers(0, 3, (size, depth)), source.integers(0, 99, (size, NUM_COUNTS))]
+        columns += [
+            source.integers(0, 3, (size, depth)),
+            source.integers(0, 99, (size, NUM_COUNTS)),
+        ]
         columns.append(source.integers(0, 99, (size, 1)))
     return np.concatenate(columns, 1)
 
@@ -47,13 +58,17 @@ def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
     monkeypatch.setattr(step_module, "MAX_STEPS", 7)
     choices, source = random.Random(1), np.random.default_rng(1)
     unflushed = UnflushedStats(SLOTS, DEPTH)
-    running = {slot: (sequence(f"{slot}", slot), sequence(f"{slot}", slot)) for slot in range(SLOTS)}
+    running = {
+        slot: (sequence(f"{slot}", slot), sequence(f"{slot}", slot)) for slot in range(SLOTS)
+    }
     ended: list[tuple[Sequence, Sequence]] = []
     for step in range(200):
         depth = choices.choice([0, 1, DEPTH])
         rows = sorted(choices.sample(range(SLOTS), choices.randint(1, SLOTS)))
         values, passes = record(source, SLOTS, depth), source.integers(0, 4, len(rows))
-        unflushed.add([running[slot][0] for slot in rows], StepOutput.of(values, depth), rows, passes)
+        unflushed.add(
+            [running[slot][0] for slot in rows], StepOutput.of(values, depth), rows, passes
+        )
         for slot, number in zip(rows, passes.tolist(), strict=True):
             count(running[slot][1], values[slot].tolist(), depth, number)
         if choices.random() < 0.3:
@@ -64,7 +79,10 @@ def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
     unflushed.flush_all()
     for one, other in [*ended, *running.values()]:
         assert one.stats == other.stats
-        assert (one.target_forwards, one.draft_forwards) == (other.target_forwards, other.draft_forwards)
+        assert (one.target_forwards, one.draft_forwards) == (
+            other.target_forwards,
+            other.draft_forwards,
+        )
     assert len(ended) > 40
 
 
@@ -81,9 +99,15 @@ def test_the_counts_of_a_record_are_those_of_torch():
     tree = DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__))
     depth = int(tree.depths.max())
     picks = torch.randint(0, 6, (len(trees) * 9,), generator=torch.Generator().manual_seed(3))
-    result = accept_path(tree, tree.pack(torch.zeros(len(trees), dtype=torch.int64), len(picks)), picks, depth)
+    result = accept_path(
+        tree, tree.pack(torch.zeros(len(trees), dtype=torch.int64), len(picks)), picks, depth
+    )
     wanted = torch.cat(node_counts(tree, result, depth), 1)
-    found = step_record(tree, result, depth, None)[:, depth + 2 : -1]
+    record = step_record(tree, result, depth, None)
+    known = torch.cat([result.num_accepted[:, None], result.tokens], 1)
+    assert torch.equal(record[:, : depth + 2], known)
+    assert torch.equal(record[:, -1], tree.sums())
+    found = record[:, depth + 2 : -1]
     assert (found - wanted).abs().max() <= 1  # of a sum of probabilities in units of 2**-20
     assert torch.equal(found[:, :depth], wanted[:, :depth]) and int(found.sum()) > 0
 
@@ -98,7 +122,13 @@ def test_trees_that_differ_in_a_node_have_other_sums():
         draft_log_probs=torch.zeros(1, 5),
         valid=torch.tensor([[True, True, True, True, False]]),
     )
-    others = [{"tokens": [4, 7, 9, 6, 0]}, {"parents": [-1, 0, 0, 2, -1]}, {"tokens": [4, 9, 7, 5, 0]}]
-    sums = [replace(tree, **{k: torch.tensor([v]) for k, v in other.items()}).sums() for other in others]
+    others = [
+        {"tokens": [4, 7, 9, 6, 0]},
+        {"parents": [-1, 0, 0, 2, -1]},
+        {"tokens": [4, 9, 7, 5, 0]},
+    ]
+    sums = [
+        replace(tree, **{k: torch.tensor([v]) for k, v in other.items()}).sums() for other in others
+    ]
     assert len({int(s) for s in [tree.sums(), *sums]}) == 4
     assert torch.equal(replace(tree, tokens=torch.tensor([[4, 7, 9, 5, 3]])).sums(), tree.sums())

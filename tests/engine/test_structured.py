@@ -22,10 +22,17 @@ from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import grammar_state
-from eagle_ray.sampling.control_state import ReasoningIds
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, mostly_slow, some_prompts, weights_for
+from tests.support.engines import (
+    SAMPLING,
+    SOME_TREES,
+    assert_equal,
+    mostly_slow,
+    some_prompts,
+    weights_for,
+)
 from tests.support.schemas import LimitedMatcher
 from tests.support.tokenizers import toy_tokenizer
 from tests.support.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
@@ -91,7 +98,9 @@ def specs_of(params: list[SamplingParams], late: str = "[a-c]{4}") -> list[Gramm
     return [replace(spec, after=AFTER) if spec and spec.source == late else spec for spec in specs]
 
 
-def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], late: str = "[a-c]{4}") -> list:
+def plain_outputs(
+    prompts: list[list[int]], params: list[SamplingParams], late: str = "[a-c]{4}"
+) -> list:
     model, grammars = llama(), compiler()
     model.set_attn_implementation("sdpa")
     eos = frozenset([EOS])
@@ -113,14 +122,17 @@ FAST = [(1, "plain"), (1, "12 nodes"), (10, "chain"), (10, "60 nodes")]
 @pytest.mark.parametrize(("num_slots", "tree"), mostly_slow(FAST, (1, 10), SOME_TREES))
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 8 * num_slots] for some in oracle)
-    sequences = run(engine_with_grammars(num_slots, *SOME_TREES[tree]), prompts, params, specs_of(params))
+    sequences = run(
+        engine_with_grammars(num_slots, *SOME_TREES[tree]), prompts, params, specs_of(params)
+    )
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.grammar) > 0
 
 
 @pytest.mark.parametrize(
-    ("overlap", "tree"), mostly_slow([(False, "plain"), (True, "12 nodes")], (False, True), ("plain", "12 nodes"))
+    ("overlap", "tree"),
+    mostly_slow([(False, "plain"), (True, "12 nodes")], (False, True), ("plain", "12 nodes")),
 )
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
@@ -135,7 +147,13 @@ def test_the_forced_end_of_a_reasoning_begins_the_grammar(tree):
     """It would hardly come by itself: the target never saw the token."""
     prompts, reasoning = some_prompts(12, seed=4), ReasoningIds((), ((AFTER,),))
     params = [
-        SamplingParams(max_tokens=20, seed=i, regex="[a-c]{4}", thinking_budget=i % 5, **SAMPLING[i % len(SAMPLING)])
+        SamplingParams(
+            max_tokens=20,
+            seed=i,
+            regex="[a-c]{4}",
+            thinking_budget=i % 5,
+            **SAMPLING[i % len(SAMPLING)],
+        )
         for i in range(12)
     ]
     specs, model, grammars = specs_of(params), llama(), compiler()
@@ -143,7 +161,9 @@ def test_the_forced_end_of_a_reasoning_begins_the_grammar(tree):
         reference_decode(model, ids, p, frozenset([EOS]), grammars, spec=spec, reasoning=reasoning)
         for ids, p, spec in zip(prompts, params, specs, strict=True)
     ]
-    sequences = run(engine_with_grammars(5, *SOME_TREES[tree]), prompts, params, specs, [reasoning] * 12)
+    sequences = run(
+        engine_with_grammars(5, *SOME_TREES[tree]), prompts, params, specs, [reasoning] * 12
+    )
     assert_equal(sequences, plain)
     for s in sequences:
         num_thought = s.output_ids.index(AFTER)
@@ -178,7 +198,9 @@ def check(spec: GrammarSpec, text: str) -> None:
 
 
 def test_a_grammar_after_a_token_leaves_what_comes_before_free():
-    params = [SamplingParams(max_tokens=40, temperature=1.0, seed=i, choice=["abna"]) for i in range(24)]
+    params = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=i, choice=["abna"]) for i in range(24)
+    ]
     prompts, late = some_prompts(24, seed=8), '["abna"]'
     sequences = run(engine_with_grammars(8, 12, 4, 4), prompts, params, specs_of(params, late))
     assert_equal(sequences, plain_outputs(prompts, params, late))
@@ -194,7 +216,9 @@ def test_a_grammar_after_a_token_leaves_what_comes_before_free():
 def test_preempted_sequences_keep_their_place():
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
     pattern = "([a-d]12){15,16}"
-    params = [SamplingParams(max_tokens=50, temperature=0.9, seed=i, regex=pattern) for i in range(9)]
+    params = [
+        SamplingParams(max_tokens=50, temperature=0.9, seed=i, regex=pattern) for i in range(9)
+    ]
     engine = engine_with_grammars(4, 8, 3, 4, kv_tokens=160)
     assert_equal(run(engine, prompts, params), plain_outputs(prompts, params))
     assert engine.counters.num_preemptions > 0
@@ -210,13 +234,31 @@ def test_controls_that_leave_no_token_fail_that_sequence_alone(tree):
     assert TEXT.decode(sequences[1].output_ids) == "na12"
 
 
-PATTERNS = ["ab[0-9]x", "(ab?12)+x", "[a-f]{3,5}", "name?(12|ab)*", "[a-c0-9]{1,6}[xyz]", "(na){2}|abc"]
-DRAFTED_BY = ["suffix", "ngram", "eagle2", "eagle2 uniform", "eagle2+suffix", "medusa", "dflash", "auto"]
+PATTERNS = [
+    "ab[0-9]x",
+    "(ab?12)+x",
+    "[a-f]{3,5}",
+    "name?(12|ab)*",
+    "[a-c0-9]{1,6}[xyz]",
+    "(na){2}|abc",
+]
+DRAFTED_BY = [
+    "suffix",
+    "ngram",
+    "eagle2",
+    "eagle2 uniform",
+    "eagle2+suffix",
+    "medusa",
+    "dflash",
+    "auto",
+]
 
 
 def stop_check_of(stops: list[str]) -> Callable[[list[int]], int | None]:
     """Return a check that decodes every prefix of the output."""
-    return lambda ids: next((n for n in range(1, len(ids) + 1) if any(s in TEXT.decode(ids[:n]) for s in stops)), None)
+    return lambda ids: next(
+        (n for n in range(1, len(ids) + 1) if any(s in TEXT.decode(ids[:n]) for s in stops)), None
+    )
 
 
 def some_conflicting(count: int, seed: int) -> list[tuple[SamplingParams, list[str]]]:
@@ -226,10 +268,16 @@ def some_conflicting(count: int, seed: int) -> list[tuple[SamplingParams, list[s
     for i in range(count):
         pattern = rng.choice(PATTERNS)
         used = [t for t in range(3, VOCAB) if re.fullmatch("[a-fmnex-z0-9]+", TEXT.decode([t]))]
-        allowed = [*rng.sample(used, rng.randint(len(used) // 2, len(used))), *([EOS] if rng.random() < 0.5 else [])]
+        allowed = [
+            *rng.sample(used, rng.randint(len(used) // 2, len(used))),
+            *([EOS] if rng.random() < 0.5 else []),
+        ]
         params = SamplingParams(
             allowed_token_ids=rng.choice([None, allowed, allowed]),
-            bad_words=[" ".join([str(token)] * rng.randint(1, 2)) for token in rng.sample(used, rng.choice([0, 0, 2]))],
+            bad_words=[
+                " ".join([str(token)] * rng.randint(1, 2))
+                for token in rng.sample(used, rng.choice([0, 0, 2]))
+            ],
             min_tokens=rng.choice([0, 0, 0, 1, 3]),
             temperature=i % 2,
             seed=i,
@@ -251,18 +299,26 @@ def outcome_of(sequence: Sequence) -> tuple:
     return sequence.output_ids, sequence.finish_reason, None, places, sequence.grammar.is_complete
 
 
-def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_layers: int) -> list[tuple]:
+def outcomes(
+    method: str, cases: list[tuple[SamplingParams, list[str]]], num_layers: int
+) -> list[tuple]:
     name, _, budget = method.partition(" ")
     weights = None
     if name == "eagle3":
         weights = head3()
     elif name not in ("none", "suffix", "ngram"):
         weights = weights_for(name)
-    speculative = SpeculativeConfig(method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4)
-    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, EngineArgs(4, 128))
+    speculative = SpeculativeConfig(
+        method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4
+    )
+    engine = build_engine(
+        llama(num_hidden_layers=num_layers), weights, speculative, EngineArgs(4, 128)
+    )
     engine.grammars = compiler()
     sequences, heard = [], {}
-    for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):
+    for i, ((params, stops), ids) in enumerate(
+        zip(cases, some_prompts(len(cases), seed=2), strict=True)
+    ):
         sequence = sequence_of(str(i), ids, params)
         sequence.stop_check = stop_check_of(stops) if stops else None
         sequence.listener = lambda s=sequence: heard.update({s: list(s.output_ids)})
@@ -273,7 +329,9 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_lay
     assert all(heard.get(s, []) == s.output_ids for s in sequences)
     assert engine.counters.num_output_tokens == sum(len(s.output_ids) for s in sequences)
     for s in sequences:
-        made = 1 + s.stats.num_steps + s.stats.num_accepted_draft_tokens - s.stats.num_discarded_tokens
+        made = (
+            1 + s.stats.num_steps + s.stats.num_accepted_draft_tokens - s.stats.num_discarded_tokens
+        )
         assert len(s.output_ids) == made
     return [outcome_of(s) for s in sequences]
 
@@ -298,13 +356,17 @@ def check_conflicting(method: str, count: int, seed: int) -> None:
 MERGED = ["ngram", "eagle2+suffix"]  # of whose sources auto merges all
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[pytest.mark.slow] * (m in MERGED)) for m in DRAFTED_BY])
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m in MERGED)) for m in DRAFTED_BY]
+)
 def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
     check_conflicting(method, 32, seed=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*DRAFTED_BY, "eagle3", "hydra", "draft_model", "eagle1", "sequoia"])
+@pytest.mark.parametrize(
+    "method", [*DRAFTED_BY, "eagle3", "hydra", "draft_model", "eagle1", "sequoia"]
+)
 def test_outputs_that_end_before_their_dead_ends_are_no_errors(method):
     check_conflicting(method, 1000, seed=1)
 
@@ -320,18 +382,26 @@ def test_parser_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
             self.failed = TEXT.token_to_id("b") in tokens
             return self.real.try_consume_tokens(tokens)
 
-    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, regex="[a-f]{8}") for i in range(16)]
+    params = [
+        SamplingParams(max_tokens=20, temperature=1.0, seed=i, regex="[a-f]{8}") for i in range(16)
+    ]
     prompts = some_prompts(16, seed=4)
     plain = plain_outputs(prompts, params)
     engine = engine_with_grammars(5, *SOME_TREES[tree])
     compiled = engine.grammars.compile_matcher
-    monkeypatch.setattr(engine.grammars, "compile_matcher", lambda spec: FailingMatcher(compiled(spec)))
+    monkeypatch.setattr(
+        engine.grammars, "compile_matcher", lambda spec: FailingMatcher(compiled(spec))
+    )
     sequences = run(engine, prompts, params)
     fails = [TEXT.token_to_id("b") in p.ids for p in plain]
     assert 0 < sum(fails) < 16
     assert [s.error is not None for s in sequences] == fails
     assert {s.error.code for s in sequences if s.error} == {"grammar_limit"}
-    assert all(s.output_ids == p.ids for s, p, fail in zip(sequences, plain, fails, strict=True) if not fail)
+    assert all(
+        s.output_ids == p.ids
+        for s, p, fail in zip(sequences, plain, fails, strict=True)
+        if not fail
+    )
 
 
 def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
@@ -340,7 +410,10 @@ def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
     fitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
     monkeypatch.setattr(engine_module.GrammarChains, "of", lambda batch, most_tokens: None)
     unfitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
-    assert fitted.output_ids == unfitted.output_ids and TEXT.decode(fitted.output_ids) == "abna12name:abna12name:xyz"
+    assert (
+        fitted.output_ids == unfitted.output_ids
+        and TEXT.decode(fitted.output_ids) == "abna12name:abna12name:xyz"
+    )
     assert fitted.stats.num_steps < 0.7 * unfitted.stats.num_steps
 
 

@@ -27,7 +27,10 @@ from tests.support.engines import Oracle, RandomPlanner, differing_rows, some_pa
 from tests.support.toy_models import RoomRecordingPlanner, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]
-METHODS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix"))]
+METHODS = [
+    *FAST,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix")),
+]
 MakeEngine = Callable[..., Engine]
 TREE = dict(max_nodes=8, max_depth=5, top_k=3)
 
@@ -40,13 +43,21 @@ def model() -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def oracle(model) -> Oracle:
     """8 prompts that repeat themselves and one another, some from their start on, decoded by transformers' cache."""
-    rng, params = random.Random(3), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=48)]
+    rng, params = (
+        random.Random(3),
+        [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=48)],
+    )
     phrases = [[rng.randrange(3, 97) for _ in range(rng.randint(2, 9))] for _ in range(6)]
     prompts = [[i for phrase in rng.choices(phrases, k=5) for i in phrase][:28] for _ in params]
-    prompts[::3] = [(phrases[0] * 40)[:40] + ids[:5] for ids in prompts[::3]]  # long enough to share blocks
+    prompts[::3] = [
+        (phrases[0] * 40)[:40] + ids[:5] for ids in prompts[::3]
+    ]  # long enough to share blocks
     plain_model = llama()
     plain_model.set_attn_implementation("sdpa")
-    plain = [reference_decode(plain_model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [
+        reference_decode(plain_model, ids, p, frozenset([2]))
+        for ids, p in zip(prompts, params, strict=True)
+    ]
     return prompts, params, plain
 
 
@@ -56,11 +67,15 @@ def make_engine(model, oracle, tmp_path_factory) -> MakeEngine:
     datastore = tmp_path_factory.mktemp("datastore") / "outputs.parquet"
     pq.write_table(pa.table({"token_ids": [p.ids for p in oracle[2]]}), datastore)
 
-    def make(method: str, num_slots: int, kv_tokens: int | None = None, budget: str = "uniform") -> Engine:
+    def make(
+        method: str, num_slots: int, kv_tokens: int | None = None, budget: str = "uniform"
+    ) -> Engine:
         drawn = dict(datastore=str(datastore)) if method == "rest" else {}
         speculative = SpeculativeConfig(method=method, budget=budget, **TREE, **drawn)
         weights = head() if "eagle2" in method else None
-        return build_engine(model, weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
+        return build_engine(
+            model, weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens)
+        )
 
     return make
 
@@ -129,7 +144,9 @@ def test_steps_without_drafts_are_plain_and_lookups_become_rare(make_engine, ora
     engine = make_engine("ngram", 4)
     engine.drafter = LookupDrafter(EmptyIndex(), TreeBounds(8, 5, 3))
     kinds = (DraftKind.LOOKUPS,)
-    priced = engine.planner = RoomRecordingPlanner(BudgetPlanner(TreeBounds(8, 5, 3), flat(), kinds=kinds), flat())
+    priced = engine.planner = RoomRecordingPlanner(
+        BudgetPlanner(TreeBounds(8, 5, 3), flat(), kinds=kinds), flat()
+    )
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
     later = looks[FIRST_TRIAL_STEPS:]
@@ -154,7 +171,9 @@ def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
 def test_a_text_that_repeats_itself_is_drafted(method):
     """The embedded target goes in circles when told to go on; tau counts the bonus token, so that 1 is plain."""
     pair = build_engine_from_config(
-        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), EngineArgs(2)
+        ModelConfig(max_model_len=512),
+        SpeculativeConfig(method=method, budget="uniform", **TREE),
+        EngineArgs(2),
     )
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": "Write a list of animals."}])
     sequences = run(pair.engine, [ids] * 2, [SamplingParams(max_tokens=64, ignore_eos=True)] * 2)

@@ -26,10 +26,14 @@ engine = AsyncEngine(OneProduct())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc"
+)
 @pytest.mark.parametrize(("told", "threads"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_the_engines_thread_uses_what_was_set(told, threads):
     env = os.environ | {"OMP_NUM_THREADS": str(told)}
     script = COUNT_TASKS.format(threads=threads)
-    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert int(out) == threads - 1

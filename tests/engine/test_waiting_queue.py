@@ -6,8 +6,15 @@ import pytest
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.waiting_queue import PATIENCE, TURN, FirstComeQueue, LengthEstimate, ThroughputQueue
-from eagle_ray.kv.block_manager import BlockManager, split_blocks
+from eagle_ray.engine.waiting_queue import (
+    MAX_PASSED_WINDOWS,
+    ORDERED_AT_ONCE,
+    FirstComeQueue,
+    LengthEstimate,
+    ThroughputQueue,
+)
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.prefix_cache import split_blocks
 from eagle_ray.requests.parameters import SamplingParams
 
 SIZE = 4
@@ -24,7 +31,9 @@ class RegroupedQueue(ThroughputQueue):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        self._hashes_of[sequence] = [hash(block) for block in split_blocks(sequence.prompt_ids, self._block_size)]
+        self._hashes_of[sequence] = [
+            hash(block) for block in split_blocks(sequence.prompt_ids, self._block_size)
+        ]
         self._is_grouped = False
 
     def _waiting_of(self, sequence: Sequence) -> list[Sequence]:
@@ -42,8 +51,12 @@ class RegroupedQueue(ThroughputQueue):
         return [each for each in self._entries if each in members]
 
 
-def sequence(name: str, ids: list[int] | None = None, max_tokens: int = 100, category: str = "", **params) -> Sequence:
-    made = Sequence(name, ids or [1], SamplingParams(max_tokens=max_tokens, **params), category=category)
+def sequence(
+    name: str, ids: list[int] | None = None, max_tokens: int = 100, category: str = "", **params
+) -> Sequence:
+    made = Sequence(
+        name, ids or [1], SamplingParams(max_tokens=max_tokens, **params), category=category
+    )
     made.max_tokens = max_tokens
     return made
 
@@ -81,7 +94,11 @@ def test_a_prompt_that_shares_less_than_half_is_of_another_group():
     half, less = base[: 2 * SIZE] + [90] * 2 * SIZE, base[:SIZE] + [91] * 3 * SIZE
     others = [sequence(str(i)) for i in range(6)]
     queue = queue_of(
-        sequence("base", base), sequence("between"), sequence("less", less), sequence("half", half), *others
+        sequence("base", base),
+        sequence("between"),
+        sequence("less", less),
+        sequence("half", half),
+        *others,
     )
     assert drained(queue)[:4] == ["base", "half", "between", "less"]
 
@@ -98,7 +115,9 @@ def test_lengths_are_those_of_finished_sequences_of_the_category():
     for _ in range(20):
         lengths.observe(finished_sequence("short", 10))
         lengths.observe(finished_sequence("long", 90))
-    short, long, new = (lengths.expected(sequence("a", category=c)) for c in ("short", "long", "new"))
+    short, long, new = (
+        lengths.expected(sequence("a", category=c)) for c in ("short", "long", "new")
+    )
     assert short < 15 and long > 85 and new == 50
     assert lengths.expected(sequence("a", max_tokens=30, category="long")) == 30
     assert lengths.expected(sequence("a", category="short", ignore_eos=True)) == 100
@@ -122,7 +141,11 @@ def test_short_sequence_is_not_delayed_forever_by_longer_ones():
     for i in range(600):
         queue.add(sequence(f"new{i}", max_tokens=50, ignore_eos=True))
         passed.append(queue.pop().request_id)
-    assert PATIENCE * 200 < passed.index("short") < PATIENCE * 200 + TURN + 2
+    assert (
+        MAX_PASSED_WINDOWS * 200
+        < passed.index("short")
+        < MAX_PASSED_WINDOWS * 200 + ORDERED_AT_ONCE + 2
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -134,7 +157,11 @@ def test_the_order_is_that_of_grouping_all_entries_anew(seed):
         arriving = source.random() < (0.8 if i % 500 < 250 else 0.2)
         for _ in range(source.randint(1, 4) if arriving else 0):
             ids = [source.randrange(2) for _ in range(source.randrange(7))]
-            new = sequence(str(i), [x for x in ids for _ in range(SIZE)] + [i], max_tokens=source.randrange(1, 99))
+            new = sequence(
+                str(i),
+                [x for x in ids for _ in range(SIZE)] + [i],
+                max_tokens=source.randrange(1, 99),
+            )
             new.category = source.choice("ab")
             waiting.append(new)
             for queue in queues:
@@ -169,7 +196,9 @@ def test_every_sequence_leaves_the_queue_exactly_once(make):
     source, queue, left, out = random.Random(3), make(), [], []
     for i in range(400):
         if source.random() < 0.6:
-            left.append(sequence(str(i), prompt(source.randrange(4), i), max_tokens=source.randrange(1, 99)))
+            left.append(
+                sequence(str(i), prompt(source.randrange(4), i), max_tokens=source.randrange(1, 99))
+            )
             queue.add(left[-1])
         elif left:
             assert queue.first() in left

@@ -13,8 +13,9 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import controlled_logits
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls
+from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls
 from eagle_ray.sampling.grammar_state import pack_tokens, unpack_tokens
+from eagle_ray.sampling.reasoning_budget import ReasoningIds
 
 VOCAB = 53
 Controls = tuple[SamplingParams, WordIds]
@@ -58,11 +59,17 @@ def random_controls(rng: random.Random) -> Controls:
 def test_paths_are_adjusted_as_committed_tokens_are():
     rng = random.Random(0)
     for _ in range(300):
-        controls, prompt, tokens = random_controls(rng), random_ids(rng, 1, 12), random_ids(rng, 0, 10)
+        controls, prompt, tokens = (
+            random_controls(rng),
+            random_ids(rng, 1, 12),
+            random_ids(rng, 0, 10),
+        )
         cut = rng.randint(0, len(tokens))
         logits = torch.randn(VOCAB) * 4
         result = adjusted_logits(logits, controls, prompt, tokens[:cut], tokens[cut:])
-        torch.testing.assert_close(result, controlled_logits(logits, *controls, prompt, tokens, ENDS))
+        torch.testing.assert_close(
+            result, controlled_logits(logits, *controls, prompt, tokens, ENDS)
+        )
 
 
 @pytest.mark.parametrize("num_paths", [500, pytest.param(1500, marks=pytest.mark.slow)])
@@ -73,7 +80,9 @@ def test_a_forced_token_is_a_function_of_the_path(num_paths):
         some = lambda low, high: tuple(rng.randrange(3) for _ in range(rng.randint(low, high)))  # noqa: E731
         openings = tuple({some(1, 2) for _ in range(rng.choice([0, 0, 1, 2]))})
         markers = ReasoningIds(openings, tuple({some(1, 3) for _ in range(rng.randint(1, 2))}))
-        params = SamplingParams(thinking_budget=rng.randint(0, 6), allowed_token_ids=rng.choice([None, [0, 1, 2, 9]]))
+        params = SamplingParams(
+            thinking_budget=rng.randint(0, 6), allowed_token_ids=rng.choice([None, [0, 1, 2, 9]])
+        )
         tokens, logits = list(some(0, 9)), torch.randn(VOCAB)
         cut, words = rng.randint(0, len(tokens)), ((0, 1), (2, 0, 2))
         state = ControlState(params, words, [5], ENDS, VOCAB, reasoning=markers)
@@ -124,12 +133,18 @@ def test_the_adjustments_are_those_of_transformers(seed):
         ]
     )
     controls = some_controls(
-        repetition_penalty=1.4, logit_bias=bias, allowed_token_ids=allowed, bad_words=words, min_tokens=5
+        repetition_penalty=1.4,
+        logit_bias=bias,
+        allowed_token_ids=allowed,
+        bad_words=words,
+        min_tokens=5,
     )
     logits = torch.randn(VOCAB) * 4
     expected = processors(torch.tensor([prompt + output]), logits.clone()[None])[0]
     cut = rng.randint(0, len(output))
-    torch.testing.assert_close(adjusted_logits(logits, controls, prompt, output[:cut], output[cut:]), expected)
+    torch.testing.assert_close(
+        adjusted_logits(logits, controls, prompt, output[:cut], output[cut:]), expected
+    )
 
 
 def test_counting_penalties_are_openais():
@@ -143,7 +158,9 @@ def test_counting_penalties_are_openais():
 
 def test_words_yield_before_no_token_is_left():
     controls = some_controls(allowed_token_ids=[5, 6], bad_words=[[5, 5], [5, 6]])
-    assert adjusted_logits(torch.zeros(VOCAB), controls, [5], [], []).isfinite().nonzero().flatten().tolist() == [5, 6]
+    assert adjusted_logits(
+        torch.zeros(VOCAB), controls, [5], [], []
+    ).isfinite().nonzero().flatten().tolist() == [5, 6]
     assert adjusted_logits(torch.zeros(VOCAB), controls, [9], [], [6]).isfinite().sum() == 2
 
 
@@ -158,7 +175,9 @@ def test_nothing_asked_for_is_no_controls():
     assert not has_controls(SamplingParams(), ())
     assert not has_controls(SamplingParams(thinking_budget=0), ())
     assert has_controls(SamplingParams(thinking_budget=0), (), ReasoningIds((), ((4,),)))
-    assert not has_controls(SamplingParams(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0), ())
+    assert not has_controls(
+        SamplingParams(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0), ()
+    )
 
 
 @pytest.mark.parametrize(

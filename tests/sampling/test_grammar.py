@@ -14,7 +14,12 @@ from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling import parser_budget
-from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.grammar import (
+    MAX_GBNF_RULES,
+    MAX_GRAMMAR_CHARS,
+    GrammarCompiler,
+    GrammarSpec,
+)
 from eagle_ray.sampling.grammar_state import GrammarState
 from tests.support.schemas import LimitedMatcher
 
@@ -68,12 +73,17 @@ def test_what_a_schema_allows_is_valid_by_the_schema(compiler, seed):
 def test_choices_and_patterns(compiler):
     choice = GrammarSpec("choice", json.dumps(["yes", 'a "no"']))
     assert {written_text(compiler.start(choice), seed) for seed in range(12)} == {"yes", 'a "no"'}
-    assert all(len(written_text(compiler.start(GrammarSpec("regex", "[a-c]{3}")), seed)) == 3 for seed in range(5))
+    assert all(
+        len(written_text(compiler.start(GrammarSpec("regex", "[a-c]{3}")), seed)) == 3
+        for seed in range(5)
+    )
     lark = GrammarSpec("grammar", 'start: "x" ("," "x")*')
     assert set(written_text(compiler.start(lark), 1)) <= {"x", ","}
     anything = [compiler.start(GrammarSpec("json_object")) for _ in range(8)]
     texts = [written_text(state, seed, 400) for seed, state in enumerate(anything)]
-    complete = [json.loads(text) for text, state in zip(texts, anything, strict=True) if state.is_complete]
+    complete = [
+        json.loads(text) for text, state in zip(texts, anything, strict=True) if state.is_complete
+    ]
     assert complete and all(isinstance(value, dict) for value in complete)
 
 
@@ -109,7 +119,10 @@ def test_grammars_are_written_in_larks_syntax_or_gbnf(compiler):
     lark = 'start: item ("," item)?\nitem: /[a-c]/'
     gbnf = '# two rules\nroot ::= item ("," item)?\nitem ::= [a-c]'
     for seed in range(4):
-        texts = {written_text(compiler.start(GrammarSpec("grammar", source)), seed) for source in (lark, gbnf)}
+        texts = {
+            written_text(compiler.start(GrammarSpec("grammar", source)), seed)
+            for source in (lark, gbnf)
+        }
         assert len(texts) == 1
     with pytest.raises(RequestError, match=r"^grammar: not GBNF: .*missing"):
         compiler.start(GrammarSpec("grammar", "root ::= missing"))
@@ -141,7 +154,9 @@ def test_no_mask_is_computed_below_a_dead_end(compiler):
             self.failed = True
 
     [token] = encode("a")
-    state = GrammarState(FailingMatcher(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
+    state = GrammarState(
+        FailingMatcher(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END]
+    )
     state.tree_masks([0, token, token, token], [-1, 0, 1, 2])
     assert len(masks) == 2  # of the root, with the tree and alone
     assert state.dead_end_in([token]).num_tokens == 0
@@ -169,7 +184,9 @@ def test_outputs_add_to_the_bytes_of_their_grammar(monkeypatch):
     """Masks that take longer than usual make lexer states, which the kept grammar holds."""
     monkeypatch.setattr(parser_budget, "USUAL_S", 0.0)
     compiler = GrammarCompiler(FILE.read_text, VOCAB, [END])
-    parts = "|".join(rf"(.|\n)*{letter}(.|\n){{{n}}}" for letter, n in zip("abc", (300, 230, 250), strict=True))
+    parts = "|".join(
+        rf"(.|\n)*{letter}(.|\n){{{n}}}" for letter, n in zip("abc", (300, 230, 250), strict=True)
+    )
     state = compiler.start(GrammarSpec("regex", f"({parts}){{2}}"))
     before = compiler.num_bytes
     for token in encode("a b c a cab is here, and abc"):
@@ -193,13 +210,20 @@ def encode(text: str) -> list[int]:
 
 def predicted(state, most: int) -> tuple[str, list[bool]]:
     tokens = state.predicted_tokens(most)
-    text = Tokenizer.from_file(str(FILE)).decode([token for token, _ in tokens], skip_special_tokens=False)
+    text = Tokenizer.from_file(str(FILE)).decode(
+        [token for token, _ in tokens], skip_special_tokens=False
+    )
     return text, [is_forced for _, is_forced in tokens]
 
 
 def test_predicted_tokens_are_forced_ones_or_ones_seen_before(compiler):
-    schema = {"properties": {"color": {"enum": ["red"]}, "size": {"enum": [7]}}, "required": ["color", "size"]}
-    spec = GrammarSpec("json_schema", json.dumps(schema | {"type": "object", "additionalProperties": False}))
+    schema = {
+        "properties": {"color": {"enum": ["red"]}, "size": {"enum": [7]}},
+        "required": ["color", "size"],
+    }
+    spec = GrammarSpec(
+        "json_schema", json.dumps(schema | {"type": "object", "additionalProperties": False})
+    )
     ids = [*encode('{ "color": "red",\n"size": 7}'), END]
 
     first = compiler.start(spec)
@@ -262,8 +286,19 @@ FREE = {"type": "object", "additionalProperties": {"type": "string", "maxLength"
         (FREE | {"minProperties": 2}, True),
         (FREE | {"minProperties": 1}, False),
         (FREE | {"minProperties": 3, "required": ["a", "b"]}, False),
-        ({"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": False}, True),
-        ({"minProperties": 1, "properties": {"a": {}}, "required": ["a"], "additionalProperties": False}, False),
+        (
+            {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": False},
+            True,
+        ),
+        (
+            {
+                "minProperties": 1,
+                "properties": {"a": {}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+            False,
+        ),
         ({"properties": {"minProperties": {"type": ["object", "null"], "minProperties": 2}}}, True),
         ({"properties": {"minProperties": {"const": 5}}, "required": ["minProperties"]}, False),
     ],
@@ -271,7 +306,9 @@ FREE = {"type": "object", "additionalProperties": {"type": "string", "maxLength"
 def test_min_properties_met_by_duplicate_keys_is_refused(compiler, schema, is_refused):
     spec = GrammarSpec("json_schema", json.dumps(schema))
     if is_refused:
-        with pytest.raises(RequestError, match=r"json_schema: minProperties: \d is not supported") as error:
+        with pytest.raises(
+            RequestError, match=r"json_schema: minProperties: \d is not supported"
+        ) as error:
             compiler.start(spec)
         assert error.value.code == "bad_grammar"
         return
@@ -316,7 +353,9 @@ def test_a_grammar_of_blank_lines_is_refused_at_once(compiler):
 def test_a_source_has_a_limit(compiler, name, most, monkeypatch):
     monkeypatch.setattr(module, "matcher_of", lambda spec, tokenizer: pytest.fail("compiled"))
     kind = "grammar" if name == "tools" else name
-    with pytest.raises(RequestError, match=rf"^{name}: must be at most {most} characters, got {most + 1}\. "):
+    with pytest.raises(
+        RequestError, match=rf"^{name}: must be at most {most} characters, got {most + 1}\. "
+    ):
         compiler.start(GrammarSpec(kind, "x" * (most + 1), param=name))
 
 
@@ -344,7 +383,11 @@ def test_rules_that_lead_to_one_another_do_not_end_the_process(compiler):
 
 def test_compilations_past_their_time_limit_count(monkeypatch):
     """As many as may run together have not ended: a further one is refused, and tried anew afterwards."""
-    compiler, released, ended = GrammarCompiler(FILE.read_text, VOCAB, [END]), threading.Event(), threading.Semaphore(0)
+    compiler, released, ended = (
+        GrammarCompiler(FILE.read_text, VOCAB, [END]),
+        threading.Event(),
+        threading.Semaphore(0),
+    )
 
     def never(spec, tokenizer):
         released.wait(60)

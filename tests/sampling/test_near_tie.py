@@ -28,7 +28,12 @@ def sampled_tokens(logits: torch.Tensor, params: SamplingParams, position: int) 
 @pytest.mark.parametrize(
     ("temperature", "filters"),
     [
-        pytest.param(temperature, filters, id=f"{temperature}-{filters}", marks=[pytest.mark.slow] * ((i + j) % 3 > 0))
+        pytest.param(
+            temperature,
+            filters,
+            id=f"{temperature}-{filters}",
+            marks=[pytest.mark.slow] * ((i + j) % 3 > 0),
+        )
         for i, temperature in enumerate([0.3, 1.0, 1.5])
         for j, filters in enumerate(FILTERS)
     ],
@@ -68,10 +73,14 @@ def test_causes_are_told_apart():
 
     params = SamplingParams(temperature=1.0, top_k=1)
     position = next(
-        i for i in range(100) if sampled_tokens(logits[None], SamplingParams(temperature=1.0, top_k=2), i) == [1]
+        i
+        for i in range(100)
+        if sampled_tokens(logits[None], SamplingParams(temperature=1.0, top_k=2), i) == [1]
     )
     assert sampled_tokens(logits[None], params, position) == [0]
-    assert rounding_cause(logits, params, position, 0, 1, 1e-4) == "cut"  # the top two change places
+    assert (
+        rounding_cause(logits, params, position, 0, 1, 1e-4) == "cut"
+    )  # the top two change places
     assert rounding_cause(logits, params, position, 0, 1, 1e-6) is None
 
 

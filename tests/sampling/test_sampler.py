@@ -2,12 +2,19 @@
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.core.sampling_batch import SamplingBatch, as_int64
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.seeds import as_int64, mix64, sample_seed
 from eagle_ray.requests.parameters import GREEDY_BELOW, MAX_TEMPERATURE, SamplingParams
-from eagle_ray.sampling.sampler import gumbel_noise, keyed_hash, mix64, mix64_tensor, process, sample, sample_seed
+from eagle_ray.sampling.noise import gumbel_noise, keyed_hash, mix64_tensor
+from eagle_ray.sampling.sampler import process, sample
 
 MASK = 2**64 - 1
 
@@ -20,7 +27,11 @@ def slow_hash(seed: int, position: int, token: int) -> int:
 def test_mix64_is_splitmix64s_finaliser():
     """The first outputs of splitmix64 seeded with 0, as published: state advances by the golden gamma."""
     gamma = 0x9E3779B97F4A7C15
-    assert [mix64(gamma * i) for i in (1, 2, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [mix64(gamma * i) for i in (1, 2, 3)] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
 
 
 @pytest.mark.parametrize("value", [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
@@ -31,14 +42,16 @@ def test_mix64_on_tensors_equals_mix64_on_integers(value):
 def test_the_hash_is_pinned():
     """Changing the noise changes every sampled output of every run: these numbers are a contract."""
     hashes = keyed_hash(torch.tensor([0, 7, -5]), torch.tensor([0, 12, 999]), torch.arange(4))
-    assert hashes.tolist() == [[slow_hash(s, p, t) for t in range(4)] for s, p in ((0, 0), (7, 12), (-5, 999))]
+    assert hashes.tolist() == [
+        [slow_hash(s, p, t) for t in range(4)] for s, p in ((0, 0), (7, 12), (-5, 999))
+    ]
     assert hashes[1].tolist() == [639153043, 99067993, 803890576, 2567319236]
 
 
 def test_noise_is_finite_at_the_ends_of_the_hash(monkeypatch):
-    from eagle_ray.sampling import sampler as sampling
+    from eagle_ray.sampling import noise as module
 
-    monkeypatch.setattr(sampling, "keyed_hash", lambda *_: torch.tensor([[0, 1, 2**31, 2**32 - 1]]))
+    monkeypatch.setattr(module, "keyed_hash", lambda *_: torch.tensor([[0, 1, 2**31, 2**32 - 1]]))
     noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), torch.arange(4))
     assert noise.isfinite().all() and noise[0].tolist() == sorted(noise[0].tolist(), reverse=True)
 
@@ -47,7 +60,9 @@ def test_noise_is_standard_gumbel():
     """Mean 0.5772 and variance 1.6449 over 4 million values; 6 standard errors: false alarms below 1e-8."""
     noise = gumbel_noise(torch.arange(1000), torch.arange(1000), torch.arange(4000)).double()
     assert abs(noise.mean().item() - 0.57722) < 6 * 1.2825 / 2000
-    assert abs(noise.var().item() - 1.64493) < 6 * 0.0018  # sd of the sample variance: sqrt((4.4 + 2) / 4e6) * 1.645
+    assert (
+        abs(noise.var().item() - 1.64493) < 6 * 0.0018
+    )  # sd of the sample variance: sqrt((4.4 + 2) / 4e6) * 1.645
 
 
 @pytest.mark.parametrize(
@@ -69,7 +84,9 @@ def test_processors_equal_transformers(params):
     wanted = TopKLogitsWarper(params["top_k"])(None, wanted) if "top_k" in params else wanted
     wanted = TopPLogitsWarper(params["top_p"])(None, wanted) if "top_p" in params else wanted
     wanted = MinPLogitsWarper(params["min_p"])(None, wanted) if "min_p" in params else wanted
-    torch.testing.assert_close(process(logits, sampling, torch.zeros(40, dtype=torch.int64)), wanted)
+    torch.testing.assert_close(
+        process(logits, sampling, torch.zeros(40, dtype=torch.int64)), wanted
+    )
 
 
 def test_rows_of_one_pass_keep_their_own_parameters():
@@ -91,20 +108,32 @@ def test_rows_of_one_pass_keep_their_own_parameters():
 def test_a_tiny_temperature_is_greedy(temperature):
     logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(4))
     rows = torch.arange(50)
-    picks = sample(logits, SamplingBatch.of([SamplingParams(temperature=temperature, seed=1)]), rows * 0, rows)
+    picks = sample(
+        logits, SamplingBatch.of([SamplingParams(temperature=temperature, seed=1)]), rows * 0, rows
+    )
     assert picks.tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [GREEDY_BELOW, MAX_TEMPERATURE])
 def test_scores_at_temperature_bounds_are_finite_and_in_order(temperature):
     logits = 30 * torch.randn(20, 97, generator=torch.Generator().manual_seed(4))
-    scores = process(logits, SamplingBatch.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long())
+    scores = process(
+        logits, SamplingBatch.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long()
+    )
     assert scores.isfinite().all()
     assert (scores.gather(1, logits.argsort(-1)).diff() >= 0).all()
 
 
 def test_greedy_ties_go_to_the_lowest_id():
-    assert sample(torch.zeros(1, 9), SamplingBatch.of([SamplingParams()]), torch.tensor([0]), torch.tensor([0])) == 0
+    assert (
+        sample(
+            torch.zeros(1, 9),
+            SamplingBatch.of([SamplingParams()]),
+            torch.tensor([0]),
+            torch.tensor([0]),
+        )
+        == 0
+    )
 
 
 def test_the_pick_follows_the_processed_distribution():
@@ -131,7 +160,6 @@ def test_sample_zero_keeps_the_seed():
         ("top_p", 0.0),
         ("top_k", -2),
         ("min_p", 1.5),
-        ("max_tokens", 0),
         ("temperature", "1"),
         ("temperature", float("inf")),
         ("temperature", 1e308),

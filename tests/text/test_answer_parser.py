@@ -30,7 +30,11 @@ def merged_events(events):
     joined = []
     for event in events:
         last = joined[-1] if joined else None
-        if last and (last.kind, last.index) == (event.kind, event.index) and event.kind not in ("call", "broken"):
+        if (
+            last
+            and (last.kind, last.index) == (event.kind, event.index)
+            and event.kind not in ("call", "broken")
+        ):
             joined[-1] = ChatEvent(last.kind, last.text + event.text, last.index)
         else:
             joined.append(event)
@@ -86,7 +90,11 @@ def test_hermes(text, expected):
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "add", "arguments": {"a": 1',
         '<tool_call>\n{"name": "ad',
-        '<tool_call>\n{"name": "add", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3001 + "\n</tool_call>",
+        '<tool_call>\n{"name": "add", "arguments": '
+        + '{"a":' * 3000
+        + "1"
+        + "}" * 3001
+        + "\n</tool_call>",
     ],
 )
 def test_text_that_only_starts_like_a_call_is_content_unchanged(text):
@@ -130,9 +138,18 @@ def test_llama3_json(text, expected):
     ("text", "expected"),
     [
         (f"[TOOL_CALLS][{ADD}]", Answer("", "", (ADD_CALL,))),
-        (f'[TOOL_CALLS] [{ADD}, {{"name": "f", "arguments": {{}}}}]', Answer("", "", (ADD_CALL, F_CALL))),
-        (f'Well. [TOOL_CALLS][{ADD}, {{"name": "unknown"}}]', Answer('Well. , {"name": "unknown"}]', "", (ADD_CALL,))),
-        ('[TOOL_CALLS]f{}[TOOL_CALLS]add[ARGS]{"a": 1}', Answer("", "", (F_CALL, ToolCall("add", '{"a": 1}')))),
+        (
+            f'[TOOL_CALLS] [{ADD}, {{"name": "f", "arguments": {{}}}}]',
+            Answer("", "", (ADD_CALL, F_CALL)),
+        ),
+        (
+            f'Well. [TOOL_CALLS][{ADD}, {{"name": "unknown"}}]',
+            Answer('Well. , {"name": "unknown"}]', "", (ADD_CALL,)),
+        ),
+        (
+            '[TOOL_CALLS]f{}[TOOL_CALLS]add[ARGS]{"a": 1}',
+            Answer("", "", (F_CALL, ToolCall("add", '{"a": 1}'))),
+        ),
         ("[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}", Answer("", "", (F_CALL,))),
         ("[TOOL_CALLS]get.weather{}", Answer("", "", (ToolCall("get.weather", "{}"),))),
         ("[TOOL_CALLS]unknown{}", Answer("[TOOL_CALLS]unknown{}")),
@@ -176,26 +193,41 @@ def test_calls_in_the_reasoning_are_reasoning():
 def test_without_tools_nothing_is_a_call():
     text = f"<tool_call>{ADD}</tool_call>"
     assert answer("hermes", text, options=ChatOptions()) == Answer(text)
-    assert answer("hermes", text, options=ChatOptions.of({"tools": TOOLS, "tool_choice": "none"})) == Answer(text)
+    assert answer(
+        "hermes", text, options=ChatOptions.of({"tools": TOOLS, "tool_choice": "none"})
+    ) == Answer(text)
 
 
 def test_without_parallel_calls_the_first_that_is_one_is_kept():
     first = ChatOptions.of({"tools": TOOLS, "parallel_tool_calls": False})
     broken = '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>'
-    text = f"{broken}<tool_call>{ADD}</tool_call>" + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text = (
+        f"{broken}<tool_call>{ADD}</tool_call>"
+        + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
     assert answer("hermes", text, options=first) == Answer(broken, "", (ADD_CALL,))
     assert len(answer("hermes", text).calls) == 2
 
 
 def test_a_named_tool_is_the_only_one_that_may_be_called():
-    named = ChatOptions.of({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}})
+    named = ChatOptions.of(
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    )
     text = f"<tool_call>{ADD}</tool_call>"
     assert answer("hermes", text, options=named) == Answer(text)
 
 
 def test_arguments_are_told_as_they_come_after_the_name():
     parser = parser_of("hermes")
-    pieces = ["Hi <tool", '_call>\n{"name": "ad', 'd", "arguments": ', '{"a"', ": 1", "2}", "}\n</tool_call>"]
+    pieces = [
+        "Hi <tool",
+        '_call>\n{"name": "ad',
+        'd", "arguments": ',
+        '{"a"',
+        ": 1",
+        "2}",
+        "}\n</tool_call>",
+    ]
     assert [parser.feed(piece) for piece in pieces] == [
         [ChatEvent("content", "Hi ")],
         [],
@@ -209,19 +241,57 @@ def test_arguments_are_told_as_they_come_after_the_name():
 
 
 PIECES = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+    ),
     *(
         ADD,
         '{"name": "f", "parameters": {}}',
         '{"name": "f", "arguments": {"a": "\\"}\\\\"}}',
         '{"arguments": {}, "name": "f"}',
     ),
-    *("f", "add", "get.weather", "{}", '{"a": 1}', "{", "}", "[", "]", ",", ";", '"', "\\", "\n", " ", "Hello", "é"),
-    *('{"name": "add", "arguments": {bad}}', '{"name": "add", "arguments": {"a": 1}, "x"', '"name"', "<", "\n\n"),
+    *(
+        "f",
+        "add",
+        "get.weather",
+        "{}",
+        '{"a": 1}',
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ";",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "Hello",
+        "é",
+    ),
+    *(
+        '{"name": "add", "arguments": {bad}}',
+        '{"name": "add", "arguments": {"a": 1}, "x"',
+        '"name"',
+        "<",
+        "\n\n",
+    ),
 ]
 
 CALLS = {
-    "hermes": ["<tool_call>\n", f"<tool_call>\n{ADD}\n</tool_call>\n", f"<tool_call>{ADD}}}</tool_call>", "</think>"],
+    "hermes": [
+        "<tool_call>\n",
+        f"<tool_call>\n{ADD}\n</tool_call>\n",
+        f"<tool_call>{ADD}}}</tool_call>",
+        "</think>",
+    ],
     "llama3_json": [f"<|python_tag|>{ADD}", f"; {ADD}", "</think>"],
     "mistral": [
         f"[TOOL_CALLS][{ADD}]",

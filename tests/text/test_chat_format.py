@@ -9,7 +9,15 @@ from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.tokenizers import LLAMA3, MISTRAL, QWEN3, R1, TEMPLATE, special_tokenizer, write_tokenizer
+from tests.support.tokenizers import (
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    R1,
+    TEMPLATE,
+    special_tokenizer,
+    write_tokenizer,
+)
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = ChatOptions.of({"tools": [ADD]})
@@ -31,13 +39,19 @@ TOOLS = ChatOptions.of({"tools": [ADD]})
 )
 def test_parsers_by_the_template(template, tool_parser, reasoning_parser):
     chat_format = ChatFormat.of(template, "auto", "auto")
-    assert (chat_format.tool_parser, chat_format.reasoning_parser) == (tool_parser, reasoning_parser)
+    assert (chat_format.tool_parser, chat_format.reasoning_parser) == (
+        tool_parser,
+        reasoning_parser,
+    )
     assert ChatFormat.of(template, "mistral", "deepseek_r1").tool_parser == "mistral"
     assert ChatFormat.of(template, "none", "none").markers == ()
 
 
 def test_an_unknown_parser_is_refused_by_name():
-    for key, names in (("tool_parser", "hermes, llama3_json, mistral"), ("reasoning_parser", "qwen3, deepseek_r1")):
+    for key, names in (
+        ("tool_parser", "hermes, llama3_json, mistral"),
+        ("reasoning_parser", "qwen3, deepseek_r1"),
+    ):
         settings = {f"model.{key}": "hermez", "input.path": "a.jsonl", "output.path": "o"}
         with pytest.raises(ConfigError, match=rf"model\.{key}.*{names}"):
             load_config(None, env={}, overrides=settings)
@@ -46,14 +60,22 @@ def test_an_unknown_parser_is_refused_by_name():
 def test_ids_of_calls_fit_their_template_and_name_their_answer():
     hermes, mistral = ChatFormat("hermes"), ChatFormat("mistral")
     [call] = hermes.openai_calls([ToolCall("add", "{}")], "q1/0")
-    assert call == {"id": call["id"], "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    assert call["id"].startswith("call_") and call["id"] == hermes.call_id("q1/0", 0) != hermes.call_id("q1/1", 0)
+    assert call == {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "add", "arguments": "{}"},
+    }
+    assert call["id"].startswith("call_") and call["id"] == hermes.call_id(
+        "q1/0", 0
+    ) != hermes.call_id("q1/1", 0)
     assert len(mistral.call_id("q1/0", 0)) == 9 and mistral.call_id("q1/0", 0).isalnum()
 
 
 def test_special_token_markers_are_visible_to_the_parser_alone(tmp_path):
     tokenizer = special_tokenizer(tmp_path, MISTRAL, "[TOOL_CALLS]", "[OTHER]")
-    ids = tokenizer.encode('[TOOL_CALLS][{"name": "add", "arguments": {}}][OTHER]', add_special_tokens=False)
+    ids = tokenizer.encode(
+        '[TOOL_CALLS][{"name": "add", "arguments": {}}][OTHER]', add_special_tokens=False
+    )
     assert tokenizer.decode(ids) == '[{"name": "add", "arguments": {}}]'
     text = tokenizer.with_markers().final_text([*ids, 1], [])
     assert text == '[TOOL_CALLS][{"name": "add", "arguments": {}}]'
@@ -85,7 +107,8 @@ def test_history_with_calls_and_results_renders_in_each_template(tmp_path, templ
 
 
 @pytest.mark.parametrize(
-    ("template", "message"), [(TEMPLATE, "does not read them"), ("{{ tools }}", r"Set model\.tool_parser to hermes")]
+    ("template", "message"),
+    [(TEMPLATE, "does not read them"), ("{{ tools }}", r"Set model\.tool_parser to hermes")],
 )
 def test_tools_that_cannot_be_used_are_refused(tmp_path, template, message):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template))

@@ -33,11 +33,23 @@ CALLS = {
     "llama3_json": '{"name": "add", "parameters": {"a": 1}}',
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
 }
-SPECIAL = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+SPECIAL = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+)
 
 
 def test_what_is_absent_or_null_is_off():
-    assert ChatOptions.of({}) == ChatOptions() == ChatOptions.of(dict.fromkeys(["tools", "tool_choice"]))
+    assert (
+        ChatOptions.of({})
+        == ChatOptions()
+        == ChatOptions.of(dict.fromkeys(["tools", "tool_choice"]))
+    )
     assert not ChatOptions.of({"tools": []}).has_tools
 
 
@@ -46,7 +58,9 @@ def test_the_choice_of_a_tool():
     assert ChatOptions.of(both).callable_names == ("add", "sub")
     assert ChatOptions.of(both | {"tool_choice": "none"}).tools == ()
     assert ChatOptions.of(both | {"tool_choice": "required"}).must_call
-    named = ChatOptions.of(both | {"tool_choice": {"type": "function", "function": {"name": "sub"}}})
+    named = ChatOptions.of(
+        both | {"tool_choice": {"type": "function", "function": {"name": "sub"}}}
+    )
     assert named.must_call and named.callable_names == ("sub",) and named.tools == (ADD, SUB)
 
 
@@ -56,21 +70,42 @@ def test_the_choice_of_a_tool():
         ({"tools": "add"}, "tools: must be a list of tools"),
         ({"tools": [ADD, {"type": "function"}]}, r"tools\[1\]: must be"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: must be"),
-        ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\]\.function\.name: must be 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"tools\[0\]\.function\.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, r"function\.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, r"function\.strict"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            r"tools\[0\]\.function\.name: must be 1 to 64",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            r"tools\[0\]\.function\.name",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            r"function\.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]},
+            r"function\.strict",
+        ),
         ({"tools": [ADD, ADD]}, "'add' is the name of two tools"),
-        ({"tools": [ADD] * (MAX_TOOLS + 1)}, f"tools: must be at most {MAX_TOOLS} tools, got {MAX_TOOLS + 1}"),
+        (
+            {"tools": [ADD] * (MAX_TOOLS + 1)},
+            f"tools: must be at most {MAX_TOOLS} tools, got {MAX_TOOLS + 1}",
+        ),
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice: must be none, auto, required"),
         ({"tools": [ADD], "tool_choice": {"type": "function"}}, "tool_choice: must be"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no tool 'sub'"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "no tool 'sub'",
+        ),
         ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls: must be true or false"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs: must be an object"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs: must be an object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize'"),
-        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs: 'self' is not a value of the template"),
+        (
+            {"chat_template_kwargs": {"self": 1}},
+            "chat_template_kwargs: 'self' is not a value of the template",
+        ),
         ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs: 'conversations'"),
     ],
 )
@@ -85,10 +120,14 @@ def written(request):
     tokenizer, ids = Tokenizer.from_file(str(FILE)), {}
     if request.param != "plain":
         is_special = request.param == "special"
-        tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in SPECIAL])
+        tokenizer.add_tokens(
+            [AddedToken(token, special=is_special, normalized=False) for token in SPECIAL]
+        )
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         for form in TOOL_PARSERS:
-            ids |= TargetTokenizer(fast, None, frozenset([END]), None, ChatFormat(form, "qwen3")).special_marker_ids()
+            ids |= TargetTokenizer(
+                fast, None, frozenset([END]), None, ChatFormat(form, "qwen3")
+            ).special_marker_ids()
         assert ids and max(ids.values()) < VOCAB
     return GrammarCompiler(tokenizer.to_str, VOCAB, [END]), tokenizer, ids
 
@@ -107,9 +146,14 @@ def allows(written, source, text):
 
 
 def test_a_schema_that_a_grammar_cannot_hold_names_the_tool():
-    free = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": 2}}}
+    free = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "minProperties": 2}},
+    }
     options = ChatOptions.of({"tools": [free], "tool_choice": "required"})
-    with pytest.raises(RequestError, match="tools: the parameters of 'f': minProperties: 2 is not supported"):
+    with pytest.raises(
+        RequestError, match="tools: the parameters of 'f': minProperties: 2 is not supported"
+    ):
         tool_grammar(options, "hermes", {})
 
 
@@ -119,7 +163,13 @@ def test_a_required_call_is_a_call_that_fits_its_schema(written, form):
     call = CALLS[form]
     assert allows(written, source, call) and allows(written, source, "\n\n" + call)
     assert allows(written, source, call.replace('"add"', '"f"').replace('"a": 1', '"free": [null]'))
-    for wrong in ("Hello.", call[:-1], call.replace('"a"', '"b"'), call.replace('"add"', '"sub"'), call + "."):
+    for wrong in (
+        "Hello.",
+        call[:-1],
+        call.replace('"a"', '"b"'),
+        call.replace('"add"', '"sub"'),
+        call + ".",
+    ):
         assert not allows(written, source, wrong), wrong
 
 
@@ -156,7 +206,13 @@ def test_strict_tools_leave_an_answer_free_until_it_calls(written, form):
     assert needs_grammar(options) and not needs_grammar(ChatOptions.of({"tools": [F]}))
     source = tool_grammar(options, form, written[2])
     call = CALLS[form]
-    for text in ("", "Hello.", "Say {x}.\n", call, *([f"I add.\n{call}"] if form != "llama3_json" else [])):
+    for text in (
+        "",
+        "Hello.",
+        "Say {x}.\n",
+        call,
+        *([f"I add.\n{call}"] if form != "llama3_json" else []),
+    ):
         assert allows(written, source, text), text
     assert not allows(written, source, call.replace('"a"', '"b"'))
     assert not allows(written, source, call.replace('"add"', '"sub"'))
@@ -178,12 +234,16 @@ def test_the_grammar_begins_after_the_reasoning(written, form):
 @pytest.mark.parametrize("form", TOOL_PARSERS)
 def test_the_parser_reads_whatever_a_grammar_writes(written, form, seed):
     compiler, tokenizer, ids = written
-    options = ChatOptions.of({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False})
+    options = ChatOptions.of(
+        {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    )
     state = compiler.start(GrammarSpec("grammar", tool_grammar(options, form, ids)))
     choose, output = random.Random(seed), []
     while len(output) < 300:
         forced = state.forced_tokens()
-        bits = np.unpackbits(state.tree_masks([0], [-1])[0].view(np.uint8), bitorder="little")[:VOCAB]
+        bits = np.unpackbits(state.tree_masks([0], [-1])[0].view(np.uint8), bitorder="little")[
+            :VOCAB
+        ]
         choices = np.flatnonzero(bits).tolist()
         token = END if END in choices else forced[0] if forced else choose.choice(choices)
         if token == END:
@@ -195,4 +255,8 @@ def test_the_parser_reads_whatever_a_grammar_writes(written, form, seed):
     if not state.is_complete:
         pytest.skip("the random text has not ended")
     [call] = answer.calls
-    assert call.name == "add" and json.loads(call.arguments).keys() <= {"a", "b"} and not answer.content.strip()
+    assert (
+        call.name == "add"
+        and json.loads(call.arguments).keys() <= {"a", "b"}
+        and not answer.content.strip()
+    )

@@ -7,12 +7,13 @@ from transformers import AutoTokenizer
 
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError, RequestError
-from eagle_ray.gguf.byte_level_bpe import tokenizer_config
+from eagle_ray.gguf.tokenizer_files import tokenizer_config
 from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
+from eagle_ray.text.chat_template import ChatTemplateError
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import toy_metadata
 from tests.support.tokenizers import QWEN3, R1, write_named
 
@@ -22,11 +23,17 @@ TOOLS = ChatOptions.of({"tools": [ADD]})
 DEFAULT = "[D]{{ messages[0].content }}"
 PRINTS_TOOLS = "[D]{{ tools }}"
 TOOL_USE = "[T]{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}{# <tool_call> <think> #}"
-NAMED = {"default": DEFAULT, "tool_use": TOOL_USE, "rag": "[R]{{ messages[0].content }}{# </think> #}"}
+NAMED = {
+    "default": DEFAULT,
+    "tool_use": TOOL_USE,
+    "rag": "[R]{{ messages[0].content }}{# </think> #}",
+}
 
 
 @pytest.mark.parametrize("layout", ["list", "files"])
-@pytest.mark.parametrize("templates", [NAMED, NAMED | {"default": PRINTS_TOOLS}, {"default": QWEN3}])
+@pytest.mark.parametrize(
+    "templates", [NAMED, NAMED | {"default": PRINTS_TOOLS}, {"default": QWEN3}]
+)
 def test_prompts_are_those_of_transformers(tmp_path, layout, templates):
     text = Tokenizer.load(write_named(tmp_path / "t", templates, layout))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
@@ -45,7 +52,9 @@ def test_a_name_in_the_configuration_is_the_one_template(tmp_path, layout):
     with pytest.raises(RequestError, match="template does not read them"):
         text.render_chat(HI, options=TOOLS)
     assert Tokenizer.load(directory, "tool_use").render_chat(HI, options=TOOLS) == "[T]addHi"
-    with pytest.raises(ChatTemplateError, match=r"no chat template 'rga'\. Name one of its own \(default, .*rag"):
+    with pytest.raises(
+        ChatTemplateError, match=r"no chat template 'rga'\. Name one of its own \(default, .*rag"
+    ):
         Tokenizer.load(directory, "rga")
 
 
@@ -53,7 +62,7 @@ def test_configurations_take_names_and_refuse_paths(tmp_path):
     paths = {"input.path": "a.jsonl", "output.path": "out", "model.target": "embedded:tiny"}
     given = load_config(None, env={}, overrides=paths | {"model.chat_template": "rag"})
     assert given.model.chat_template == "rag"
-    with pytest.raises(ConfigError, match=r"got './rag' \(No such file"):
+    with pytest.raises(ConfigError, match=r"'./rag' cannot be read \(No such file"):
         load_config(None, env={}, overrides=paths | {"model.chat_template": "./rag"})
 
 
@@ -62,7 +71,11 @@ def test_parsers_are_those_of_the_template_of_the_conversation(tmp_path, make_jo
     config = make_job()
     plain = Request(id="a", source_file="a", row_index=0, messages=json.dumps(HI))
     with_tools = Request(
-        id="b", source_file="a", row_index=1, messages=json.dumps(HI), chat={"tools": json.dumps([ADD])}
+        id="b",
+        source_file="a",
+        row_index=1,
+        messages=json.dumps(HI),
+        chat={"tools": json.dumps([ADD])},
     )
     readers = [answer_reader(request, config, text) for request in (plain, with_tools)]
     found = [(r.has_parts, r.tokenizer.chat_format.tool_parser) for r in readers]
@@ -89,7 +102,10 @@ def test_templates_without_a_default_are_named(tmp_path, layout):
 
 
 def test_gguf_files_keep_their_named_templates():
-    metadata = toy_metadata() | {"tokenizer.chat_template": DEFAULT, "tokenizer.chat_template.tool_use": TOOL_USE}
+    metadata = toy_metadata() | {
+        "tokenizer.chat_template": DEFAULT,
+        "tokenizer.chat_template.tool_use": TOOL_USE,
+    }
     assert tokenizer_config(metadata, 64)["chat_template"] == [
         {"name": "default", "template": DEFAULT},
         {"name": "tool_use", "template": TOOL_USE},

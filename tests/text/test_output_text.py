@@ -30,18 +30,24 @@ def shown_text(text: Tokenizer, ids: list[int], stops: list[str]) -> str:
     return text.decode_with_special([i for i in ids if i >= len(SPECIAL) or i in named])
 
 
-def contains_stop(spelled: Callable[[list[int]], str], ids: list[int], stops: list[str], min_tokens: int) -> bool:
+def contains_stop(
+    spelled: Callable[[list[int]], str], ids: list[int], stops: list[str], min_tokens: int
+) -> bool:
     """Whether the whole characters of ids hold a stop string that ends past those of the first min_tokens ids."""
     num_endless = len(spelled(ids[:min_tokens]).rstrip(REPLACEMENT_CHAR))
     whole = spelled(ids).rstrip(REPLACEMENT_CHAR)
     return any(whole.find(stop, max(0, num_endless - len(stop) + 1)) >= 0 for stop in stops)
 
 
-def stop_by_full_decoding(text: Tokenizer, ids: list[int], stops: list[str], min_tokens: int = 0) -> int | None:
+def stop_by_full_decoding(
+    text: Tokenizer, ids: list[int], stops: list[str], min_tokens: int = 0
+) -> int | None:
     """What StopCheck must return: the first prefix that holds a stop string."""
     naming = [stop for stop in stops if any(token in stop for token in SPECIAL)]
     for end in range(min_tokens + 1, len(ids) + 1):
-        is_named = contains_stop(lambda some: shown_text(text, some, naming), ids[:end], naming, min_tokens)
+        is_named = contains_stop(
+            lambda some: shown_text(text, some, naming), ids[:end], naming, min_tokens
+        )
         if is_named or contains_stop(text.decode, ids[:end], stops, min_tokens):
             return end
     return None
@@ -56,7 +62,11 @@ def outputs(draw, text: Tokenizer) -> tuple[list[int], list[str]]:
     stops = []
     for _ in range(draw(st.integers(0, 3))):
         first = draw(st.integers(0, len(ids) - 1))
-        some = [i for i in ids[first : first + draw(st.integers(1, 4))] if i >= len(SPECIAL) or draw(st.booleans())]
+        some = [
+            i
+            for i in ids[first : first + draw(st.integers(1, 4))]
+            if i >= len(SPECIAL) or draw(st.booleans())
+        ]
         spelled = draw(st.sampled_from([text.decode, text.decode_with_special]))(some)
         start = draw(st.integers(0, 3))
         stops += [stop for stop in [spelled[start:].strip(REPLACEMENT_CHAR)] if stop]
@@ -90,7 +100,9 @@ def test_no_stops_no_check(text):
         (["the", " end", "."], ["absent"], None),
     ],
 )
-def test_a_stop_string_ends_with_the_token_that_completes_it(text, pieces, stops, num_kept, per_step):
+def test_a_stop_string_ends_with_the_token_that_completes_it(
+    text, pieces, stops, num_kept, per_step
+):
     tokens = [ids_of(text, piece) for piece in pieces]
     ids = [id for token in tokens for id in token]
     wanted = None if num_kept is None else sum(map(len, tokens[:num_kept]))
@@ -190,7 +202,9 @@ def test_streamed_text_is_always_a_prefix_of_the_final_text(text, num_examples):
         (["cat<|end|>", "<|user|>"], "the cat", "<|user|>"),
     ],
 )
-def test_stop_string_may_name_special_tokens_absent_from_text(text, stops, before, stop, min_tokens):
+def test_stop_string_may_name_special_tokens_absent_from_text(
+    text, stops, before, stop, min_tokens
+):
     ids = [*ids_of(text, "the cat"), USER, *ids_of(text, " sat on")]
     options = TextOptions(min_tokens=min_tokens)
     num_kept = text.stop_check(stops, options)(ids)
@@ -210,17 +224,28 @@ def test_a_stop_string_may_end_in_an_eos_that_is_ignored(text):
 
 
 def test_special_tokens_joined_with_spaces_are_found_as_stops():
-    tokenizer = FastTokenizer(models.WordLevel({"<unk>": 0, "red": 1, "blue": 2, "<sep>": 3}, unk_token="<unk>"))
+    tokenizer = FastTokenizer(
+        models.WordLevel({"<unk>": 0, "red": 1, "blue": 2, "<sep>": 3}, unk_token="<unk>")
+    )
     tokenizer.add_special_tokens(["<sep>"])
     text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
-    for stop, num_kept, before in (("<sep>", 3, "red blue"), ("blue <sep>", 3, "red "), ("<sep> red", 4, "red blue")):
+    for stop, num_kept, before in (
+        ("<sep>", 3, "red blue"),
+        ("blue <sep>", 3, "red "),
+        ("<sep> red", 4, "red blue"),
+    ):
         assert text.stop_check([stop])([1, 2, 3, 1]) == num_kept
         assert text.final_text([1, 2, 3, 1][:num_kept], [stop]) == before
 
 
 def test_a_growing_text_holds_back_no_more_than_it_must(text):
     growing = text.decode_stream(["END", "ENOUGH"])
-    assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == ["a ", "", "ENT", ""]
+    assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == [
+        "a ",
+        "",
+        "ENT",
+        "",
+    ]
     assert growing.end(ids_of(text, "a ENTEN")) == "EN"
 
 
@@ -261,9 +286,9 @@ def test_special_tokens_can_stay_in_the_text(text):
     kept_end = text.final_text(ids, [], TextOptions(skip_special_tokens=False, include_stop=True))
     assert kept_end == text.decode_with_special(ids) != "the cat"
     stream = text.decode_stream([], TextOptions(skip_special_tokens=False))
-    assert stream.grow([USER]) + stream.grow(ids[:-1]) + stream.end([USER, *ids]) == text.decode_with_special(
-        [USER, *ids[:-1]]
-    )
+    assert stream.grow([USER]) + stream.grow(ids[:-1]) + stream.end(
+        [USER, *ids]
+    ) == text.decode_with_special([USER, *ids[:-1]])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ def call_nested(calls: int, function: Callable[[], Any]) -> Any:
     return function() if calls == 0 else call_nested(calls - 1, function)
 
 
-@pytest.mark.parametrize("text", ["{}", "[1, null]", '"x"', deep_json(MAX_JSON_DEPTH), "[" + "{}," * 999 + "{}]"])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1, null]", '"x"', deep_json(MAX_JSON_DEPTH), "[" + "{}," * 999 + "{}]"]
+)
 def test_the_value_is_json_s(text):
     assert parse_json(text) == json.loads(text)
 
@@ -55,7 +57,9 @@ def test_a_whole_pair_is_one_character():
     assert parse_json(r'{"\ud83d\ude00": "\\ud83d"}') == {"😀": r"\ud83d"}
 
 
-@pytest.mark.parametrize("value", [["a", ("b\ud800",)], {"a": {"\ud800": 1}}, {5: "\ud800"}, "\ud800"])
+@pytest.mark.parametrize(
+    "value", [["a", ("b\ud800",)], {"a": {"\ud800": 1}}, {5: "\ud800"}, "\ud800"]
+)
 def test_texts_of_python_values_are_checked_at_every_depth(value):
     with pytest.raises(HalfSurrogate):
         check_texts(value)

@@ -8,8 +8,9 @@ import pytest
 
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.text.chat_format import TEMPLATE_NAMES, template_message
+from eagle_ray.text.chat_template import ChatTemplateError
 from eagle_ray.text.output_text import REPLACEMENT_CHAR
-from eagle_ray.text.tokenizer import MAX_CHARS_PER_TOKEN, ChatTemplateError, Tokenizer
+from eagle_ray.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer
 from tests.support.tokenizers import LFS_POINTER, ids_of, write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -41,7 +42,9 @@ def test_chat_prompt_is_what_the_template_writes_and_no_more(text):
 
 def test_byte_order_mark_of_a_template_file_is_not_in_the_prompt(text, tmp_path, directory):
     (tmp_path / "own.jinja").write_text(text.info()["chat_template"], "utf-8-sig")
-    assert Tokenizer.load(directory, str(tmp_path / "own.jinja")).render_chat(HI) == text.render_chat(HI)
+    assert Tokenizer.load(directory, str(tmp_path / "own.jinja")).render_chat(
+        HI
+    ) == text.render_chat(HI)
 
 
 def test_a_target_without_a_template_refuses_messages(tmp_path, directory):
@@ -66,7 +69,9 @@ def test_what_the_template_refuses_is_the_rows_error(text):
 )
 def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, template):
     (tmp_path / "mine.jinja").write_text(template)
-    with pytest.raises(RequestError, match=r"refuses these messages: (TypeError|RecursionError)") as error:
+    with pytest.raises(
+        RequestError, match=r"refuses these messages: (TypeError|RecursionError)"
+    ) as error:
         Tokenizer.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
     assert error.value.code == "bad_messages"
 
@@ -79,11 +84,17 @@ def test_arguments_that_the_template_refuses_are_named(tmp_path, directory):
     text = Tokenizer.load(directory, str(tmp_path / "mine.jinja"))
 
     def calls(arguments: str) -> list[dict]:
-        return [template_message({"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]})]
+        return [
+            template_message(
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
+            )
+        ]
 
     assert text.render_chat(calls('{"a": 1}')) == "a=1;" and text.render_chat(calls("null")) == ""
     for arguments in ("[1]", "{broken"):
-        with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not"):
+        with pytest.raises(
+            RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not"
+        ):
             text.encode_chat([*HI, *calls(arguments)])
 
 
@@ -105,7 +116,10 @@ VICUNAS_SYSTEM = (
 SPELLED = {
     "vicuna": [
         (HI, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"),
-        (TURNS, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT: Hello!<|eos|>USER: How are you? ASSISTANT:"),
+        (
+            TURNS,
+            f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT: Hello!<|eos|>USER: How are you? ASSISTANT:",
+        ),
         ([SYSTEM, *HI], "<|bos|>Be brief. USER: Hi ASSISTANT:"),
     ],
     "llama-2": [
@@ -120,17 +134,22 @@ SPELLED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "spelled"), [(name, *case) for name, cases in SPELLED.items() for case in cases]
+    ("name", "messages", "spelled"),
+    [(name, *case) for name, cases in SPELLED.items() for case in cases],
 )
 def test_named_templates_render_what_their_targets_trained_on(directory, name, messages, spelled):
     text = Tokenizer.load(directory, name)
     assert text.render_chat(messages) == spelled
     assert text.decode_with_special(text.encode_chat(messages)) == spelled
-    assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
+    assert text.encode_chat(messages).count(BOS) == spelled.count(
+        "<|bos|>"
+    )  # as tokens, and no further one
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
-@pytest.mark.parametrize("messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]])
+@pytest.mark.parametrize(
+    "messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]]
+)
 def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, messages):
     with pytest.raises(RequestError, match="user and assistant take turns") as error:
         Tokenizer.load(directory, name).render_chat(messages)
@@ -157,8 +176,15 @@ def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
             remove_extra_whitespaces=False,
             minloglevel=2,
         )
-    said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"add_bos_token": True, "legacy": False}))
+    said = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(said | {"add_bos_token": True, "legacy": False})
+    )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
     text = Tokenizer.load(tmp_path, "vicuna")
     own = SentencePieceProcessor(model_file=str(trained))
@@ -167,7 +193,9 @@ def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
         assert text.decode(text.encode(words)) == words
     ids = text.encode("日é😀")
     for end in range(len(ids)):  # the marks of a character that is cut off differ
-        assert text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR) == own.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
+        assert text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR) == own.decode(ids[:end]).rstrip(
+            REPLACEMENT_CHAR
+        )
     ids = text.encode_chat(HI)
     assert ids[0] == own.bos_id() and own.bos_id() not in ids[1:]
     assert text.decode(ids) == f"{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"
@@ -182,15 +210,43 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("tokenizer.json", LFS_POINTER, "tokenizer.json is a Git LFS pointer, not the file itself. Run `git lfs pull`"),
-        ("tokenizer.json", '{"model": {"type": "Bigram"}}', "cannot be read from tokenizer.json: .*Download it again"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON: .*Download the model again"),
-        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object, got list"),
+        (
+            "tokenizer.json",
+            LFS_POINTER,
+            "tokenizer.json is a Git LFS pointer, not the file itself. Run `git lfs pull`",
+        ),
+        (
+            "tokenizer.json",
+            '{"model": {"type": "Bigram"}}',
+            "cannot be read from tokenizer.json: .*Download it again",
+        ),
+        (
+            "tokenizer_config.json",
+            "{",
+            "tokenizer_config.json cannot be read as JSON: .*Download the model again",
+        ),
+        (
+            "special_tokens_map.json",
+            "[]",
+            "special_tokens_map.json must hold a JSON object, got list",
+        ),
         ("generation_config.json", LFS_POINTER, "generation_config.json is a Git LFS pointer"),
-        ("generation_config.json", "[]", "generation_config.json must hold a JSON object, got list"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an integer or a list of integers"),
+        (
+            "generation_config.json",
+            "[]",
+            "generation_config.json must hold a JSON object, got list",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "</s>"}',
+            "eos_token_id must be an integer or a list of integers",
+        ),
         ("chat_template.jinja", LFS_POINTER, "chat_template.jinja is a Git LFS pointer"),
-        ("chat_template.jinja", "{% for m in messages %}", "chat template in .* is not a Jinja template: line 1: "),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}",
+            "chat template in .* is not a Jinja template: line 1: ",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, file, content, words):
@@ -227,7 +283,11 @@ def test_an_answer_ends_at_the_tokenizers_eos_and_at_the_configs(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 4}')
     text = Tokenizer.load(tmp_path)
     assert text.eos_ids == {1, 4}
-    assert text.final_text([*ids_of(text, "cat"), 1], []) == text.final_text([*ids_of(text, "cat"), 4], []) == "cat"
+    assert (
+        text.final_text([*ids_of(text, "cat"), 1], [])
+        == text.final_text([*ids_of(text, "cat"), 4], [])
+        == "cat"
+    )
     (tmp_path / "config.json").write_text('{"vocab_size": 3, "eos_token_id": [2, 3]}')
     (tmp_path / "generation_config.json").unlink()
     assert Tokenizer.load(tmp_path).eos_ids == {1, 2}  # 3 is no token of the target
@@ -243,10 +303,14 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatc
     text, seen = Tokenizer.load(directory, max_model_len=50), []
     encode = text.hf_tokenizer.encode
     monkeypatch.setattr(
-        text.hf_tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how)
+        text.hf_tokenizer,
+        "encode",
+        lambda words, **how: seen.append(len(words)) or encode(words, **how),
     )
     for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
-        with pytest.raises(RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50") as error:
+        with pytest.raises(
+            RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50"
+        ) as error:
             ask("é日" * 50_000)
         assert error.value.code == "prompt_too_long" and max(seen) == MAX_CHARS_PER_TOKEN * 50
 
@@ -276,7 +340,9 @@ def test_eos_is_from_config_if_generation_config_is_missing(tmp_path):
 
 def test_a_word_is_spelled_at_the_beginning_and_after_a_space(text):
     for word in ("cat", " cat"):
-        assert text.word_ids(word) == [text.encode(form, add_special_tokens=False) for form in ("cat", " cat")]
+        assert text.word_ids(word) == [
+            text.encode(form, add_special_tokens=False) for form in ("cat", " cat")
+        ]
     assert text.word_ids("\n")[0] == text.encode("\n", add_special_tokens=False)
 
 
