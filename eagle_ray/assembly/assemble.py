@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from eagle_ray.assembly.costs import plan_drafts
+from eagle_ray.assembly.costs import plan_drafts, take_first_steps
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import draft_versions, load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
@@ -33,7 +33,6 @@ from eagle_ray.assembly.tensor_parallel import Rank, launch_ranks, num_ranks
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
-from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import graphs_for
 from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
@@ -51,7 +50,8 @@ log = logging.getLogger("eagle_ray")
 class EngineBundle:
     """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory.
 
-    draft_versions: as of hub.draft_versions; empty if no draft is read.
+    Attributes:
+        draft_versions: as of hub.draft_versions; empty if no draft is read.
     """
 
     engine: Engine
@@ -71,8 +71,11 @@ def build_in_thread(
 ) -> EngineBundle:
     """Build the engine in a thread and run its first steps, so that it can serve at once.
 
-    threads: upper bound of torch's CPU threads. Raises as build_engine_from_config does, and UnfitDevice if
-    require_kernels and Triton's kernels or CUDA graphs do not run.
+    Raises as build_engine_from_config does, and UnfitDevice if require_kernels and Triton's kernels
+    or CUDA graphs do not run.
+
+    Args:
+        threads: upper bound of torch's CPU threads.
     """
 
     def make() -> EngineBundle:
@@ -82,7 +85,7 @@ def build_in_thread(
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
         pair = build_engine_from_config(model, speculative, args, start)
         with start.part("first steps", "taking the first steps"):
-            warm_up(pair.engine)
+            take_first_steps(pair.engine, model, speculative)
         if require_kernels:
             refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
@@ -97,10 +100,13 @@ def build_engine_from_config(
     args: EngineArgs | None = None,
     start: StartLog | None = None,
 ) -> EngineBundle:
-    """Load both models and build their engine. start: times the parts.
+    """Load both models and build their engine.
 
-    Raises ConfigError if a name cannot be found or a length does not fit, EngineError if the files are not a target
-    and its draft, and as build_engine does.
+    Raises ConfigError if a name cannot be found or a length does not fit, EngineError if the files
+    are not a target and its draft, and as build_engine does.
+
+    Args:
+        start: times the parts.
     """
     args = args or EngineArgs()
     start = start or StartLog()
@@ -134,6 +140,9 @@ def build_rank(
     if member is not None:
         with member.waits(start):
             member.agree_on_kernels(causal_lm.device)
+            shape = causal_lm.config.get_text_config(decoder=True)
+            max_rows = args.prefill_tokens_on(causal_lm.device.type)
+            member.reserve_sums(max_rows, shape.hidden_size)
     args = args.within(model_limits(model))
     memory = plan_memory(causal_lm, weights, speculative, args, has_ranks=ranks is not None)
     if member is not None:
@@ -144,10 +153,13 @@ def build_rank(
     if engine.grammars is not None and member is not None and not member.is_leader:
         engine.grammars.has_time_limit = False
     if member is None or member.is_leader:
-        plan_drafts(engine, speculative, start)
+        # Ranks compute the same bits from one state, which a record of one of them would change.
+        plan_drafts(engine, speculative, start, None if member else model)
     if weights is None:
         return EngineBundle(engine, tokenizer, model.target, None, memory)
-    return EngineBundle(engine, tokenizer, model.target, model.draft_name, memory, draft_versions(model))
+    return EngineBundle(
+        engine, tokenizer, model.target, model.draft_name, memory, draft_versions(model)
+    )
 
 
 def build_engine(
@@ -159,8 +171,12 @@ def build_engine(
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
-    weights: what the method reads from model.draft, or None. start: times the parts. Raises ConfigError if
-    args.kv_tokens are too few for one sequence's tree, UnfitDevice if a GPU's memory is too small for one sequence.
+    Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if a GPU's
+    memory is too small for one sequence.
+
+    Args:
+        weights: what the method reads from model.draft, or None.
+        start: times the parts.
     """
     start = start or StartLog()
     memory = plan_memory(causal_lm, weights, speculative, args)
@@ -170,16 +186,22 @@ def build_engine(
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
-    """Return what compiles grammars for the target; it reads the tokenizer for the first one. None without any."""
-    return None if tokenizer is None else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
+    """Return a compiler of grammars for the target, which reads the tokenizer at its first use; None without any."""
+    return (
+        None
+        if tokenizer is None
+        else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
+    )
 
 
 def plain_engine(engine: Engine) -> Engine:
-    """Return an engine of plain decoding over the target and the caches of another; only one of them may run."""
+    """Return an engine for plain decoding that shares another engine's target and caches. Run only one of them."""
     target = engine.target
     drafter = make_drafter(SpeculativeConfig(method="none"), target, None)
     graphs = None if engine.graphs is None else graphs_for(target, drafter)
-    plain = Engine(target, drafter, UniformPlanner(NO_TREE), engine.max_model_len, NO_TREE, graphs=graphs)
+    plain = Engine(
+        target, drafter, UniformPlanner(NO_TREE), engine.max_model_len, NO_TREE, graphs=graphs
+    )
     plain.grammars = engine.grammars
     return plain
 
@@ -202,13 +224,15 @@ def _engine_of(
     capacity = max_model_len + plan.lengths.tree_columns
     target = TargetModel(causal_lm, plan.slots, capacity, plan.kv_tokens, layers, args.stored_kv)
     bounds = NO_TREE if plain else speculative.tree_bounds
+    uses_team = False
     if target.device.type == "cpu":
-        prepare_cpu([causal_lm, weights], plan.slots * bounds.num_nodes, start)
+        uses_team = prepare_cpu(causal_lm, weights, plan.slots * bounds.num_nodes, start)
     drafter = make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     planner = make_planner(speculative, drafter) or UniformPlanner(bounds)
     engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     engine.drafts_grammars = speculative.drafts_grammars
+    engine.uses_team = uses_team
     if member is not None:
         member.join(engine)
     return engine

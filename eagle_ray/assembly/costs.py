@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 
 import torch
 
-from eagle_ray.assembly.model_memory import weight_bytes
+from eagle_ray.assembly.acceptance import keep_acceptance, watch_head
+from eagle_ray.assembly.pair_key import pair_key
 from eagle_ray.attention.backend import backend_name
-from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import RankError
 from eagle_ray.core.start_log import StartLog
-from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, measured_sizes
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, measured_sizes, warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.methods.drafter import Drafter
@@ -30,8 +30,18 @@ log = logging.getLogger("eagle_ray")
 RECORDING = "recording steps as CUDA graphs"
 
 
-def plan_drafts(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> None:
-    """Capture the engine's graphs on a GPU, and let speculative.budget plan its drafts if the method does not."""
+def plan_drafts(
+    engine: Engine,
+    speculative: SpeculativeConfig,
+    start: StartLog,
+    model: ModelConfig | None = None,
+) -> None:
+    """Capture the engine's graphs on a GPU, and let speculative.budget plan its drafts if the method does not.
+
+    Args:
+        model: where the pair was loaded from; then the planner goes on from what is known of its
+            drafts.
+    """
     method = speculative.merged_methods
     is_fixed = plans_alone(method)
     if engine.graphs is not None and engine.target.device.type == "cuda":
@@ -46,6 +56,8 @@ def plan_drafts(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
     if method != "none" and not is_fixed:
         with _plain_if_planner_fails(engine):
             engine.planner = planner_for(engine, speculative, start)
+            if model is not None:
+                keep_acceptance(engine, model, speculative)
 
 
 @contextmanager
@@ -59,6 +71,12 @@ def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
         if not engine.is_intact:
             raise
         engine.drop_planner(error)
+
+
+def take_first_steps(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Take an idle engine's first steps, so that one-time work precedes requests. Drafts count from then on."""
+    warm_up(engine)
+    watch_head(engine, model, speculative)
 
 
 def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> Planner:
@@ -81,7 +99,7 @@ def kinds_of(drafter: Drafter) -> list[DraftKind]:
 
 
 def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
-    """Return the costs that an earlier start kept, or measure them: once, whatever the drafter drafts with."""
+    """Return the costs that an earlier start stored, or measure them."""
     parts = cost_key(engine, speculative)
     seconds = BUDGET_S[engine.target.device.type]
 
@@ -96,20 +114,16 @@ def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -
 def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
     """Return everything that the step costs of this engine depend on, by name: the key of the cost cache."""
     target = engine.target
-    config = target.model.config.to_dict()
-    key: dict[str, object] = {
-        "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
-        "method": speculative.merged_methods,
-        "draft": engine.drafter.cost_key,
+    key = pair_key(engine, speculative) | {
         "dtype": str(target.dtype),
-        "weight_bytes": weight_bytes(target.model),  # quantised weights have the dtype of activations
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else cpu_name(),
         "kernels": backend_name(target.cache),
         "threads": torch.get_num_threads(),
+        "team": engine.uses_team,
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
-        "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
-        "tree": astuple(speculative.tree_bounds),
+        # Not the KV tokens, which differ with a card's free memory.
+        "measured": measured_sizes(engine),
     }
     key |= {} if engine.graphs is None else {"graphs": True}
     return key | ({"kv_dtype": str(target.cache.keys.dtype)} if target.cache.is_rounded else {})

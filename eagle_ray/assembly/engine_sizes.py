@@ -29,13 +29,20 @@ from eagle_ray.models.graphs import pass_rows
 from eagle_ray.models.supported_models import head_dims, kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
-CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
-USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
-CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more where they are sampled
+# Tokens of one sequence, for which a CPU's cache has room if the target takes them.
+CPU_SEQUENCE_TOKENS = 32_768
+USUAL_TOKENS = 1024  # tokens of a sequence for which each slot has room
+# Bytes for each logit besides itself: an fp32 copy, and one more where they are sampled.
+CPU_LOGIT_BYTES = 8
 COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
-SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
-SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
-TARGET_POOLS = 2  # pools of memory in which graphs of the target attend: plain passes, and those over trees
+# Bytes for each logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of
+# controls.
+SLICE_LOGIT_BYTES = 24
+# Bytes for each logit behind which continuations are scored: its fp32 copy and log-probability.
+SCORE_LOGIT_BYTES = 8
+SCORE_BYTES = 10  # bytes of each of MAX_SCORES: the score, in fp32 and as a probability
+# Pools of memory in which graphs of the target attend: plain passes, and those over trees.
+TARGET_POOLS = 2
 DRAFT_POOLS = 2  # more of them if there are drafts: pairs and further levels
 
 
@@ -56,25 +63,35 @@ class ModelLimits:
         """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
         return self.guaranteed if kv_tokens is None else self.max_model_len
 
-    def lengths(self, speculative: SpeculativeConfig, kv_tokens: int | Auto | None) -> SequenceLengths:
+    def lengths(
+        self, speculative: SpeculativeConfig, kv_tokens: int | Auto | None
+    ) -> SequenceLengths:
         """Return the lengths of an engine's sequences for execution.kv_tokens."""
-        return SequenceLengths.of(speculative, self.vocab_size, self.longest(kv_tokens), self.guaranteed)
+        return SequenceLengths.of(
+            speculative, self.vocab_size, self.longest(kv_tokens), self.guaranteed
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """What an engine is to be, its models and its method left out.
+    """Sizes and devices of an engine. Its models and its method are given separately.
 
     Attributes:
         slots: sequences that run at once.
-        max_model_len: tokens of the longest one, prompt and output; None is what the target was made for.
-        kv_tokens: KV tokens of all slots together; None lets every slot be full, and auto fills the memory.
-        guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
+        max_model_len: tokens of the longest one, prompt and output; None is what the target was
+            made for.
+        kv_tokens: KV tokens of all slots together; None lets every slot be full, and auto fills the
+            memory.
+        guaranteed: the length down to which max_model_len is cut if the cache has no room for it;
+            None cuts nothing.
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
         kv_dtype: dtype of the target's KV cache; auto is that of the weights.
         num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
-        tensor_parallel: ranks that share every layer; auto is one for each of several GPUs, if the target can be split.
-        owns_process: this process is the engine's alone, so that it may end if a rank of the engine does.
+        tensor_parallel: ranks that share every layer; auto is one for each of several GPUs, if the
+            target can be split.
+        owns_process: this process is the engine's alone, so that it may end if a rank of the engine
+            does.
+        has_lm_head: logits are computed; without, the target's checkpoint may lack an lm_head.
     """
 
     slots: int | Auto = "auto"
@@ -86,11 +103,23 @@ class EngineArgs:
     kv_dtype: str = "auto"
     tensor_parallel: int | Auto = 1
     owns_process: bool = False
+    has_lm_head: bool = True
 
     @classmethod
-    def of_worker(cls, engines: EnginesConfig, num_gpus: float) -> EngineArgs:
-        """Return the arguments of a worker's engine. num_gpus: the worker's; 0 on CPUs."""
-        prefill_tokens = engines.AUTO_PREFILL_TOKENS if engines.prefill_tokens == "auto" else engines.prefill_tokens
+    def of_worker(
+        cls, engines: EnginesConfig, num_gpus: float, owns_process: bool = False
+    ) -> EngineArgs:
+        """Return the arguments of a worker's engine.
+
+        Args:
+            num_gpus: GPUs of the worker; 0 on CPUs.
+            owns_process: see Attributes.
+        """
+        prefill_tokens = (
+            engines.AUTO_PREFILL_TOKENS
+            if engines.prefill_tokens == "auto"
+            else engines.prefill_tokens
+        )
         return cls(
             slots=engines.slots,
             kv_tokens=engines.kv_tokens,
@@ -98,6 +127,7 @@ class EngineArgs:
             num_gpus=num_gpus or 1,
             kv_dtype=engines.kv_dtype,
             tensor_parallel=engines.tensor_parallel,
+            owns_process=owns_process,
         )
 
     @property
@@ -114,11 +144,17 @@ class EngineArgs:
         """Return the arguments with the lengths of a target, if none are set."""
         if self.max_model_len is not None:
             return self
-        return replace(self, max_model_len=limits.longest(self.kv_tokens), guaranteed=limits.guaranteed)
+        return replace(
+            self, max_model_len=limits.longest(self.kv_tokens), guaranteed=limits.guaranteed
+        )
 
     def prefill_tokens_on(self, device: str) -> int:
         """Return the prompt tokens of a step on a type of device."""
-        return self.prefill_tokens if isinstance(self.prefill_tokens, int) else self.prefill_tokens[device]
+        return (
+            self.prefill_tokens
+            if isinstance(self.prefill_tokens, int)
+            else self.prefill_tokens[device]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +173,11 @@ class SequenceLengths:
 
     @classmethod
     def of(
-        cls, speculative: SpeculativeConfig, vocab_size: int, max_model_len: int, guaranteed: int | None = None
+        cls,
+        speculative: SpeculativeConfig,
+        vocab_size: int,
+        max_model_len: int,
+        guaranteed: int | None = None,
     ) -> SequenceLengths:
         """Return the lengths with the positions of the method's trees."""
         if speculative.merged_methods == "none":
@@ -186,14 +226,17 @@ class EngineSizes:
     Attributes:
         itemsize: bytes of a number.
         vocab_size: vocabulary size of the target.
-        layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies included.
+        layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies
+            included.
         kv_per_token: bytes of a token's keys and values in the caches of target and drafters.
         feature: numbers of a token's feature.
         drafts: bytes that drafters keep for a slot.
-        logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
+        logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds
+            them.
         logit_bytes: bytes of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
-        readings: how Triton's attention may read in the largest pass, which is eager; none if it does not run.
+        readings: how Triton's attention may read in the largest pass, which is eager; none if it
+            does not run.
         graph_pools: in which replayed passes attend, each with memory of its own.
     """
 
@@ -231,7 +274,8 @@ class EngineSizes:
         method, vocab_size = speculative.merged_methods, shape.vocab_size
         kv_numbers_of_layer = kv_elements_per_token(shape)
         kv_itemsize = itemsize if stored_kv is None else stored_kv.itemsize
-        gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize  # it is gathered, then converted
+        # It is gathered, then converted.
+        gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize
         hidden_size, num_layers = shape.hidden_size, shape.num_hidden_layers
         feature = hidden_size * len(layers_read(parts, num_layers) or [0])
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
@@ -241,7 +285,8 @@ class EngineSizes:
             itemsize=itemsize,
             vocab_size=vocab_size,
             layer_kv=gathered * kv_numbers_of_layer,
-            kv_per_token=kv_itemsize * num_layers * kv_numbers_of_layer + itemsize * kv_numbers(parts),
+            kv_per_token=kv_itemsize * num_layers * kv_numbers_of_layer
+            + itemsize * kv_numbers(parts),
             feature=feature,
             drafts=slot_bytes(parts, feature, hidden_size, bounds, itemsize),
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,
@@ -261,9 +306,15 @@ class EngineSizes:
         """Return the bytes of queued features, of a draft and of logits."""
         return self.drafts + self.logit_rows * self.vocab_size * self.logit_bytes
 
+    @property
+    def scores(self) -> int:
+        """Return the bytes of a slice of logits of a pass over continuations, with its log-probabilities."""
+        return SLICE_ROWS * self.vocab_size * (self.itemsize + SCORE_LOGIT_BYTES)
+
     def temporary(self, max_model_len: int) -> int:
         """Return the bytes of gathered contexts, of copied logits and of scores."""
-        longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)  # chunks of a step that are too long for a chain
+        # Chunks of a step that are too long for a chain.
+        longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)
         gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv
         copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
@@ -271,7 +322,8 @@ class EngineSizes:
     def sums(self, lengths: SequenceLengths, slots: int) -> int:
         """Return the bytes of attention's sums over parts of contexts: of eager passes, and in all pools of graphs.
 
-        A replayed pass has the rows of one tree for each slot at most, an eager one those of prompts.
+        A replayed pass has the rows of one tree for each slot at most, an eager one those of
+        prompts.
         """
         num_rows = pass_rows(slots * lengths.tree_columns)
         replayed = [replace(each, num_rows=min(num_rows, each.num_rows)) for each in self.readings]

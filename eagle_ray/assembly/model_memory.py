@@ -3,7 +3,8 @@
     plan_memory(causal_lm, weights, speculative, args)            # a start's: of loaded models
     plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)      # doctor's
 
-On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are auto, and estimated otherwise.
+On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are auto, and estimated
+otherwise.
 """
 
 from __future__ import annotations
@@ -23,29 +24,36 @@ from eagle_ray.assembly.memory_plan import KV_MARGIN, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.gguf.blocks import READERS
+from eagle_ray.gguf.blocks import READERS, BlockType
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
-from eagle_ray.methods.head_files import TensorHeader, read_headers, restored_headers
-from eagle_ray.models.gpu_linears import GpuLinear
+from eagle_ray.methods.head_files import TensorHeader, read_headers, restored_headers, text_headers
+from eagle_ray.models.gpu_linears import INT4_GROUPS, GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
-from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
+from eagle_ray.models.packed_linear import layer_bytes, linear_layers, min_weights_of
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
-from eagle_ray.models.quantized_model import quantization_of, quantized_checkpoint
-from eagle_ray.models.sharded_checkpoint import EMBEDDING, PROJECTION, share_of
+from eagle_ray.models.quantized_model import has_mxfp4, quantization_of, quantized_checkpoint
+from eagle_ray.models.sharded_checkpoint import (
+    BLOCKS,
+    EMBEDDING_WEIGHT,
+    PROJECTION,
+    SCALES,
+    share_of,
+)
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 from eagle_ray.parallel.draft_shards import leave_out
-from eagle_ray.parallel.shard import LM_HEAD, Shard, kv_heads_of, shard_config
+from eagle_ray.parallel.shard import LM_HEAD, Shard, shard_config
 from eagle_ray.storage.model_files import gguf_in
 
 log = logging.getLogger("eagle_ray")
 
 PROFILE_PROMPTS = 8
 LOGIT_ROWS = 1024  # of the largest pass that decodes
-SCALES_OF_K = {"Q4_K": 8 / 32, "Q5_K": 8 / 32, "Q6_K": 8 / 16}  # bytes of a weight's scale and offset in GGUF blocks,
-SCALE_BYTES = 4 / 32  # and in those of other types
-DENSE_SUFFIXES = (".weight", ".bias")  # of tensors that are loaded in the model's dtype if they are floats
+DENSE_SUFFIXES = (
+    ".weight",
+    ".bias",
+)  # of tensors that are loaded in the model's dtype if they are floats
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 
 
@@ -58,9 +66,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the plan of an engine over models in memory, and log a GPU's, whose pass is measured if a setting is auto.
 
-    has_ranks: the target is one rank's part.
+    Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not
+    even one fits.
 
-    Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not even one fits.
+    Args:
+        has_ranks: the target is one rank's part.
     """
     assert args.max_model_len is not None, "`within` sets it to the target's own"
     device, parts = causal_lm.device, drafts_of(weights)
@@ -70,26 +80,41 @@ def plan_memory(
         _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
     itemsize, on_gpu = input_embedding(causal_lm).weight.itemsize, device.type == "cuda"
     kv_dtype = args.stored_kv or cache_dtype(causal_lm)
-    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device), kv_dtype)
+    sizes = EngineSizes.of(
+        shape, parts, speculative, itemsize, on_gpu, not use_triton(device), kv_dtype
+    )
     target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
     of_pass = memory = None
     if on_gpu:
         prefill_tokens = args.prefill_tokens_on("cuda")
         if "auto" in (args.slots, args.kv_tokens):
             of_pass = profile_pass(
-                causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens, args.stored_kv
+                causal_lm,
+                layers_read(parts, shape.num_hidden_layers),
+                prefill_tokens,
+                args.stored_kv,
             )
         else:
             of_pass = _estimated_pass(shape, itemsize, prefill_tokens)
         torch.cuda.empty_cache()
         others_room = weight_bytes(causal_lm, outside=device)
-        memory = DeviceMemory.of_gpu(device, args.gpu_share, target - others_room + draft, others_room)
+        memory = DeviceMemory.of_gpu(
+            device, args.gpu_share, target - others_room + draft, others_room
+        )
     try:
-        plan = MemoryPlan.of(sizes, lengths, target, draft, of_pass, memory).sized(args.slots, args.kv_tokens)
+        plan = MemoryPlan.of(sizes, lengths, target, draft, of_pass, memory).sized(
+            args.slots, args.kv_tokens
+        )
     except EngineError as error:
-        in_turn = "; or set tensor_parallel to 1, which places layers on GPUs in turn" if has_ranks else ""
+        in_turn = (
+            "; or set tensor_parallel to 1, which places layers on GPUs in turn"
+            if has_ranks
+            else ""
+        )
         raise UnfitDevice(f"{error}{in_turn}") from error
-    log.log(logging.INFO if on_gpu else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
+    log.log(
+        logging.INFO if on_gpu else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe()
+    )
     return plan
 
 
@@ -105,7 +130,7 @@ def plan_checkpoint(
     process: int = 0,
     num_ranks: int = 1,
 ) -> MemoryPlan | None:
-    """Return the plan of one worker of a job, or of one of its ranks; None if weights are missing. None are read.
+    """Return the memory plan of one worker, or of one rank, by its files. None if weights are missing.
 
     Args:
         target, drafts: directories.
@@ -132,12 +157,16 @@ def plan_checkpoint(
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
     args = EngineArgs.of_worker(execution, num_gpus=1)
-    sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores, args.stored_kv)
+    sizes = EngineSizes.of(
+        shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores, args.stored_kv
+    )
     of_pass = None
     if on_gpu:
         of_pass = _estimated_pass(shape, dtype.itemsize, args.prefill_tokens_on("cuda"))
     else:
-        target_bytes += 0 if gguf_in(target) or num_ranks > 1 else _packed_copy(target, shape, dtype)
+        target_bytes += (
+            0 if gguf_in(target) or num_ranks > 1 else _packed_copy(target, shape, dtype)
+        )
     plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
     try:
         return plan.sized(execution.slots, execution.kv_tokens)
@@ -158,7 +187,9 @@ def _check_kv_tokens(kv_tokens: int, tree_columns: int) -> None:
 def model_text(causal_lm: CausalLM) -> str:
     """Return the size and dtype of a model, such as "8B bfloat16"."""
     quantised = [module for module in causal_lm.modules() if isinstance(module, GpuLinear)]
-    number = sum(p.numel() for p in causal_lm.parameters()) + sum(x.in_features * x.out_features for x in quantised)
+    number = sum(p.numel() for p in causal_lm.parameters()) + sum(
+        x.in_features * x.out_features for x in quantised
+    )
     dtype = input_embedding(causal_lm).weight.dtype
     size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
     return f"{size} {str(dtype).removeprefix('torch.')}"
@@ -167,7 +198,9 @@ def model_text(causal_lm: CausalLM) -> str:
 def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
     """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
     assert args.max_model_len is not None, "`within` sets it to the target's own"
-    tokens = usual_slots(args.slots, on_gpu=True) * (USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len)
+    tokens = usual_slots(args.slots, on_gpu=True) * (
+        USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len
+    )
     if isinstance(args.kv_tokens, int):
         tokens = args.kv_tokens
     shape = causal_lm.config.get_text_config(decoder=True)
@@ -182,11 +215,16 @@ def process_bytes(device: str) -> int:
 
 
 def profile_pass(
-    model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int, kv_dtype: torch.dtype | None = None
+    model: CausalLM,
+    feature_layers: tuple[int, ...] | None,
+    num_tokens: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
     each = max(num_tokens // PROFILE_PROMPTS, 1)
-    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, kv_dtype=kv_dtype)
+    target = TargetModel(
+        model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, kv_dtype=kv_dtype
+    )
     slots = list(range(PROFILE_PROMPTS))
     for slot in slots:
         target.cache.blocks.reserve(slot, each)
@@ -213,16 +251,30 @@ def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
 
 
 def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
-    """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
+    """Return the bytes of a model's weights, packed ones included.
+
+    Args:
+        outside: count only weights that are not on this device.
+    """
     sizes = [p.nbytes for p in model.parameters() if p.device != outside]
-    on_gpu = (buffer for module in model.modules() if isinstance(module, GpuLinear) for buffer in module.buffers())
+    on_gpu = (
+        buffer
+        for module in model.modules()
+        if isinstance(module, GpuLinear)
+        for buffer in module.buffers()
+    )
     sizes += [buffer.nbytes for buffer in on_gpu if buffer.device != outside]
     packed = [module for module in linear_layers(model) if not isinstance(module, nn.Linear)]
     return sum(sizes) + sum(layer_bytes(module) for module in packed if outside is None)
 
 
 def target_bytes_of(
-    target: Path, shape: Any, dtype: torch.dtype, device: str, model: ModelConfig, num_ranks: int = 1
+    target: Path,
+    shape: Any,
+    dtype: torch.dtype,
+    device: str,
+    model: ModelConfig,
+    num_ranks: int = 1,
 ) -> int | None:
     """Return the bytes of a target's tensors in memory, or of one rank's part; None if it has no weights.
 
@@ -234,8 +286,10 @@ def target_bytes_of(
     sizes = _tensor_bytes(target, shape, dtype, device, model)
     if sizes is None or num_ranks == 1:
         return None if sizes is None else int(sum(sizes.values()))
-    shard = Shard(0, num_ranks, shape.vocab_size, kv_heads_of(shape))
-    sizes = {LM_HEAD: sizes.get(EMBEDDING, 0)} | sizes  # a rank has rows of its own of a tied one
+    shard = Shard.of(shape, 0, num_ranks)
+    sizes = {
+        LM_HEAD: sizes.get(EMBEDDING_WEIGHT, 0)
+    } | sizes  # a rank has rows of its own of a tied one
     return math.ceil(sum(size * share_of(name, shard) for name, size in sizes.items()))
 
 
@@ -244,55 +298,87 @@ def _tensor_bytes(
 ) -> dict[str, float] | None:
     """Return the bytes of each tensor by its name; None if there are no weights.
 
-    Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint has quantised take
-    what they take in its files, unless no kernel of the device reads them: then they are restored to `dtype`.
+    Layers in FP8 take a byte for each weight and a scale for each output. Weights that a checkpoint
+    has quantised take what they take in its files, unless no kernel of the device reads them: then
+    they are restored to `dtype`.
     """
     if gguf_in(target) is not None:
         return _gguf_bytes(target, shape, dtype, device, model.dtype == "float32")
-    headers = read_headers(target)
+    headers = text_headers(target)
     if headers is None:
         return None
     quantized = quantization_of(shape)
     if quantized is None:
         is_rounded = model.quantization == "fp8"
         return {
-            name: 4 * h.shape[0] + h.numel if is_rounded and name.endswith(PROJECTION) else _loaded(h, dtype)
+            name: 4 * h.shape[0] + h.numel
+            if is_rounded and name.endswith(PROJECTION)
+            else _loaded(h, dtype)
             for name, h in headers.items()
         }
+    if has_mxfp4(shape):
+        return {name: _restored_bytes(name, header, dtype) for name, header in headers.items()}
     factor = dtype.itemsize if is_restored(quantized, device) else 1
     return {name: _quantized_bytes(name, header, dtype, factor) for name, header in headers.items()}
 
 
+def _restored_bytes(name: str, header: TensorHeader, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor of a checkpoint whose experts in MXFP4 become dense: a byte has two numbers."""
+    if name.endswith(BLOCKS):
+        return 2 * header.num_bytes * dtype.itemsize
+    return 0 if name.endswith(SCALES) else _loaded(header, dtype)
+
+
 def _quantized_bytes(name: str, header: TensorHeader, dtype: torch.dtype, factor: int) -> int:
-    """Return the bytes of a tensor of a quantised checkpoint. factor: by which codes grow."""
+    """Return the bytes of a tensor of a quantised checkpoint.
+
+    Args:
+        factor: growth of the codes in memory.
+    """
     if not header.is_float:
         return header.num_bytes * factor
-    return _loaded(header, dtype) if name.endswith(DENSE_SUFFIXES) else header.num_bytes  # the others are scales
+    return (
+        _loaded(header, dtype) if name.endswith(DENSE_SUFFIXES) else header.num_bytes
+    )  # the others are scales
 
 
-def _gguf_bytes(target: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool) -> dict[str, float]:
+def _gguf_bytes(
+    target: Path, shape: Any, dtype: torch.dtype, device: str, dequantize: bool
+) -> dict[str, float]:
     """Return about the bytes of a GGUF file's tensors in memory: codes of 4 or 8 bits with their scales, or dense."""
     checkpoint = quantized_checkpoint(target, shape)
     assert isinstance(checkpoint, GGUFCheckpoint), "the directory has a GGUF file"
-    quantized = set() if dequantize else {f"{name}.weight" for name in checkpoint.names()} - {EMBEDDING}
+    quantized = (
+        set()
+        if dequantize
+        else {f"{name}.weight" for name in checkpoint.names()} - {EMBEDDING_WEIGHT}
+    )
     sizes = {}
-    for name, source in checkpoint.sources.items():
-        tensor = checkpoint.file.tensors[source]
-        kind = tensor.tensor_type.name
-        bits = READERS[kind][0] if name in quantized and kind in READERS else None
-        is_dense = bits is None or (bits == 8 and device == "cuda")
-        scales = SCALES_OF_K.get(kind, SCALE_BYTES)
-        each = dtype.itemsize if is_dense or bits is None else bits / 8 + scales
-        sizes[name] = int(tensor.n_elements) * each
+    for name, sources in checkpoint.sources.items():
+        tensors = [checkpoint.file.tensors[source] for source in sources]
+        kind = tensors[0].tensor_type.name
+        block_type = READERS.get(kind) if name in quantized else None
+        if block_type is None or (device == "cuda" and _is_restored_block(block_type)):
+            each: float = dtype.itemsize
+        else:
+            each = block_type.bytes_per_weight
+        sizes[name] = sum(int(tensor.n_elements) for tensor in tensors) * each
     return sizes
+
+
+def _is_restored_block(block_type: BlockType) -> bool:
+    """Return whether a GPU has no kernel for the type's blocks: for codes of 8 bits, and for small groups."""
+    return block_type.bits == 8 or block_type.group % INT4_GROUPS[-1] != 0
 
 
 def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
     """Return whether a checkpoint's codes, a byte for each weight, become dense weights in memory.
 
-    A GPU has no kernel for 8-bit codes, a CPU none for FP8, and nothing multiplies FP8 with a scale for each block.
+    A GPU has no kernel for 8-bit codes, a CPU none for FP8, and nothing multiplies FP8 with a scale
+    for each block.
 
-    quantized: the checkpoint's quantization_config.
+    Args:
+        quantized: the checkpoint's quantization_config.
     """
     groups = quantized.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
@@ -306,7 +392,10 @@ def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
     """Return the bytes of a draft's tensors in memory, or None if it has no weights.
 
-    dtype: dtype of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
+    Raises EngineError naming a damaged file.
+
+    Args:
+        dtype: dtype of the model; None keeps stored dtypes.
     """
     headers = read_headers(path)
     if headers is None:
@@ -315,11 +404,13 @@ def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
 
 
 def _loaded(header: TensorHeader, dtype: torch.dtype | None) -> int:
-    return header.numel * dtype.itemsize if dtype is not None and header.is_float else header.num_bytes
+    return (
+        header.numel * dtype.itemsize if dtype is not None and header.is_float else header.num_bytes
+    )
 
 
 def _packed_copy(target: Path, shape: Any, dtype: torch.dtype) -> int:
     """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
     size = shape.vocab_size * shape.hidden_size
-    is_tied = LM_HEAD not in (read_headers(target) or {})
-    return size * dtype.itemsize if is_tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0
+    is_tied = LM_HEAD not in (text_headers(target) or {})
+    return size * dtype.itemsize if is_tied and size >= min_weights_of(dtype) else 0

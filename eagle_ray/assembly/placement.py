@@ -3,8 +3,9 @@
     place_layers([2, 2, 2, 2], room=[3, 9])      # [0, 1, 1, 1]: each device is filled to about the same share
     dispatch(model, devices, device_of_layer)
 
-The first device keeps the embeddings, the lm_head, the KV cache of every layer and the draft head, so a step's own
-tensors stay together: a layer elsewhere sends its queries, keys and values there to attend.
+The first device keeps the embeddings, the lm_head, the KV cache of every layer and the draft head,
+so a step's own tensors stay together: a layer elsewhere sends its queries, keys and values there to
+attend.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.assembly.memory_plan import GPU_SHARE
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.families import FAMILIES, layers_of
 from eagle_ray.models.loader import (
     CausalLM,
     decoder_layers,
@@ -55,16 +57,32 @@ def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: 
     dispatch(causal_lm, devices, device_of_layer)
 
 
+def check_spread(config: PretrainedConfig, num_gpus: int) -> None:
+    """Raise ConfigError if a target of this config cannot be spread over several GPUs."""
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.why_own:
+        raise ConfigError(
+            f"execution.gpus_per_actor: {num_gpus}, and layers that are spread are run by transformers' forward: not "
+            f"those of {config.model_type!r}, since {family.why_own}. Set it to 1."
+        )
+
+
 def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     """Return the device of each layer, in ascending order.
 
-    sizes: bytes of the layers. room: bytes available for them on each device. Every device is filled to about the
-    same share. Raises EngineError if they do not fit.
+    Raises EngineError if they do not fit.
+
+    Args:
+        sizes: bytes of the layers.
+        room: bytes available for them on each device. Every device is filled to about the same
+            share.
     """
     total, device_of_layer, used = sum(sizes), [], [0] * len(room)
     device, share = 0, total / max(1, sum(room))
     for i, size in enumerate(sizes):
-        while device < len(room) - 1 and _is_full(used[device], size, share * room[device], room[device]):
+        while device < len(room) - 1 and _is_full(
+            used[device], size, share * room[device], room[device]
+        ):
             device += 1
         used[device] += size
         device_of_layer.append(device)
@@ -77,7 +95,7 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 
 
 def room_beside(sizes: Sequence[int], room: Sequence[int]) -> int:
-    """Return the bytes that layers of these sizes leave free in all, but for what no whole layer fills."""
+    """Return the bytes that stay free in all, at least: a device may waste up to one layer's size."""
     return max(0, sum(room) - sum(sizes) - len(room) * max(sizes))
 
 
@@ -96,21 +114,25 @@ def other_size(model: PreTrainedModel) -> int:
     return _size(model) - sum(layer_sizes(model))
 
 
-def dispatch(model: PreTrainedModel, devices: Sequence[torch.device | str], device_of_layer: Sequence[int]) -> None:
+def dispatch(
+    model: PreTrainedModel, devices: Sequence[torch.device | str], device_of_layer: Sequence[int]
+) -> None:
     """Move the model in place, layer i to devices[device_of_layer[i]]; hooks move the activations."""
-    layers, first = decoder_layers(model), devices[0]
-    for name, child in model.base_model.named_children():
+    layers, first, base = decoder_layers(model), devices[0], layers_of(model)
+    for name, child in base.named_children():
         if name != "layers":
             child.to(first)
     for layer, number in zip(layers, device_of_layer, strict=True):
         layer.to(devices[number])
         layer.register_forward_pre_hook(_bring_to(devices[number]), with_kwargs=True)
     model.get_output_embeddings().to(first)
-    model.base_model.get_submodule("norm").register_forward_pre_hook(_bring_to(first), with_kwargs=True)
+    base.get_submodule("norm").register_forward_pre_hook(_bring_to(first), with_kwargs=True)
 
 
 def _bring_to(device: torch.device | str) -> Any:
-    def bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def bring(
+        module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         return moved(args, device), moved(kwargs, device)
 
     return bring

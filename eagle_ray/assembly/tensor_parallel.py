@@ -2,10 +2,11 @@
 
     size = num_ranks(model, speculative, args)          # tensor_parallel, checked before anything is loaded
     member = launch_ranks(model, speculative, args, size)  # rank 0; the others load their parts of the target meanwhile
-    bundle = ...                                        # of this rank's part of the target, with member.lockstep
+    bundle = ...                                        # built from this rank's part, with member.lockstep
 
-A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts and steps. Measured
-costs, plans and times are rank 0's. If a follower fails, the whole engine stops.
+A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts
+and steps. Measured costs, plans and times are rank 0's. If a follower fails, the whole engine
+stops.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from eagle_ray.parallel.shard import MIXTURES, check_shards, fitting_sizes, what
 from eagle_ray.report.text import counted
 
 log = logging.getLogger("eagle_ray")
-COMMAND = f"from {__name__} import run_follower; run_follower()"
+FOLLOWER_PROGRAM = f"from {__name__} import run_follower; run_follower()"
 BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds a rank's engine
 
 
@@ -59,8 +60,10 @@ class Rank:
         return self.lockstep.is_leader
 
     def waits(self, start: StartLog) -> AbstractContextManager[None]:
-        """Time what waits for the other ranks as a part of the start."""
-        return start.part("ranks", f"waiting for the other {self.ranks.size - 1} of {self.ranks.size} ranks")
+        """Record the time spent waiting for the other ranks as a part of the start."""
+        return start.part(
+            "ranks", f"waiting for the other {self.ranks.size - 1} of {self.ranks.size} ranks"
+        )
 
     def agree_on_kernels(self, device: torch.device) -> None:
         """Let all ranks run Triton's kernels, or none: they compute other bits than the portable path."""
@@ -70,14 +73,24 @@ class Rank:
         if device.type == "cuda":
             together.add(self.ranks)
 
-    def agree_on_routers(self, checksums: dict[int, int]) -> None:
-        """Raise RankError on all ranks if the routers of a layer say something else on one of them.
+    def reserve_sums(self, max_rows: int, hidden_size: int) -> None:
+        """Make what sums of the largest pass need, before the rest of a GPU's memory is planned.
 
-        checksums: by layer, of what they say.
+        Raises RankError if a rank is lost.
+        """
+        self.ranks.reserve(max_rows * hidden_size)
+
+    def agree_on_routers(self, checksums: dict[int, int]) -> None:
+        """Raise RankError on all ranks if a layer's router differs between ranks.
+
+        Args:
+            checksums: checksums of this rank's routers, by layer.
         """
         own = [*checksums.values(), *(-checksum for checksum in checksums.values())]
         smallest = self.ranks.minimum(own) if own else []
-        for layer, low, negated_high in zip(checksums, smallest, smallest[len(checksums) :], strict=False):
+        for layer, low, negated_high in zip(
+            checksums, smallest, smallest[len(checksums) :], strict=False
+        ):
             if low != -negated_high:
                 raise RankError(
                     f"rank {self.ranks.rank} of {self.ranks.size}: the router of layer {layer} scores experts in other "
@@ -86,22 +99,28 @@ class Rank:
                 )
 
     def join(self, engine: Engine) -> None:
-        """Let the engine take its steps with those of the other ranks. Raises RankError as agree_on_routers does."""
+        """Run the engine's steps in lockstep with the other ranks. Raises RankError as agree_on_routers does."""
         self.agree_on_routers(engine.target.routers())
         engine.lockstep = self.lockstep
+        engine.why_unordered_sums = self.ranks.why_unordered
         self.lockstep.share = self.ranks.of_first
-        engine.drafts_grammars = False  # what grammars predict depends on when they were compiled
+        engine.drafts_grammars = False  # predictions depend on when a grammar was compiled
         if engine.graphs is not None:
             engine.graphs.agrees = lambda is_captured: self.ranks.minimum([is_captured]) == [True]
 
 
 def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs) -> int:
     """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do."""
-    wanted, num_seen = args.tensor_parallel, torch.cuda.device_count() if device_type(model) == "cuda" else 0
+    wanted, num_seen = (
+        args.tensor_parallel,
+        torch.cuda.device_count() if device_type(model) == "cuda" else 0,
+    )
     if wanted == 1 or (wanted == "auto" and not 1 < args.num_gpus <= num_seen):
         return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
-    target = SharedTarget(model, path, load_config(path), reads_draft(speculative.merged_methods, model.drafts))
+    target = SharedTarget(
+        model, path, load_config(path), reads_draft(speculative.merged_methods, model.drafts)
+    )
     return target.num_ranks(args, num_seen, torch.cuda.get_device_name, partial(why_no_room, model))
 
 
@@ -132,13 +151,18 @@ class SharedTarget:
         Args:
             num_seen: GPUs that the engine's process sees; 0 on a CPU.
             kind_of: returns a GPU's kind; None if they cannot be seen from here.
-            why_no_room: returns why a GPU has no room for one of this number of ranks, or None if it has.
+            why_no_room: returns why a GPU has no room for one of this number of ranks, or None if
+                it has.
         """
         if args.tensor_parallel == "auto":
             size = int(args.num_gpus) if 1 < args.num_gpus <= num_seen else 1
             reason = None if size == 1 else self._why_not(size, kind_of) or why_no_room(size)
             if reason is not None:
-                log.info("the target's layers are placed on %d GPUs in turn, one after the other: %s", size, reason)
+                log.info(
+                    "the target's layers are placed on %d GPUs in turn, one after the other: %s",
+                    size,
+                    reason,
+                )
             return size if reason is None else 1
         if args.tensor_parallel > 1:
             self._check(args.tensor_parallel)
@@ -150,7 +174,11 @@ class SharedTarget:
     @property
     def sizes(self) -> list[int]:
         """Return every number of ranks that can share the target, 1 among them."""
-        return [1] if self._why_whole() is not None else fitting_sizes(self.config, self._inputs_together())
+        return (
+            [1]
+            if self._why_whole() is not None
+            else fitting_sizes(self.config, self._inputs_together())
+        )
 
     def _why_not(self, size: int, kind_of: Callable[[int], str] | None) -> str | None:
         try:
@@ -163,7 +191,9 @@ class SharedTarget:
     def _check(self, size: int) -> None:
         """Raise ConfigError if this number of ranks cannot share the target on any GPUs."""
         if (reason := self._why_whole()) is not None:
-            raise ConfigError(f"tensor_parallel: {size}, and {reason}, or set tensor_parallel to 1.")
+            raise ConfigError(
+                f"tensor_parallel: {size}, and {reason}, or set tensor_parallel to 1."
+            )
         check_shards(self.config, size, self._inputs_together())
 
     def _why_whole(self) -> str | None:
@@ -177,7 +207,9 @@ class SharedTarget:
         num_gpus = min(num_seen, int(given)) if given > 1 else num_seen
         if given in (1, size) and num_gpus >= size:
             return
-        possible = [own for own in self.sizes if own <= num_gpus and (given == 1 or own in (1, given))]
+        possible = [
+            own for own in self.sizes if own <= num_gpus and (given == 1 or own in (1, given))
+        ]
         raise ConfigError(
             f"tensor_parallel: {size}, and the engine has {counted(num_gpus, 'GPU')}, one for each rank. "
             f"{what_would_do(possible)}, or give the engine {size} GPUs."
@@ -186,13 +218,18 @@ class SharedTarget:
     def _check_kinds(self, size: int, kind_of: Callable[[int], str] | None) -> None:
         """Raise ConfigError if ranks would compute alone on GPUs of several kinds, whose products differ in a last bit.
 
-        Scores of experts and the logits of drafts are such products; of the target's logits each rank has all.
+        Scores of experts and the logits of drafts are such products; of the target's logits each
+        rank has all.
         """
         is_mixture = self.config.model_type in MIXTURES
         if kind_of is None or not (is_mixture or self.has_draft):
             return
         if len(kinds := sorted({kind_of(i) for i in range(size)})) > 1:
-            could = "of a mixture of experts could choose different ones" if is_mixture else "could draft other trees"
+            could = (
+                "of a mixture of experts could choose different ones"
+                if is_mixture
+                else "could draft other trees"
+            )
             without = "" if is_mixture else ", take a method that reads no draft"
             raise ConfigError(
                 f"tensor_parallel: {size}, and the GPUs are of several kinds ({', '.join(kinds)}), on which ranks "
@@ -200,7 +237,9 @@ class SharedTarget:
             )
 
 
-def launch_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int) -> Rank:
+def launch_ranks(
+    model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int
+) -> Rank:
     """Start the other ranks of an engine, and return this process's, rank 0.
 
     On a CPU they share its threads until its lockstep is closed.
@@ -210,7 +249,7 @@ def launch_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: Engin
     own_threads = max(1, num_threads // size) if device_type(model) == "cpu" else num_threads
     log.info("%d ranks share every layer of the target, each in a process of its own", size)
     content = model, speculative, replace(args, tensor_parallel=1), own_threads
-    followers = Followers(COMMAND, size, content, args.owns_process)
+    followers = Followers(FOLLOWER_PROGRAM, size, content, args.owns_process)
     torch.set_num_threads(own_threads)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
     ranks.why_lost, ranks.when_met = followers.why_lost, followers.note_meeting
@@ -245,12 +284,14 @@ def _follow(start: FollowerStart, pipe: Connection) -> None:
     ranks = RankGroup(start.rank, start.size, start.meeting, device_type(model))
     lockstep = Follower(start.rank, pipe)
     module, function = BUILD
-    bundle = getattr(import_module(module), function)(model, speculative, args, Rank(ranks, lockstep))
+    bundle = getattr(import_module(module), function)(
+        model, speculative, args, Rank(ranks, lockstep)
+    )
     Commands(bundle.engine, lockstep).run()
 
 
 class Commands:
-    """What rank 0 can tell a follower; its methods have the commands' names."""
+    """Commands from rank 0 to a follower. Each is a method of this class."""
 
     def __init__(self, engine: Engine, lockstep: Follower):
         self._engine, self._lockstep = engine, lockstep
@@ -259,7 +300,7 @@ class Commands:
         self._keeping = ExitStack()
 
     def run(self) -> None:
-        """Do what the leader says. Raises EOFError once it is gone."""
+        """Run the leader's commands until its pipe closes, which raises EOFError."""
         while True:
             name, arguments = self._lockstep.command()
             getattr(self, name)(*arguments)

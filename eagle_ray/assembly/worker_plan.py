@@ -1,7 +1,8 @@
 """WorkerPlan: how many workers a cluster runs, with the GPUs and CPU threads of each.
 
-A worker of a job and a replica of an endpoint are one engine each, so both are planned by one rule. Its GPUs are those
-of one node. Jobs, the endpoint, `doctor` and `validate --estimate` show the plan in the same words.
+A worker of a job and a replica of an endpoint are one engine each, so both are planned by one rule.
+Its GPUs are those of one node. Jobs, the endpoint, `doctor` and `validate --estimate` show the plan
+in the same words.
 
     >>> from eagle_ray.config import ExecutionConfig
     >>> plan = WorkerPlan.of_job(ExecutionConfig(), "auto", [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}])
@@ -22,8 +23,9 @@ from eagle_ray.config.serve import ServingConfig
 from eagle_ray.report.text import counted
 from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
 
-MAX_CPU_WORKERS = 8  # of a job whose execution.actors is auto: each loads a copy of the models
-MAX_GROWTH = 8  # execution.actors auto: how many times the GPUs of the start are used, should nodes join
+MAX_CPU_WORKERS = 8  # maximum if execution.actors is auto: each loads the models
+# Execution.actors auto: how many times the GPUs of the start are used, should nodes join.
+MAX_GROWTH = 8
 ROUNDING = 1e-6  # three thirds of a GPU are one
 ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
 RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
@@ -72,17 +74,25 @@ class WorkerPlan:
             ClusterUnfit: no node has such GPUs at all.
             ClusterError: there are too few, which may pass: a lost node may come back.
         """
+        number: Any = execution.actors
+        if execution.is_elastic and execution.workers is not None:
+            # None has to be there at the start: nodes are added for those that wait.
+            number = ActorRange.model_construct(min=0, max=execution.workers.max)
         settings = _Settings(
-            "execution.actors", "execution.gpus_per_actor", execution.actors, execution.gpus_per_actor,
+            "execution.actors", "execution.gpus_per_actor", number, execution.gpus_per_actor,
             execution.accelerator_type, MAX_CPU_WORKERS, MAX_GROWTH, num_ranks=execution.tensor_parallel,
         )  # fmt: skip
         return _plan(settings, device, nodes, num_rows, max_threads)
 
     @classmethod
     def of_endpoint(
-        cls, serving: ServingConfig, device: str, nodes: Sequence[Node], max_threads: int | None = None
+        cls,
+        serving: ServingConfig,
+        device: str,
+        nodes: Sequence[Node],
+        max_threads: int | None = None,
     ) -> WorkerPlan:
-        """Return the replicas of an endpoint. Arguments and errors are those of of_job.
+        """Return the plan of an endpoint's replicas. Takes the arguments of `of_job` and raises its errors.
 
         Replicas that have no GPU yet are no error: Serve starts them as nodes join.
         """
@@ -100,7 +110,11 @@ class WorkerPlan:
 
     def describe(self) -> str:
         """Return text such as "2 workers with 1 GPU each, 4 at most"."""
-        device = counted(self.num_gpus, "GPU") if self.num_gpus else f"up to {counted(self.threads, 'CPU thread')}"
+        device = (
+            counted(self.num_gpus, "GPU")
+            if self.num_gpus
+            else f"up to {counted(self.threads, 'CPU thread')}"
+        )
         each = " each" if self.min_workers > 1 else ""
         limit = f", {self.max_workers} at most" if self.max_workers > self.min_workers else ""
         return f"{counted(self.min_workers, 'worker')} with {device}{each}{limit}"
@@ -109,12 +123,16 @@ class WorkerPlan:
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
     """Return OMP_NUM_THREADS if the user set it. A Ray job's driver always finds Ray's own 1 there."""
     wanted = environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ else None
+    return (
+        int(wanted)
+        if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What jobs and endpoints configure, and what auto is for them.
+    """The settings that decide the number of workers, in a job and in an endpoint.
 
     Attributes:
         number_key, gpus_key: names of the two settings.
@@ -123,7 +141,8 @@ class _Settings:
         max_on_cpu: workers without GPUs if their number is auto, if there are two cores for each.
         growth: how many times the GPUs that are there may be used if the number is auto.
         can_wait: workers may wait for GPUs that are not there yet.
-        num_ranks: number of ranks of each worker, which takes a GPU for each if their number is auto.
+        num_ranks: number of ranks of each worker, which takes a GPU for each if their number is
+            auto.
     """
 
     number_key: str
@@ -138,7 +157,11 @@ class _Settings:
 
 
 def _plan(
-    settings: _Settings, device: str, nodes: Sequence[Node], num_rows: int | None, max_threads: int | None
+    settings: _Settings,
+    device: str,
+    nodes: Sequence[Node],
+    num_rows: int | None,
+    max_threads: int | None,
 ) -> WorkerPlan:
     kind = settings.accelerator_type
     if kind is not None:
@@ -153,14 +176,22 @@ def _plan(
         )
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
     min_workers, max_workers = _range_of(settings, room, cpus)
-    if room is not None and min_workers > room and not (settings.can_wait and (room or not sum(gpus))):
-        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(settings, gpus, num_gpus, room, min_workers))
+    if (
+        room is not None
+        and min_workers > room
+        and not (settings.can_wait and (room or not sum(gpus)))
+    ):
+        raise (ClusterError if room else ClusterUnfit)(
+            _too_few_gpus(settings, gpus, num_gpus, room, min_workers)
+        )
     sharing = min_workers if settings.number == "auto" else max_workers
     if num_rows is not None:
         max_workers = max(1, min(max_workers, num_rows))
         sharing = min(sharing, num_rows)
     share = max(1, cpus // sharing)
-    return WorkerPlan(min(min_workers, max_workers), max_workers, num_gpus, min(share, max_threads or share), kind)
+    return WorkerPlan(
+        min(min_workers, max_workers), max_workers, num_gpus, min(share, max_threads or share), kind
+    )
 
 
 def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
@@ -168,7 +199,14 @@ def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
     matching = [node for node in nodes if ACCELERATOR + kind in node]
     if matching:
         return matching
-    kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
+    kinds = sorted(
+        {
+            name.removeprefix(ACCELERATOR)
+            for node in nodes
+            for name in node
+            if name.startswith(ACCELERATOR)
+        }
+    )
     there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
     raise ClusterUnfit(
         f"execution.accelerator_type: no node of the cluster has {kind!r}; {there}. Set it to one of them, or to null."
@@ -178,7 +216,8 @@ def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
 def _gpus_per_worker(settings: _Settings, device: str, gpus: float) -> float:
     """Return the GPUs per worker. auto: one for each rank, or an equal share if there are to be more workers than GPUs.
 
-    gpus: GPUs of the whole cluster.
+    Args:
+        gpus: GPUs of the whole cluster.
     """
     if device == "cuda" and not (gpus and settings.num_gpus):
         where = f"{settings.gpus_key} is 0" if gpus else "the cluster has no GPU"
@@ -195,7 +234,11 @@ def _gpus_per_worker(settings: _Settings, device: str, gpus: float) -> float:
 
 
 def _range_of(settings: _Settings, room: int | None, cpus: int) -> tuple[int, int]:
-    """Return the minimum and maximum number of workers. room: how many the GPUs carry, or None without GPUs."""
+    """Return the minimum and maximum number of workers.
+
+    Args:
+        room: how many the GPUs carry, or None without GPUs.
+    """
     if isinstance(settings.number, ActorRange):
         return settings.number.min, settings.number.max
     if settings.number != "auto":
@@ -205,7 +248,9 @@ def _range_of(settings: _Settings, room: int | None, cpus: int) -> tuple[int, in
     return max(1, room), settings.growth * max(1, room)
 
 
-def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, room: int, min_workers: int) -> str:
+def _too_few_gpus(
+    settings: _Settings, gpus: Sequence[float], num_gpus: float, room: int, min_workers: int
+) -> str:
     """Describe the GPUs wanted and available, and the settings or the machine that would work.
 
     Ranks share by heads and widths what more of them do, so a divisor of their number is named.
@@ -224,7 +269,9 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
     largest, ranks = math.floor(max(gpus)) or max(gpus), settings.num_ranks
     keys = [settings.gpus_key]
     if ranks != "auto" and ranks > 1:
-        largest = max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= max(largest, 1))
+        largest = max(
+            size for size in range(1, ranks + 1) if ranks % size == 0 and size <= max(largest, 1)
+        )
         of_ranks = f"{settings.gpus_key.partition('.')[0]}.tensor_parallel"
         keys = [of_ranks] if settings.num_gpus == "auto" else [*keys, of_ranks]
     return (

@@ -1,1 +1,1 @@
-"""Check this machine and a job's models on it, and advise on what is missing. Changes nothing."""
+"""Check this machine and a job's models on it, and give advice. Nothing is changed."""

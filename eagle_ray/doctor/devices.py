@@ -1,7 +1,7 @@
 """Check the devices that torch sees, the workers that a job would get, and the kernels of a model and their results.
 
-A local job starts Ray itself, so Ray is not started for the check. The last check decodes with the embedded pair, with
-drafts and without, on the device that a job would use.
+A local job starts Ray itself, so Ray is not started for the check. The last check decodes with the
+embedded pair, with drafts and without, on the device that a job would use.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environmen
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.doctor.system import Finding, free_memory, num_cores
+from eagle_ray.doctor.finding import Finding
+from eagle_ray.doctor.system import free_memory, num_cores
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.kernels.tree_metadata import unsupported_heads
 from eagle_ray.models.graphs import GRAPHS
-from eagle_ray.models.packed_linear import PackedLinear, pack_linears
+from eagle_ray.models.packed_linear import PackedLinear, can_pack, is_tiled, pack_linears
 from eagle_ray.models.runtime import cpu_name
-from eagle_ray.models.supported_models import head_dims
+from eagle_ray.models.supported_models import has_sinks, head_dims
 from eagle_ray.report.text import counted, gib
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.runs.job_errors import ClusterError
@@ -42,25 +43,41 @@ BF16_CAPABILITY = (8, 0)  # older GPUs compute bf16 by way of fp32
 
 
 def devices(wanted: str) -> Finding:
-    """Check the devices. wanted: model.device."""
+    """Check the devices.
+
+    Args:
+        wanted: value of model.device.
+    """
     if torch.cuda.is_available():
         return _gpus(wanted)
-    cores, total, free = num_cores(), psutil.virtual_memory().total, free_memory()
+
+    cores = num_cores()
+    total = psutil.virtual_memory().total
+    free = free_memory()
     facts = {"cpu": cpu_name(), "cores": cores, "memory_bytes": total, "free_bytes": free}
     cpu = f"{facts['cpu']}, {counted(cores, 'core')}, {gib(free)} of {gib(total)} free"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
-    if wanted == "cuda":
-        todo = todo or "run it on a machine with a GPU (`eagle-ray submit` to a cluster), or set model.device to auto"
-        return Finding("devices", f"model.device is cuda and torch sees no GPU; {cpu}", facts, problem=todo)
-    return Finding("devices", f"no GPU that torch can use; {cpu}", facts, advice=todo)
+    if wanted != "cuda":
+        return Finding("devices", f"no GPU that torch can use; {cpu}", facts, advice=todo)
+
+    says = f"model.device is cuda and torch sees no GPU; {cpu}"
+    if todo is None:
+        todo = "run it on a machine with a GPU (`eagle-ray submit` to a cluster), or set model.device to auto"
+    return Finding("devices", says, facts, problem=todo)
 
 
 def _gpus(wanted: str) -> Finding:
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
-    each = [f"{gpu['name']}, {gib(gpu['free_bytes'])} of {gib(gpu['memory_bytes'])} free" for gpu in gpus]
-    says = "; ".join(f"cuda:{i} {text}" for i, text in enumerate(each))
-    advice = "model.device is cpu: leave it out, or set it to auto, to use them" if wanted == "cpu" else None
-    return Finding("devices", says, {"cuda": torch.version.cuda, "gpus": gpus}, advice=advice)
+    texts = []
+    for i, gpu in enumerate(gpus):
+        memory = f"{gib(gpu['free_bytes'])} of {gib(gpu['memory_bytes'])} free"
+        texts.append(f"cuda:{i} {gpu['name']}, {memory}")
+
+    advice = None
+    if wanted == "cpu":
+        advice = "model.device is cpu: leave it out, or set it to auto, to use them"
+    facts = {"cuda": torch.version.cuda, "gpus": gpus}
+    return Finding("devices", "; ".join(texts), facts, advice=advice)
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -71,7 +88,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _gpu_todo(has_driver: bool) -> str | None:
-    """Return what keeps torch from a GPU that may be there, or None."""
+    """Return advice if torch cannot use a GPU that may be present, else None."""
     if not has_driver:
         return None
     if torch.version.cuda is None:
@@ -89,9 +106,10 @@ class PlannedWorkers:
     """The workers that a job would start with, and where.
 
     Attributes:
+        plan: the workers and their resources.
         num_nodes: number of nodes of the cluster.
-        is_here: on this machine only.
-        memory: bytes that Ray counts on the smallest node, None if unknown.
+        is_here: whether all workers are on this machine.
+        memory: bytes that Ray counts on the smallest node; None if unknown.
     """
 
     plan: WorkerPlan
@@ -101,7 +119,11 @@ class PlannedWorkers:
 
 
 def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, PlannedWorkers | None]:
-    """Return the workers, or None if the job would not start. device: model.device."""
+    """Return the workers, or None if the job would not start.
+
+    Args:
+        device: value of model.device.
+    """
     address = resolve_address(execution.ray_address)
     is_here = address == LOCAL
     try:
@@ -109,26 +131,42 @@ def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, PlannedWo
         nodes = [this_machine()] if is_here else _there(address)
         plan = WorkerPlan.of_job(execution, device, nodes, max_threads=threads_wanted(os.environ))
     except (ClusterError, ConfigError) as error:
-        return Finding("ray", f"no workers at {address!r}", {"address": address}, problem=str(error)), None
-    memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))
-    cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
-    where = "a job starts Ray on this machine" if is_here else f"{counted(len(nodes), 'node')} at {address}"
+        says = f"no workers at {address!r}"
+        return Finding("ray", says, {"address": address}, problem=str(error)), None
+
+    memory = None
+    where = "a job starts Ray on this machine"
+    if not is_here:
+        memory = int(min(node.get("memory", 0) for node in nodes))
+        where = f"{counted(len(nodes), 'node')} at {address}"
+
+    cpus = sum(node.get("CPU", 0) for node in nodes)
+    gpus = sum(node.get("GPU", 0) for node in nodes)
     says = f"{where}: {counted(cpus, 'CPU')}, {counted(gpus, 'GPU')}; {plan.describe()}"
-    facts = {"address": address, "nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": plan.min_workers}
+    facts = {
+        "address": address,
+        "nodes": len(nodes),
+        "cpus": cpus,
+        "gpus": gpus,
+        "workers": plan.min_workers,
+    }
     return Finding("ray", says, facts), PlannedWorkers(plan, len(nodes), is_here, memory)
 
 
 def this_machine() -> Mapping[str, float]:
     """Return the resources of a Ray node on this machine."""
     node: dict[str, float] = {"CPU": num_cores(), "GPU": torch.cuda.device_count()}
-    if node["GPU"]:
-        from eagle_ray.batch.driver.ray_internals import ray_part
+    if not node["GPU"]:
+        return node
 
-        without = "execution.accelerator_type is not compared with this machine's GPUs"
-        manager_of = ray_part("_private.accelerators.get_accelerator_manager_for_resource", without)
-        manager = None if manager_of is None else manager_of("GPU")
-        kind = None if manager is None else manager.get_current_node_accelerator_type()
-        node |= {ACCELERATOR + kind: 1} if kind else {}
+    from eagle_ray.batch.driver.ray_internals import ray_part
+
+    without = "execution.accelerator_type is not compared with this machine's GPUs"
+    manager_of = ray_part("_private.accelerators.get_accelerator_manager_for_resource", without)
+    manager = None if manager_of is None else manager_of("GPU")
+    kind = None if manager is None else manager.get_current_node_accelerator_type()
+    if kind:
+        node[ACCELERATOR + kind] = 1
     return node
 
 
@@ -147,11 +185,17 @@ def _there(address: str) -> list[Mapping[str, float]]:
 
 def threads(num_workers: int, per_worker: int) -> Finding:
     """Return the threads that a job started here would give its workers."""
-    setting, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
-    facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": setting}
-    used = f"{num_workers * per_worker} of {counted(cores, 'core')}"
-    says = f"{used} would be used (each worker takes fewer where that is as fast)"
-    idle = cores - num_workers * per_worker
+    setting = os.environ.get("OMP_NUM_THREADS")
+    cores = num_cores()
+    used = num_workers * per_worker
+    facts = {
+        "cores": cores,
+        "workers": num_workers,
+        "threads": per_worker,
+        "OMP_NUM_THREADS": setting,
+    }
+    says = f"{used} of {counted(cores, 'core')} would be used (each worker takes fewer where that is as fast)"
+    idle = cores - used
     advice = None
     if setting and idle > 0:
         advice = f"OMP_NUM_THREADS={setting} leaves {counted(idle, 'core')} idle: unset it, or raise execution.actors"
@@ -159,34 +203,57 @@ def threads(num_workers: int, per_worker: int) -> Finding:
 
 
 def attention(
-    shape: PretrainedConfig, device: str, dtype: torch.dtype, is_required: bool = False, stored: str | None = None
+    shape: PretrainedConfig,
+    device: str,
+    dtype: torch.dtype,
+    is_required: bool = False,
+    stored: str | None = None,
 ) -> Finding:
     """Return the kernels of a target's attention and linear layers on a device.
 
     Args:
         shape: the target's configuration.
-        is_required: execution.require_kernels.
+        is_required: value of execution.require_kernels.
         stored: how the target's weights are quantised, if layers multiply them as they are stored.
     """
     missing = why_not(torch.device(device)) or unsupported_heads(dtype, *head_dims(shape))
-    softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
-    why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
-    portable = "matmul, softmax, matmul" if why else "scaled_dot_product_attention"
-    path = portable if missing else "tree attention in Triton"
+    dtype_name = str(dtype).removeprefix("torch.")
+
+    # Scaled dot products have neither a soft-cap nor sinks.
+    extras = []
+    if getattr(shape, "attn_logit_softcapping", None):
+        extras.append("its soft-cap")
+    if has_sinks(shape):
+        extras.append("its sinks")
+
+    path = "tree attention in Triton"
+    attends = path
+    if missing and not extras:
+        path = "scaled_dot_product_attention"
+        attends = path
+    elif missing:
+        path = "matmul, softmax, matmul"
+        attends = f"{path} for {' and '.join(extras)}"
+
+    is_packed = packs_linears(device, dtype)
+    packed_for = "our kernel" if is_tiled(dtype) else "oneDNN"
+    linears = f"packed for {packed_for}" if is_packed else "torch's own"
+    if stored is not None:
+        linears = f"multiplied as they are stored ({stored}), dense ones {linears}"
+
+    says = (
+        f"{attends}, over blocks of the cache, in {dtype_name} on {device}; linear layers {linears}"
+    )
+    if missing and device != "cpu":
+        says += f"; no Triton kernels: {missing}"
     facts = {
         "path": path,
         "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
-        "packed_linears": packs_linears(device, dtype),
+        "dtype": dtype_name,
+        "packed_linears": is_packed,
         "stored": stored,
         "no_kernels": missing,
     }
-    attends = path + (f" for {' and '.join(why)}" if why and missing else "")
-    linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
-    if stored is not None:
-        linears = f"multiplied as they are stored ({stored}), dense ones {linears}"
-    ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
-    says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
     todo = _kernels_todo(missing) if missing and device == "cuda" else None
     if missing and is_required:
         problem = f"{todo or missing}; execution.require_kernels refuses to start without kernels"
@@ -195,21 +262,23 @@ def attention(
 
 
 def _kernels_todo(missing: str) -> str | None:
-    """Return what makes Triton's kernels run, or None if nothing does."""
+    """Return advice that makes Triton's kernels run, or None if there is none."""
     if "not installed" in missing:
         return "install triton, which comes with torch's CUDA build, for the kernels"
     if CHOICE in missing:
         return f"unset {CHOICE} for the kernels"
     if "C compiler" in missing or "gcc" in missing or "cc'" in missing:
         return "install a C compiler (`apt-get install gcc libc6-dev`), with which Triton builds its driver module"
-    return "give Triton a writable ~/.triton, or name another in TRITON_CACHE_DIR" if "fails here" in missing else None
+    if "fails here" in missing:
+        return "give Triton a writable ~/.triton, or name another in TRITON_CACHE_DIR"
+    return None
 
 
 def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
     if dtype is not torch.bfloat16:
         return None
-    if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bf16 instructions: model.dtype float32 is faster and exact"
+    if device == "cpu" and not can_pack(device, dtype):
+        return "nothing multiplies bf16 on this CPU: model.dtype float32 is faster and exact"
     if device == "cuda" and torch.cuda.get_device_capability() < BF16_CAPABILITY:
         return "this GPU has no bf16 units: set model.dtype to float16"
     return None
@@ -224,31 +293,45 @@ def packs_linears(device: str, dtype: torch.dtype) -> bool:
 
 def trial(device: Literal["cpu", "cuda"]) -> Finding:
     """Decode a few tokens of the embedded pair with drafts and without; check for equal tokens and fewer passes."""
-    (drafted, fallbacks), (plain, _) = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
+    drafted, fallbacks = _decoded(device, TRIAL)
+    plain, _ = _decoded(device, {"method": "none"})
     same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
-    tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)
+    tokens = sum(len(sequence.output_ids) for sequence in drafted)
+    steps = sum(sequence.stats.num_steps for sequence in drafted)
+
     identical = f"{same} of {len(plain)} outputs are plain decoding's"
-    says = (
-        f"embedded:tiny, in place of the job's pair, on {device}: {identical}, {tokens} tokens in {steps} target passes"
-    )
-    facts = {"device": device, "same": same, "outputs": len(plain), "tokens": tokens, "steps": steps}
-    problem = None if same == len(plain) else "outputs differ in fp32 on this device: report it with this page"
-    advice = _graphs_todo(fallbacks.get("graphs"))
-    return Finding("trial", says, facts | {"fallbacks": fallbacks}, problem, advice)
+    counts = f"{identical}, {tokens} tokens in {steps} target passes"
+    says = f"embedded:tiny, in place of the job's pair, on {device}: {counts}"
+    facts = {
+        "device": device,
+        "same": same,
+        "outputs": len(plain),
+        "tokens": tokens,
+        "steps": steps,
+        "fallbacks": fallbacks,
+    }
+    problem = None
+    if same != len(plain):
+        problem = "outputs differ in fp32 on this device: report it with this page"
+    return Finding("trial", says, facts, problem, _graphs_todo(fallbacks.get("graphs")))
 
 
 def _graphs_todo(missing: str | None) -> str | None:
-    """Return what makes CUDA graphs run, or None if they do."""
+    """Return advice that makes CUDA graphs run, or None if they run."""
     if missing is None:
         return None
     todo = f"unset {GRAPHS}" if GRAPHS in missing else "report it with this page"
     return f"CUDA graphs do not run here, which makes every step slower: {missing}; {todo}"
 
 
-def _decoded(device: Literal["cpu", "cuda"], settings: dict[str, Any]) -> tuple[list[Sequence], dict[str, str]]:
+def _decoded(
+    device: Literal["cpu", "cuda"], settings: dict[str, Any]
+) -> tuple[list[Sequence], dict[str, str]]:
     """Return the sequences, and the fallbacks of their engine."""
     model = ModelConfig(device=device, dtype="float32", max_model_len=64)
-    engine = build_engine_from_config(model, SpeculativeConfig(**settings), EngineArgs(len(TRIAL_PROMPTS))).engine
+    speculative = SpeculativeConfig(**settings)
+    assembled = build_engine_from_config(model, speculative, EngineArgs(len(TRIAL_PROMPTS)))
+    engine = assembled.engine
     params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
     for sequence in sequences:

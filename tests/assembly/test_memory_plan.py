@@ -35,7 +35,9 @@ from tests.support.toy_models import head3, llama, llama_engine, run
 
 GB = 10**9
 WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head
-PER_TOKEN = 33 * 2 * 8 * 128 * 2  # 32 layers and the head's, keys and values of 8 heads of 128 numbers
+PER_TOKEN = (
+    33 * 2 * 8 * 128 * 2
+)  # 32 layers and the head's, keys and values of 8 heads of 128 numbers
 PER_SLOT = 128 * 3 * 4096 * 2  # features in the draft's queue
 PASSES = int(1.6 * GB)  # twice the tensors of one
 LENGTHS = SequenceLengths(4096, 61)
@@ -53,7 +55,9 @@ def capacity_of(plan: MemoryPlan) -> tuple[int, int | None]:
     return plan.slots, plan.kv_tokens
 
 
-@pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 22, 20_000, 25_000), (80, 256, 380_000, 410_000)])
+@pytest.mark.parametrize(
+    "gigabytes, slots, least, most", [(24, 22, 20_000, 25_000), (80, 256, 380_000, 410_000)]
+)
 def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
     capacity = card(gigabytes).sized(*AUTO)
     assert capacity.slots == slots and least <= capacity.kv_tokens <= most
@@ -64,7 +68,10 @@ def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
 
 
 def test_more_tokens_than_full_slots_hold_are_not_reserved():
-    assert capacity_of(card(141, lengths=SequenceLengths(1024, 61)).sized(*AUTO)) == (256, 256 * 1088)
+    assert capacity_of(card(141, lengths=SequenceLengths(1024, 61)).sized(*AUTO)) == (
+        256,
+        256 * 1088,
+    )
     assert capacity_of(card(141).sized(4, "auto")) == (4, 4 * 4160)
 
 
@@ -78,7 +85,9 @@ def test_what_is_set_is_kept():
     assert capacity_of(card(80).sized("auto", 40_000)) == (36, 40_000)
     assert capacity_of(card(80).sized(7, None)) == (7, None)
     full = card(80).sized("auto", None)
-    assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
+    assert (
+        full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
+    )
 
 
 def test_long_max_model_len_leaves_slots_and_kv_tokens_unchanged():
@@ -108,7 +117,9 @@ def test_on_a_cpu_auto_is_what_it_was():
 
 
 def test_a_model_too_large_is_refused_with_what_would_help():
-    with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
+    with pytest.raises(
+        EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"
+    ):
         card(24, weights=22 * GB).sized(*AUTO)
 
 
@@ -116,10 +127,14 @@ def test_engines_that_share_a_gpu_plan_within_their_shares(monkeypatch):
     """The first one starts on an empty card, the second one when the first has taken its half."""
     halves = []
     for free in (84 * GB, 42 * GB):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - 4 * GB, 85 * GB))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device, free=free: (free - 4 * GB, 85 * GB)
+        )
         halves.append(DeviceMemory.of_gpu(torch.device("cuda"), 0.5, loaded=4 * GB))
     assert [half.total for half in halves] == [42.5 * GB] * 2
-    assert [half.room for half in halves] == pytest.approx([0.9 * 42.5 * GB, 42 * GB - 0.1 * 42.5 * GB])
+    assert [half.room for half in halves] == pytest.approx(
+        [0.9 * 42.5 * GB, 42 * GB - 0.1 * 42.5 * GB]
+    )
     whole = DeviceMemory.of_gpu(torch.device("cuda"), 1, loaded=4 * GB)
     assert (whole.total, whole.free) == (85 * GB, 42 * GB)
 
@@ -130,7 +145,9 @@ def test_a_worker_of_a_part_of_a_gpu_has_that_share(num_gpus, share):
     assert (args.slots, args.gpu_share) == (3, share)
 
 
-@pytest.mark.parametrize("num_gpus, layer, least_free", [(2, 1.71, 4), (4, 1.71, 60), (2, 0.856, 68)])
+@pytest.mark.parametrize(
+    "num_gpus, layer, least_free", [(2, 1.71, 4), (4, 1.71, 60), (2, 0.856, 68)]
+)
 def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, layer, least_free, monkeypatch):
     """In bf16 and FP8 on cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card. Nothing is moved."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
@@ -154,7 +171,9 @@ LLAMA_70B = dict(
 FP8_DYNAMIC = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    },
     "ignore": ["lm_head"],
 }
 
@@ -170,7 +189,10 @@ def llama_70b(directory: Path, quantization: dict | None = None) -> tuple[Path, 
     rows = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (128_256, 8192)))
     write_headers(directory / "model-00081-of-00081.safetensors", rows)
     for layer in range(80):
-        tensors = {f"model.layers.{layer}.{norm}_layernorm.weight": ("BF16", (8192,)) for norm in ("input", "post")}
+        tensors = {
+            f"model.layers.{layer}.{norm}_layernorm.weight": ("BF16", (8192,))
+            for norm in ("input", "post")
+        }
         for name, size in sizes.items():
             at = f"model.layers.{layer}.{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj"
             tensors[f"{at}.weight"] = ("F8_E4M3" if quantization else "BF16", size)
@@ -198,11 +220,17 @@ TWO_H100 = DeviceMemory(80 * GB, 79 * GB, others_room=int(0.9 * 79 * GB))
 
 @pytest.mark.parametrize("source", ["checkpoint", "at load"])
 @pytest.mark.parametrize(
-    "memory, kv_dtype, tokens", [(H200, "auto", 149_500), (H200, "fp8", 297_000), (TWO_H100, "fp8", 390_000)]
+    "memory, kv_dtype, tokens",
+    [(H200, "auto", 149_500), (H200, "fp8", 297_000), (TWO_H100, "fp8", 390_000)],
 )
 def test_a_70b_in_fp8_fits_one_h200_and_two_h100(source, memory, kv_dtype, tokens, tmp_path):
     """68.5 GB of layers, and 4.2 GB of embedding and lm_head in bf16; 320 KiB of bf16 for each token of the cache."""
-    sets = [f"execution.kv_dtype={kv_dtype}", "speculative.method=none", "input.path=a", "output.path=b"]
+    sets = [
+        f"execution.kv_dtype={kv_dtype}",
+        "speculative.method=none",
+        "input.path=a",
+        "output.path=b",
+    ]
     at_load = source == "at load"
     config = load_config(None, sets=[*sets, f"model.quantization={'fp8' if at_load else 'none'}"])
     path, shape = llama_70b(tmp_path, None if at_load else FP8_DYNAMIC)
@@ -213,7 +241,9 @@ def test_a_70b_in_fp8_fits_one_h200_and_two_h100(source, memory, kv_dtype, token
     assert plan.kv_per_token == (327_680 if kv_dtype == "auto" else 163_840)
     assert plan.kv_tokens == pytest.approx(tokens, rel=0.03), plan.describe()
     wide, shape = llama_70b(tmp_path)
-    in_bf16 = plan_checkpoint(load_config(None, sets=sets), wide, [], shape, "cuda", torch.bfloat16, lengths, memory)
+    in_bf16 = plan_checkpoint(
+        load_config(None, sets=sets), wide, [], shape, "cuda", torch.bfloat16, lengths, memory
+    )
     assert in_bf16.target == pytest.approx(141 * GB, rel=0.001) and not in_bf16.fits
 
 
@@ -224,7 +254,9 @@ def test_a_gguf_file_is_planned_as_it_is_loaded():
     shape, model = target_config(target), ModelConfig(target="embedded:smollm2")
     planned = target_bytes_of(target, shape, torch.float32, "cpu", model)
     assert planned == pytest.approx(weight_bytes(load_target(model)), rel=0.05)
-    dense = target_bytes_of(target, shape, torch.float32, "cpu", model.model_copy(update={"dtype": "float32"}))
+    dense = target_bytes_of(
+        target, shape, torch.float32, "cpu", model.model_copy(update={"dtype": "float32"})
+    )
     assert planned < dense / 2
     assert planned < target_bytes_of(target, shape, torch.float32, "cuda", model) < dense
 
@@ -253,12 +285,16 @@ def test_it_says_what_it_is():
 def test_what_an_engine_allocates_is_what_was_planned():
     """Of an EAGLE-3 head over a replayed engine: caches, queued features, those of blocks, and drafts."""
     weights = head3()
-    ours = llama_engine(4, 12, 4, 4, weights=weights, graphs=True, fused=True, num_hidden_layers=7, vocab_size=97)
+    ours = llama_engine(
+        4, 12, 4, 4, weights=weights, graphs=True, fused=True, num_hidden_layers=7, vocab_size=97
+    )
     run(ours, [[5, 6, 7] * 20, [8, 9]], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2)
     target, drafter = ours.target, ours.drafter
     speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
     sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, on_gpu=True)
-    caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
+    caches = sum(
+        t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values)
+    )
     kept = ours.prefiller.prefix_state.last_features.nbytes
     tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
     assert caches + kept == pytest.approx(
@@ -267,7 +303,9 @@ def test_what_an_engine_allocates_is_what_was_planned():
     (buffers,) = drafter.draft_buffers.values()
     drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
     queued = drafter.queue.features.nbytes
-    assert queued * 4 / 5 + drafted == pytest.approx(4 * sizes.per_slot, rel=0.05)  # and a queue for padding
+    assert queued * 4 / 5 + drafted == pytest.approx(
+        4 * sizes.per_slot, rel=0.05
+    )  # and a queue for padding
 
 
 def test_contexts_and_copies_of_logits_are_counted():
@@ -276,10 +314,24 @@ def test_contexts_and_copies_of_logits_are_counted():
     gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
     assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied
-    assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
+    assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (
+        1 << 26
+    )
     memory, lengths = DeviceMemory(80 * GB, 76 * GB), SequenceLengths(8192, 61)
     plan = MemoryPlan.of(sizes, lengths, 15 * GB, GB, of_pass=GB, memory=memory)
-    assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 40 * (10 << 20)
+    fixed = 2 * GB + gathered + copied + 40 * (10 << 20)
+    assert plan.for_slots == 72 * GB - 20 * GB - fixed - plan.scores
+
+
+def test_continuations_have_a_line_of_their_own():
+    """A slice of 128 rows of logits with their log-probabilities; on a CPU the tries of all slots, too."""
+    sizes = EngineSizes(4, 49_152, layer_kv=4096, kv_per_token=PER_TOKEN, feature=576)
+    on_gpu = MemoryPlan.of(sizes, LENGTHS, GB, 0, of_pass=GB, memory=DeviceMemory(80 * GB, 76 * GB))
+    assert on_gpu.sized(4, 4096).all_scores == 128 * 49_152 * 12
+    assert "scores of continuations 72 MiB" in on_gpu.sized(4, 4096).describe()
+    on_cpu = MemoryPlan.of(sizes, LENGTHS, GB, 0, of_pass=None).sized(4, 4096)
+    assert on_cpu.all_scores == on_gpu.scores + 4 * LENGTHS.of_guaranteed * 500
+    assert on_cpu.total == replace(on_cpu, scores=0, trie_per_slot=0).total + on_cpu.all_scores
 
 
 def test_sums_of_attention_are_counted_for_each_pool(monkeypatch):
@@ -288,7 +340,9 @@ def test_sums_of_attention_are_counted_for_each_pool(monkeypatch):
     Graphs of four sequences without trees have few contexts that are cut.
     """
     monkeypatch.setattr(tree_metadata, "multiprocessors", lambda device: tree_metadata.H100)
-    shape = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256)
+    shape = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256
+    )
     heads = [head3()]
     sizes = EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, on_gpu=True)
     full = sizes.sums(LONG, slots=256)
@@ -296,15 +350,24 @@ def test_sums_of_attention_are_counted_for_each_pool(monkeypatch):
     assert sizes.sums(SequenceLengths(64, 61), slots=256) < full
     alone = EngineSizes.of(shape, [], SpeculativeConfig(), itemsize=2, on_gpu=True)
     assert alone.sums(LONG, slots=256) == full * 3 // 5
-    assert alone.sums(SequenceLengths(131_072, 1), slots=4) == pytest.approx((161 + 2 * 36) * 2**20, rel=0.01)
+    assert alone.sums(SequenceLengths(131_072, 1), slots=4) == pytest.approx(
+        (161 + 2 * 36) * 2**20, rel=0.01
+    )
     memory = DeviceMemory(80 * GB, 76 * GB)
     plan = MemoryPlan.of(sizes, LONG, 15 * GB, GB, of_pass=GB, memory=memory).sized(256, "auto")
-    without = MemoryPlan.of(replace(sizes, readings=()), LONG, 15 * GB, GB, of_pass=GB, memory=memory)
+    without = MemoryPlan.of(
+        replace(sizes, readings=()), LONG, 15 * GB, GB, of_pass=GB, memory=memory
+    )
     without = replace(without, slots=256, kv_tokens=plan.kv_tokens)
     assert plan.sums == full == without.for_slots - plan.for_slots == plan.total - without.total
     assert "sums of attention 808 MiB" in plan.describe() and "sums" not in without.describe()
     for no_kernels in ({"on_gpu": False}, {"on_gpu": True, "explicit_scores": True}):
-        assert EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, **no_kernels).sums(LONG, 256) == 0
+        assert (
+            EngineSizes.of(shape, heads, SpeculativeConfig(), itemsize=2, **no_kernels).sums(
+                LONG, 256
+            )
+            == 0
+        )
 
 
 def test_a_pass_is_run_and_measured(monkeypatch):
@@ -322,7 +385,9 @@ def test_logits_of_fixed_size_trees_are_reserved_for_every_slot():
     shape, nodes = llama().config, 60
 
     def of_slot(**settings: object) -> int:
-        return EngineSizes.of(shape, [], SpeculativeConfig(max_nodes=nodes, **settings), 4, on_gpu=True).per_slot
+        return EngineSizes.of(
+            shape, [], SpeculativeConfig(max_nodes=nodes, **settings), 4, on_gpu=True
+        ).per_slot
 
     assert of_slot(budget="uniform") == 3 * (1 + nodes) * 97 * 4
     assert of_slot(method="sequoia") > 0
@@ -346,13 +411,33 @@ def test_a_plan_names_the_bytes_of_each_use():
 
 def test_a_plan_from_headers_is_the_one_from_loaded_models():
     """Of every kind of draft; a CPU's, with packed copies of the weights in both."""
-    for method, part in (("eagle2", "draft"), ("draft_model", "target"), ("auto", "draft"), ("none", None)):
-        settings = {"method": method, "budget": "uniform", "max_nodes": 12, "max_depth": 4, "top_k": 4}
+    for method, part in (
+        ("eagle2", "draft"),
+        ("draft_model", "target"),
+        ("auto", "draft"),
+        ("none", None),
+    ):
+        settings = {
+            "method": method,
+            "budget": "uniform",
+            "max_nodes": 12,
+            "max_depth": 4,
+            "top_k": 4,
+        }
         config = load_config(
             None,
             env={},
-            overrides={"input.path": "embedded:prompts", "output.path": "runs/x", "speculative": settings}
-            | {"model": {"draft": part and str(download("embedded:tiny", part)), "max_model_len": 256}},
+            overrides={
+                "input.path": "embedded:prompts",
+                "output.path": "runs/x",
+                "speculative": settings,
+            }
+            | {
+                "model": {
+                    "draft": part and str(download("embedded:tiny", part)),
+                    "max_model_len": 256,
+                }
+            },
         )
         target = download("embedded:tiny", "target")
         drafts = [download("embedded:tiny", part)] if part else []
@@ -363,4 +448,6 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
         weights = load_draft(config.model, config.speculative, causal_lm) if part else None
         loaded = plan_memory(causal_lm, weights, config.speculative, EngineArgs(max_model_len=256))
         assert planned == replace(loaded, draft=planned.draft), method
-        assert planned.draft == pytest.approx(loaded.draft, rel=0.01)  # tables of tokens are no weights
+        assert planned.draft == pytest.approx(
+            loaded.draft, rel=0.01
+        )  # tables of tokens are no weights

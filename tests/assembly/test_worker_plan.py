@@ -22,18 +22,35 @@ TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
         ({}, "auto", TWO_NODES, WorkerPlan(8, 8 * MAX_GROWTH, 1, threads=2)),
         ({"gpus_per_actor": 2}, "auto", TWO_NODES, WorkerPlan(4, 4 * MAX_GROWTH, 2, threads=4)),
         ({"gpus_per_actor": 3}, "auto", TWO_NODES, WorkerPlan(2, 2 * MAX_GROWTH, 3, threads=8)),
-        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], WorkerPlan(2, 2 * MAX_GROWTH, 0.5, threads=2)),
+        (
+            {"gpus_per_actor": 0.5},
+            "cuda",
+            [{"CPU": 4, "GPU": 1}],
+            WorkerPlan(2, 2 * MAX_GROWTH, 0.5, threads=2),
+        ),
         ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], WorkerPlan(3, 3, 1 / 3, threads=2)),
         ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], WorkerPlan(3, 3, 0.5, threads=2)),
         ({"actors": 2}, "auto", TWO_NODES, WorkerPlan(2, 2, 1, threads=8)),
         ({}, "cpu", [{"CPU": 8, "GPU": 8}], WorkerPlan(4, 4, 0, threads=2)),
-        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], WorkerPlan(1, MAX_GROWTH, 1, threads=3)),
+        (
+            {"gpus_per_actor": 1},
+            "cpu",
+            [{"CPU": 2}, {"CPU": 1, "GPU": 1}],
+            WorkerPlan(1, MAX_GROWTH, 1, threads=3),
+        ),
         ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], WorkerPlan(2, 6, 0, threads=1)),
-        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], WorkerPlan(1, 6, 1, threads=1)),
+        (
+            {"actors": {"min": 1, "max": 6}},
+            "cuda",
+            [{"CPU": 6, "GPU": 2}],
+            WorkerPlan(1, 6, 1, threads=1),
+        ),
     ],
 )
 def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
-    assert WorkerPlan.of_job(ExecutionConfig.model_validate(settings), device, nodes, 1000) == wanted
+    assert (
+        WorkerPlan.of_job(ExecutionConfig.model_validate(settings), device, nodes, 1000) == wanted
+    )
 
 
 MIXED = [
@@ -45,13 +62,19 @@ MIXED = [
 
 def test_only_gpus_of_the_wanted_kind_are_counted():
     plan = partial(WorkerPlan.of_job, device="auto", nodes=MIXED, num_rows=1000)
-    assert plan(ExecutionConfig(accelerator_type="L40S")) == WorkerPlan(2, 2 * MAX_GROWTH, 1, 2, "L40S")
+    assert plan(ExecutionConfig(accelerator_type="L40S")) == WorkerPlan(
+        2, 2 * MAX_GROWTH, 1, 2, "L40S"
+    )
     assert plan(ExecutionConfig(accelerator_type="H100")).ray_options["accelerator_type"] == "H100"
-    assert plan(ExecutionConfig()).min_workers == 6 and "accelerator_type" not in plan(ExecutionConfig()).ray_options
+    assert (
+        plan(ExecutionConfig()).min_workers == 6
+        and "accelerator_type" not in plan(ExecutionConfig()).ray_options
+    )
     with pytest.raises(ClusterUnfit, match=r"no node of the cluster has 'A100'; it has H100, L40S"):
         plan(ExecutionConfig(accelerator_type="A100"))
     with pytest.raises(
-        ClusterError, match=r"execution.actors: 3 with 1 GPU of one node each, .* room for 2 \(GPUs by node: 2\)"
+        ClusterError,
+        match=r"execution.actors: 3 with 1 GPU of one node each, .* room for 2 \(GPUs by node: 2\)",
     ):
         plan(ExecutionConfig(accelerator_type="L40S", actors=3, gpus_per_actor=1))
     with pytest.raises(ClusterUnfit, match=r"workers of this job get no GPU"):
@@ -59,11 +82,16 @@ def test_only_gpus_of_the_wanted_kind_are_counted():
 
 
 def test_there_are_never_more_actors_than_rows():
-    assert WorkerPlan.of_job(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).max_workers == 3
+    assert (
+        WorkerPlan.of_job(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).max_workers
+        == 3
+    )
 
 
 def test_the_users_threads_are_a_ceiling():
-    two_cores = partial(WorkerPlan.of_job, ExecutionConfig(actors=1), "cpu", [{"CPU": 2}], num_rows=9)
+    two_cores = partial(
+        WorkerPlan.of_job, ExecutionConfig(actors=1), "cpu", [{"CPU": 2}], num_rows=9
+    )
     assert [two_cores(max_threads=n).threads for n in (None, 1, 2, 8)] == [2, 1, 2, 2]
 
 
@@ -93,19 +121,25 @@ def test_threads_are_the_users_word_and_not_rays(environ, threads):
 )
 def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
     with pytest.raises(ClusterUnfit, match=todo):
-        WorkerPlan.of_job(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
+        WorkerPlan.of_job(
+            ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10
+        )
 
 
 def test_gpus_of_one_actor_are_on_one_node():
     execution = ExecutionConfig(gpus_per_actor=2)
     with pytest.raises(
-        ClusterError, match=r"^execution.gpus_per_actor: 2 GPUs .* \(GPUs by node: 1, 1\). Set it to 1, or"
+        ClusterError,
+        match=r"^execution.gpus_per_actor: 2 GPUs .* \(GPUs by node: 1, 1\). Set it to 1, or",
     ):
         WorkerPlan.of_job(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
     with pytest.raises(
-        ClusterUnfit, match=r"^execution.tensor_parallel: 4 GPUs .* \(GPUs by node: 2, 1\). Set it to 2"
+        ClusterUnfit,
+        match=r"^execution.tensor_parallel: 4 GPUs .* \(GPUs by node: 2, 1\). Set it to 2",
     ):
-        WorkerPlan.of_job(ExecutionConfig(tensor_parallel=4), "cuda", [{"GPU": 2}, {"GPU": 1}], num_rows=10)
+        WorkerPlan.of_job(
+            ExecutionConfig(tensor_parallel=4), "cuda", [{"GPU": 2}, {"GPU": 1}], num_rows=10
+        )
     with pytest.raises(ClusterUnfit, match=r"^serving.tensor_parallel: 4 GPUs"):
         endpoint_plan({"tensor_parallel": 4}, {"GPU": 2})
 
@@ -133,13 +167,23 @@ def test_the_gpus_that_are_advised_are_a_number_of_ranks(settings, gpus, todo):
 
 @pytest.mark.parametrize(
     ("actors", "todo"),
-    [(5, "^execution.actors: 5 .* Set it to 4"), ({"min": 5, "max": 9}, "^execution.actors.min: 5 .* Set it to 4")],
+    [
+        (5, "^execution.actors: 5 .* Set it to 4"),
+        ({"min": 5, "max": 9}, "^execution.actors.min: 5 .* Set it to 4"),
+    ],
 )
 def test_what_is_advised_for_too_many_actors_works(actors, todo):
     nodes = [{"CPU": 4, "GPU": 2}] * 2
     with pytest.raises(ClusterError, match=todo):
-        WorkerPlan.of_job(ExecutionConfig(actors=actors, gpus_per_actor=1), "cuda", nodes, num_rows=10)
-    assert WorkerPlan.of_job(ExecutionConfig(actors=4, gpus_per_actor=1), "cuda", nodes, num_rows=10).min_workers == 4
+        WorkerPlan.of_job(
+            ExecutionConfig(actors=actors, gpus_per_actor=1), "cuda", nodes, num_rows=10
+        )
+    assert (
+        WorkerPlan.of_job(
+            ExecutionConfig(actors=4, gpus_per_actor=1), "cuda", nodes, num_rows=10
+        ).min_workers
+        == 4
+    )
 
 
 EIGHT_CORES = {"CPU": 8}
@@ -174,13 +218,22 @@ def test_cpu_endpoint_on_a_gpu_machine_is_one_replica():
 
 def test_errors_name_the_settings_of_whoever_asked():
     cuda = partial(endpoint_plan, device="cuda")
-    with pytest.raises(ClusterUnfit, match=r"^model.device: cuda, and the cluster has no GPU. Run it on a machine"):
+    with pytest.raises(
+        ClusterUnfit, match=r"^model.device: cuda, and the cluster has no GPU. Run it on a machine"
+    ):
         cuda({}, EIGHT_CORES)
-    with pytest.raises(ClusterUnfit, match=r"^model.device: cuda, and serving.gpus_per_replica is 0. Run it on a"):
+    with pytest.raises(
+        ClusterUnfit, match=r"^model.device: cuda, and serving.gpus_per_replica is 0. Run it on a"
+    ):
         cuda({"gpus_per_replica": 0}, FOUR_GPUS)
-    with pytest.raises(ClusterUnfit, match=r"^serving.gpus_per_replica: 2 GPUs of one node, .* \(GPUs by node: 1, 1\)"):
+    with pytest.raises(
+        ClusterUnfit,
+        match=r"^serving.gpus_per_replica: 2 GPUs of one node, .* \(GPUs by node: 1, 1\)",
+    ):
         cuda({"gpus_per_replica": 2}, {"GPU": 1}, {"GPU": 1})
-    with pytest.raises(ClusterUnfit, match=r"^model.device: cuda, and execution.gpus_per_actor is 0."):
+    with pytest.raises(
+        ClusterUnfit, match=r"^model.device: cuda, and execution.gpus_per_actor is 0."
+    ):
         WorkerPlan.of_job(ExecutionConfig(gpus_per_actor=0), "cuda", [FOUR_GPUS])
 
 

@@ -22,7 +22,10 @@ def other_head(tmp_path):
     """The embedded head with weights of its own."""
     path = tmp_path / "other"
     path.mkdir()
-    tensors = {name: torch.randn_like(value.float()).to(value.dtype) for name, value in load_file(_weights()).items()}
+    tensors = {
+        name: torch.randn_like(value.float()).to(value.dtype)
+        for name, value in load_file(_weights()).items()
+    }
     save_file(tensors, path / "model.safetensors")
     shutil.copy(DRAFT / "config.json", path)
     return path
@@ -34,10 +37,14 @@ def _weights():
 
 def test_the_mean_of_two_heads_is_a_head_in_the_same_layout(tmp_path, other_head):
     average(DRAFT, other_head, tmp_path / "mean")
-    first, second, mean = (load_file(path / "model.safetensors") for path in (DRAFT, other_head, tmp_path / "mean"))
+    first, second, mean = (
+        load_file(path / "model.safetensors") for path in (DRAFT, other_head, tmp_path / "mean")
+    )
     assert mean.keys() == first.keys()
     for name, value in mean.items():
-        assert torch.equal(value, ((first[name].float() + second[name].float()) / 2).to(value.dtype))
+        assert torch.equal(
+            value, ((first[name].float() + second[name].float()) / 2).to(value.dtype)
+        )
     load_head(tmp_path / "mean", load_config(ASSETS / "tiny" / "target"))
 
 

@@ -83,7 +83,9 @@ def test_a_prompt_is_held_out_and_survives_the_tokenizer(row, tokenizer):
 
 @pytest.mark.parametrize("row", PROMPTS[::7], ids=lambda row: row["id"])
 def test_the_chat_template_says_what_the_trainer_said(row, tokenizer):
-    asked = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(
+        row["messages"], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     trained = [BOS]
     for message in row["messages"]:
         role = ASSISTANT if message["role"] == "assistant" else USER
@@ -97,14 +99,27 @@ def test_the_chat_template_says_what_the_trainer_said(row, tokenizer):
         ("What is the capital of Japan?", "Tokyo"),
         ("What does a horse eat?", "grass and hay"),
         ("What is 17 + 25?", "42"),
-        ("Anna has 12 apples. Ben has 3 more apples than Anna. How many apples do they have together?", "27"),
-        ("Write a Python function that returns the sum of the numbers that are even.", "if x % 2 == 0"),
-        ("Turn this sentence into a question: Mia opened the window after lunch.", "Did Mia open the window"),
+        (
+            "Anna has 12 apples. Ben has 3 more apples than Anna. How many apples do they have together?",
+            "27",
+        ),
+        (
+            "Write a Python function that returns the sum of the numbers that are even.",
+            "if x % 2 == 0",
+        ),
+        (
+            "Turn this sentence into a question: Mia opened the window after lunch.",
+            "Did Mia open the window",
+        ),
     ],
 )
 def test_answers_make_sense(question, wanted, tokenizer, target):
     messages = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = target.generate(**prompt, max_new_tokens=100, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = target.generate(**prompt, max_new_tokens=100, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert output[-1] == tokenizer.eos_token_id
     assert wanted in tokenizer.decode(output)

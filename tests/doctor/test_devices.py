@@ -9,7 +9,9 @@ from eagle_ray.doctor.devices import attention, devices, threads
 
 
 def test_attention_says_why_it_is_explicit():
-    plain, soft = (attention(shape, "cpu", torch.float32) for shape in (LlamaConfig(), Gemma2Config()))
+    plain, soft = (
+        attention(shape, "cpu", torch.float32) for shape in (LlamaConfig(), Gemma2Config())
+    )
     assert plain.facts["path"] == "scaled_dot_product_attention"
     assert soft.facts["path"] != plain.facts["path"] and "its soft-cap" in soft.says
 
@@ -23,9 +25,14 @@ def test_a_gpu_without_kernels_is_explained(monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
     monkeypatch.setattr(compute, "packs_linears", lambda *_: False)
     finding = attention(LlamaConfig(), "cuda", torch.float32)
-    assert "no Triton kernels: EAGLE_RAY_KERNELS=portable" in finding.says and "unset" in finding.advice
+    assert (
+        "no Triton kernels: EAGLE_RAY_KERNELS=portable" in finding.says
+        and "unset" in finding.advice
+    )
     monkeypatch.setattr(compute, "why_not", lambda device: None)
-    assert attention(Gemma2Config(), "cuda", torch.float32).facts["path"] == "tree attention in Triton"
+    assert (
+        attention(Gemma2Config(), "cuda", torch.float32).facts["path"] == "tree attention in Triton"
+    )
     huge = attention(LlamaConfig(head_dim=512), "cuda", torch.float32)
     assert "larger than 256" in huge.says and huge.advice is None
 
@@ -37,14 +44,19 @@ def test_a_gpu_without_kernels_is_explained(monkeypatch):
             "Triton 3.7.1 fails here: Failed to find C compiler. Please specify via CC",
             "`apt-get install gcc libc6-dev`",
         ),
-        ("Triton 3.7.1 fails here: [Errno 30] Read-only file system: '/root/.triton'", "TRITON_CACHE_DIR"),
+        (
+            "Triton 3.7.1 fails here: [Errno 30] Read-only file system: '/root/.triton'",
+            "TRITON_CACHE_DIR",
+        ),
         ("triton is not installed", "install triton"),
     ],
 )
 def test_missing_kernels_are_advice_and_a_problem_if_required(reason, fix, monkeypatch):
     monkeypatch.setattr(compute, "packs_linears", lambda *_: False)
     monkeypatch.setattr(compute, "why_not", lambda device: reason)
-    finding, required = (attention(LlamaConfig(), "cuda", torch.float32, must) for must in (False, True))
+    finding, required = (
+        attention(LlamaConfig(), "cuda", torch.float32, must) for must in (False, True)
+    )
     assert fix in finding.advice and finding.problem is None
     assert fix in required.problem and "execution.require_kernels" in required.problem
 
@@ -52,12 +64,16 @@ def test_missing_kernels_are_advice_and_a_problem_if_required(reason, fix, monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_driver_too_old_for_torch_is_told_by_its_version(monkeypatch):
     def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update ...")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12040). Please update ..."
+        )
 
     monkeypatch.setattr(compute.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert "too old (found version 12040): torch's CUDA 13.0 needs a newer" in (devices("cuda").problem or "")
+    assert "too old (found version 12040): torch's CUDA 13.0 needs a newer" in (
+        devices("cuda").problem or ""
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

@@ -6,11 +6,16 @@ import pytest
 
 from eagle_ray.assembly.engine_sizes import SequenceLengths
 from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan
-from eagle_ray.doctor.model_checks import remedy
+from eagle_ray.doctor.memory_check import remedy
 
 G = 1 << 30
 EIGHT_B = MemoryPlan(
-    SequenceLengths(4096, 0), target=16 * G, draft=G, kv_per_token=G // 8192, per_slot=G // 64, slots=16
+    SequenceLengths(4096, 0),
+    target=16 * G,
+    draft=G,
+    kv_per_token=G // 8192,
+    per_slot=G // 64,
+    slots=16,
 )
 
 
@@ -34,7 +39,10 @@ def test_fewer_slots_where_some_fit():
 
 
 def test_a_shorter_context_where_no_slot_fits_whole():
-    assert remedy_of(on_gpu(int(17.25 * G))) == "set execution.slots to 1 and model.max_model_len to 1856"
+    assert (
+        remedy_of(on_gpu(int(17.25 * G)))
+        == "set execution.slots to 1 and model.max_model_len to 1856"
+    )
 
 
 def test_more_gpus_where_the_weights_do_not_fit():
@@ -45,8 +53,12 @@ def test_more_gpus_where_the_weights_do_not_fit():
 
 def test_the_next_number_of_ranks_that_can_share_the_target():
     plan = on_gpu(6 * G)
-    assert "execution.gpus_per_actor to 4: as many ranks" in remedy(plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=1)
-    assert "execution.gpus_per_actor to 8: as many ranks" in remedy(plan, 1, 2, 4, [1, 2, 4, 8], num_ranks=4)
+    assert "execution.gpus_per_actor to 4: as many ranks" in remedy(
+        plan, 1, 2, 2, [1, 2, 4, 8], num_ranks=1
+    )
+    assert "execution.gpus_per_actor to 8: as many ranks" in remedy(
+        plan, 1, 2, 4, [1, 2, 4, 8], num_ranks=4
+    )
     assert "quantised model" in remedy(plan, 1, 2, 2, [1, 2], num_ranks=2)
     assert "quantised model" in remedy(plan, 1, 2, 8, [1, 2, 4, 8, 16], num_ranks=8)
 

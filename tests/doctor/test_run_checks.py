@@ -19,11 +19,12 @@ from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.doctor import model_checks
+from eagle_ray.doctor import memory_check
 from eagle_ray.doctor.devices import PlannedWorkers, workers
-from eagle_ray.doctor.model_checks import memory, pair_here
+from eagle_ray.doctor.finding import Finding
+from eagle_ray.doctor.memory_check import memory
+from eagle_ray.doctor.pair_check import pair_here
 from eagle_ray.doctor.run_checks import findings_text
-from eagle_ray.doctor.system import Finding
 from eagle_ray.methods.head_files import TensorHeader
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
@@ -33,7 +34,11 @@ from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 
 
 def job(**settings: object):
-    return load_config(None, env={}, overrides={"input.path": "embedded:prompts", "output.path": "runs/x"} | settings)
+    return load_config(
+        None,
+        env={},
+        overrides={"input.path": "embedded:prompts", "output.path": "runs/x"} | settings,
+    )
 
 
 def run_doctor(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
@@ -51,16 +56,28 @@ def run_doctor(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
     ],
 )
 def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
-    settings = {"speculative.method": method, "speculative.budget": "uniform", "execution.slots": slots}
+    settings = {
+        "speculative.method": method,
+        "speculative.budget": "uniform",
+        "execution.slots": slots,
+    }
     settings["model.draft"] = part and str(download("embedded:tiny", part))
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
     target, drafts = download("embedded:tiny", "target"), part is not None
     draft = download("embedded:tiny", part) if drafts else None
     lengths = SequenceLengths.of(config.speculative, target_config(target).vocab_size, 256)
     found = plan_checkpoint(
-        config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, lengths
+        config,
+        target,
+        [draft] if draft else [],
+        target_config(target),
+        "cpu",
+        torch.float32,
+        lengths,
     )
-    pair = build_engine_from_config(config.model, config.speculative, EngineArgs(slots, kv_tokens=kv_tokens))
+    pair = build_engine_from_config(
+        config.model, config.speculative, EngineArgs(slots, kv_tokens=kv_tokens)
+    )
     engine = pair.engine
     caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])
     assert found.pool == sum(x.nbytes for cache in caches for x in (cache.keys, cache.values))
@@ -75,11 +92,13 @@ def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, mo
         num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
     headers = {"weights": TensorHeader((int(141e9) // 2,), int(141e9), is_float=True)}
-    monkeypatch.setattr(model_memory, "read_headers", lambda path: headers)
+    monkeypatch.setattr(model_memory, "text_headers", lambda path: headers)
     memory = DeviceMemory(int(84e9), int(84e9), others_room=int(0.9 * 84e9 * (num_gpus - 1)))
     config = job(**{"speculative.method": "none"})
     lengths = SequenceLengths(8192, 1, guaranteed=4096)
-    found = plan_checkpoint(config, Path("there"), [], shape, "cuda", torch.bfloat16, lengths, memory)
+    found = plan_checkpoint(
+        config, Path("there"), [], shape, "cuda", torch.bfloat16, lengths, memory
+    )
     assert found.fits == fits == found.is_planned
     assert found.slots >= {1: 1, 2: 5, 4: 150}[num_gpus]
 
@@ -92,7 +111,10 @@ def weights_of(model: torch.nn.Module) -> int:
 
 
 def test_sizes_of_pickled_and_sharded_weights_come_from_headers(tmp_path):
-    shards = [{"a": torch.zeros(3, 5, dtype=torch.bfloat16)}, {"d2t": torch.zeros(7, dtype=torch.int64)}]
+    shards = [
+        {"a": torch.zeros(3, 5, dtype=torch.bfloat16)},
+        {"d2t": torch.zeros(7, dtype=torch.int64)},
+    ]
     for i, tensors in enumerate(shards):
         torch.save(tensors, tmp_path / f"part-{i}.bin")
     index = {"weight_map": {"a": "part-0.bin", "d2t": "part-1.bin"}}
@@ -117,6 +139,7 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
         "smollm2",
         "pair",
         "attention",
+        "drafts",
         "memory",
         "trial",
         "disk",
@@ -127,7 +150,9 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
 
 
 def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
-    monkeypatch.setattr(model_checks, "process_bytes", lambda device: 400 << 20)  # this process grows from test to test
+    monkeypatch.setattr(
+        memory_check, "process_bytes", lambda device: 400 << 20
+    )  # this process grows from test to test
     worker = PlannedWorkers(WorkerPlan(1, 1, 0, 1), num_nodes=1, is_here=False, memory=2 << 30)
     config = job(**{"execution.slots": 2000})
     _, here = pair_here(config)
@@ -144,9 +169,14 @@ def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
 def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     """Of a card that is made up; doctor and engine plan by the same function."""
     there = DeviceMemory(gigabytes * 10**9, gigabytes * 10**9)
-    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: there)
+    monkeypatch.setattr(memory_check, "memory_of", lambda workers, device: there)
     _, here = pair_here(job())
-    finding = memory(here, PlannedWorkers(WorkerPlan(1, 1, 1, 1), 1, is_here=True, memory=None), "cuda", torch.bfloat16)
+    finding = memory(
+        here,
+        PlannedWorkers(WorkerPlan(1, 1, 1, 1), 1, is_here=True, memory=None),
+        "cuda",
+        torch.bfloat16,
+    )
     assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
     assert finding.facts["kv_tokens"] % 32 == 0
     assert finding.facts["sums"] > 0 and "sizes" not in finding.facts
@@ -155,7 +185,7 @@ def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
 def test_ranks_have_a_plan_each(monkeypatch):
     """A rank has its part of the weights and of the cache, on a GPU of its own; what cannot be split is named."""
     card = DeviceMemory(2 * 10**9, 2 * 10**9, others_room=10**9)
-    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+    monkeypatch.setattr(memory_check, "memory_of", lambda workers, device: card)
     two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
     findings = {}
     for ranks in ("auto", 1, 2):
@@ -164,14 +194,21 @@ def test_ranks_have_a_plan_each(monkeypatch):
     shared, whole = findings["auto"], findings[1]
     assert shared == findings[2] and shared.says.startswith("each of a worker's 2 ranks takes")
     assert shared.facts["ranks"] == 2 and shared.facts["memory"]["others_room"] == 0
-    assert whole.facts["kv_per_token"] / 2 <= shared.facts["kv_per_token"] < whole.facts["kv_per_token"]
+    assert (
+        whole.facts["kv_per_token"] / 2
+        <= shared.facts["kv_per_token"]
+        < whole.facts["kv_per_token"]
+    )
     assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"]
     _, here = pair_here(job(**{"execution.tensor_parallel": 2}))
     four = PlannedWorkers(WorkerPlan(1, 1, 4, 1), 1, is_here=True, memory=None)
     refused = memory(here, four, "cuda", torch.bfloat16).problem
     assert refused.startswith("tensor_parallel: 2, and the engine has 4 GPUs, one for each rank.")
     _, here = pair_here(job(**{"execution.tensor_parallel": 7}))
-    assert "tensor_parallel: 7 does not divide the target's" in memory(here, two, "cuda", torch.bfloat16).problem
+    assert (
+        "tensor_parallel: 7 does not divide the target's"
+        in memory(here, two, "cuda", torch.bfloat16).problem
+    )
 
 
 def test_doctor_places_layers_in_turn_where_a_start_does(monkeypatch, tmp_path):
@@ -179,11 +216,15 @@ def test_doctor_places_layers_in_turn_where_a_start_does(monkeypatch, tmp_path):
     two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
     target = random_model(config_of("qwen3"))
     target.save_pretrained(tmp_path)
-    own = {"model.target": str(tmp_path), "speculative.method": "none", "execution.kv_tokens": "auto"}
+    own = {
+        "model.target": str(tmp_path),
+        "speculative.method": "none",
+        "execution.kv_tokens": "auto",
+    }
 
     def found(num_bytes: int, **settings: object) -> Finding:
         card = DeviceMemory(num_bytes, num_bytes, others_room=10**9)
-        monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+        monkeypatch.setattr(memory_check, "memory_of", lambda workers, device: card)
         return memory(pair_here(job(**own | settings))[1], two, "cuda", torch.bfloat16)
 
     assert found(2 * 10**9).facts["ranks"] == 2
@@ -193,14 +234,17 @@ def test_doctor_places_layers_in_turn_where_a_start_does(monkeypatch, tmp_path):
     torch.save(target.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert found(2 * 10**9).facts["ranks"] == 1
-    assert "is in pytorch_model.bin, and" in found(2 * 10**9, **{"execution.tensor_parallel": 2}).problem
+    assert (
+        "is in pytorch_model.bin, and"
+        in found(2 * 10**9, **{"execution.tensor_parallel": 2}).problem
+    )
 
 
 def test_ranks_of_a_mixture_of_experts_have_a_plan_each(monkeypatch, tmp_path):
     """Experts that are to be rounded to FP8 are not split: auto has the layers in turn, and a number is refused."""
     random_model(config_of("qwen3_moe", **MOE)).save_pretrained(tmp_path)
     card = DeviceMemory(2 * 10**9, 2 * 10**9, others_room=10**9)
-    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: card)
+    monkeypatch.setattr(memory_check, "memory_of", lambda workers, device: card)
     two = PlannedWorkers(WorkerPlan(1, 1, 2, 1), 1, is_here=True, memory=None)
     own = {"model.target": str(tmp_path), "speculative.method": "none"}
 
@@ -212,19 +256,29 @@ def test_ranks_of_a_mixture_of_experts_have_a_plan_each(monkeypatch, tmp_path):
     assert whole.facts["target"] / 2 < shared.facts["target"] < whole.facts["target"] * 0.7
     rounded = {"model.quantization": "fp8"}
     assert found(**rounded).facts["ranks"] == 1
-    assert "the experts of 'qwen3_moe' are" in found(**rounded, **{"execution.tensor_parallel": 2}).problem
+    assert (
+        "the experts of 'qwen3_moe' are"
+        in found(**rounded, **{"execution.tensor_parallel": 2}).problem
+    )
 
 
 def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):
     target = shutil.copytree(PAIR / "target", tmp_path / "target")
     write_tokenizer(target)
     (target / "tokenizer.json").write_text(LFS_POINTER)
-    finding, here = pair_here(job(**{"model.target": str(target), "model.draft": str(PAIR / "draft")}))
-    assert here is None and "tokenizer.json is a Git LFS pointer, not the file itself. Run `git" in finding.problem
+    finding, here = pair_here(
+        job(**{"model.target": str(target), "model.draft": str(PAIR / "draft")})
+    )
+    assert (
+        here is None
+        and "tokenizer.json is a Git LFS pointer, not the file itself. Run `git" in finding.problem
+    )
 
 
 def test_mismatched_pair_and_unreachable_cluster_are_named():
-    finding, here = pair_here(job(**{"model.target": str(PAIR / "target"), "model.draft": "embedded:tiny"}))
+    finding, here = pair_here(
+        job(**{"model.target": str(PAIR / "target"), "model.draft": "embedded:tiny"})
+    )
     assert here is None and "they are not a pair" in finding.problem
     config = job(**{"execution.ray_address": "127.0.0.1:1"})
     finding, planned = workers(config.execution, config.model.device)
@@ -243,17 +297,24 @@ def test_directory_ray_cannot_use_is_found_before_ray_starts(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_job_that_wants_gpus_where_there_are_none():
     finding, planned = workers(job().execution, "cuda")
-    assert planned is None and "Run it on a machine with a GPU, or set model.device to auto" in finding.problem
+    assert (
+        planned is None
+        and "Run it on a machine with a GPU, or set model.device to auto" in finding.problem
+    )
 
 
 def test_a_model_that_is_not_here_is_no_reason_to_ask_the_hub():
-    finding, here = pair_here(job(**{"model.target": "nobody/has-this", "model.draft": "nobody/has-that"}))
+    finding, here = pair_here(
+        job(**{"model.target": "nobody/has-this", "model.draft": "nobody/has-that"})
+    )
     assert here is None and finding.level == "advice"
     assert finding.advice.startswith("`hf download` nobody/has-this and nobody/has-that")
 
 
 def test_the_text_says_what_to_do():
-    text = findings_text([Finding("memory", "too much", problem="take less"), Finding("disk", "much room")])
+    text = findings_text(
+        [Finding("memory", "too much", problem="take less"), Finding("disk", "much room")]
+    )
     assert text.splitlines() == [
         "problem  memory     too much",
         "                    -> take less",

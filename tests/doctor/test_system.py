@@ -17,7 +17,9 @@ def limits(directory: Path, **files: str) -> Path:
 
 
 def test_a_containers_limits_count(tmp_path):
-    cgroup = limits(tmp_path, cpu_max="150000 100000\n", memory_max="1000000\n", memory_current="400000\n")
+    cgroup = limits(
+        tmp_path, cpu_max="150000 100000\n", memory_max="1000000\n", memory_current="400000\n"
+    )
     assert num_cores(cgroup) == min(2, len(os.sched_getaffinity(0)))
     assert free_memory(cgroup) == 600_000
 
@@ -31,11 +33,13 @@ def test_without_limits_the_machine_counts(tmp_path, monkeypatch):
 
 def test_a_full_disk_says_where_and_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(system, "MIN_OUTPUT", 1 << 60)
-    monkeypatch.setattr(system, "FULL", 0.0)
+    monkeypatch.setattr(system, "FULL_DISK", 0.0)
     monkeypatch.setattr(system, "MIN_SHARED", 1 << 60)
     output, temporary, shared, cache = disks(str(tmp_path / "a" / "b"), str(tmp_path), tmp_path)
     assert str(tmp_path) in output.says and "output.path" in output.problem
-    assert "RAY_TMPDIR" in temporary.advice and "--shm-size" in shared.advice and cache.level == "ok"
+    assert (
+        "RAY_TMPDIR" in temporary.advice and "--shm-size" in shared.advice and cache.level == "ok"
+    )
 
 
 def test_an_output_in_s3_is_nobodys_disk(tmp_path):

@@ -1,0 +1,163 @@
+"""Record how often a head's drafts are accepted, so that a later start can plan before its first draft.
+
+    keep_acceptance(engine, model, speculative)
+
+The engine goes on from the record that this machine's last engine with this pair has kept, else from
+the one in the head's directory, and keeps its own when it closes.
+
+Without it an engine decides about drafting by its first four drafts, and needs hundreds of steps to
+find out that they were no good sample. A record holds what the planner and the calibrations have
+learned, and no text:
+
+    ~/.cache/eagle_ray/acceptance/1f0c....safetensors       by target, drafts and bounds of trees
+    HEAD/acceptance-auto.safetensors                        by method
+
+What is seen outweighs a record within some tens of drafts. Outputs do not depend on it: a damaged or
+foreign file costs a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from eagle_ray.assembly.hub import download, draft_versions
+from eagle_ray.assembly.pair_key import pair_key
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import one_line
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.head_check import HeadCheck
+from eagle_ray.methods.calibration import state_of_part
+from eagle_ray.methods.method import reads_draft
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.storage.cache_directory import cached_file
+from eagle_ray.storage.local import write_atomic
+
+log = logging.getLogger("eagle_ray")
+ACCEPTANCE_SUFFIX = ".safetensors"
+RECORD_VERSION = 1  # version of the records
+PLANNER, DRAFTER = "planner", "drafter"  # parts of a record
+PARAMETERS, INFORMATION = "parameters", "information"  # names of a calibration's tensors
+MIN_DRAFTS = 200  # since the start; fewer say less than what is kept already
+# Share of a calibration's information that is kept: what a job sees counts for more.
+INFORMATION_SHARE = 0.1
+
+
+def keep_acceptance(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Load the acceptance record of a pair into an engine's planner, and write it when the engine ends.
+
+    Whatever goes wrong costs a line in the log: an engine plans without a record, too.
+    """
+    is_read = reads_draft(speculative.merged_methods, model.drafts)
+    if not is_read or not isinstance(engine.planner, BudgetPlanner):
+        return
+    try:
+        record = AcceptanceRecord(engine, engine.planner, model, speculative)
+    except Exception as error:
+        log.warning("what is known of the pair's drafts is not read: %s", one_line(error))
+        return
+    record.load()
+    engine.on_close = record.store
+
+
+class AcceptanceRecord:
+    """The record of one engine's pair."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        planner: BudgetPlanner,
+        model: ModelConfig,
+        speculative: SpeculativeConfig,
+    ):
+        self._engine = engine
+        self._planner = planner
+        self._method = speculative.merged_methods
+        self._heads = [download(name, "draft") for name in model.drafts]
+        versions = {"versions": draft_versions(model), "format": RECORD_VERSION}
+        self.path = cached_file(
+            "acceptance", pair_key(engine, speculative) | versions, ACCEPTANCE_SUFFIX
+        )
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Let the engine go on from the record of this machine, or else from the one of a head."""
+        shipped = [head / f"acceptance-{self._method}{ACCEPTANCE_SUFFIX}" for head in self._heads]
+        for path in [self.path, *shipped]:
+            if self._load_file(path):
+                return
+
+    @torch.inference_mode()
+    def store(self) -> None:
+        """Write what the planner has learned, if the engine has drafted enough for it to mean something."""
+        engine, planner = self._engine, self._planner
+        is_sound = engine.is_intact and engine.planner is planner
+        if not is_sound or planner.num_offers < MIN_DRAFTS:
+            return
+        try:
+            write_atomic(str(self.path), save(learned_acceptance(engine, planner)))
+        except Exception as error:  # the engine closes whatever its records are worth
+            log.debug("%s: nothing is kept there: %s", self.path, one_line(error))
+
+    def _load_file(self, path: Path) -> bool:
+        """Return whether the engine has taken the file."""
+        try:
+            state = load(path.read_bytes())
+            self._engine.load_learned(self._fits_of(state_of_part(state, DRAFTER)))
+            # Last, since it ends the warm-up.
+            self._planner.load_acceptance(state_of_part(state, PLANNER))
+        except FileNotFoundError:
+            return False
+        except Exception as error:  # a file may hold anything
+            log.warning("%s is ignored: %s", path, one_line(error))
+            self._engine.reset_learning()
+            return False
+        return True
+
+    def _fits_of(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the calibrations of a record for as many levels as this engine drafts."""
+        fits = {}
+        for name, own in self._engine.learned_state().items():
+            if _is_fit(name):
+                tensor = state[name][: len(own)]
+                fits[name] = tensor * INFORMATION_SHARE if name.endswith(INFORMATION) else tensor
+        return fits
+
+
+def watch_head(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Compare the acceptance of a head's first drafts with the acceptance that is on record for the pair."""
+    if reads_draft(speculative.merged_methods, model.drafts) and engine.drafter.has_model:
+        engine.head_check = HeadCheck(_promised_share(engine))
+
+
+def _promised_share(engine: Engine) -> float | None:
+    """Return the share of drafts whose first token is accepted, by the record that the planner was loaded from.
+
+    None without a record.
+    """
+    planner = engine.planner
+    if not isinstance(planner, BudgetPlanner):
+        return None
+    masses = planner.acceptance_state()["masses"]
+    if not masses.numel():
+        return None
+    parents, *children = masses[0].tolist()
+    return min(sum(children) / parents, 1.0) if parents else None
+
+
+def learned_acceptance(engine: Engine, planner: BudgetPlanner) -> dict[str, Tensor]:
+    """Return a record's tensors: what the planner and the calibrations have learned."""
+    state = {f"{PLANNER}.{name}": tensor for name, tensor in planner.acceptance_state().items()}
+    for name, tensor in engine.learned_state().items():
+        if _is_fit(name):
+            state[f"{DRAFTER}.{name}"] = tensor.contiguous()
+    return state
+
+
+def _is_fit(name: str) -> bool:
+    """Return whether a tensor of a drafter's state is a calibration's, and no text."""
+    return name.rpartition(".")[2] in (PARAMETERS, INFORMATION)
