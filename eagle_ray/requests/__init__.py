@@ -1,1 +1,1 @@
-"""What a request may say, the request itself, and the answers to it."""
+"""Requests: their parameters, their forms in every API, and the answers to them."""

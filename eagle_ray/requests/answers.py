@@ -1,13 +1,16 @@
 """Answers in OpenAI's forms: choices, log-probabilities, usage and metrics of a body, and lines of output files.
 
-A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of a run; bodies are made from it alone.
+A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of a run; bodies are
+made from it alone.
 
-A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
-request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
+A line of a successful request has a response with status 200, that of an invalid request a response
+with status 400. A request that failed with a code of NOT_CARRIED_OUT has an error instead of a
+response.
 
     output_line(rows, decode_token)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 
-The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and in rows.
+The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and
+in rows.
 
     >>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), decode_token={17: "Paris"}.get)[0]["token"]
     'Paris'
@@ -18,17 +21,19 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.responses import stored_response
+from eagle_ray.requests.score_columns import DOCUMENT_SCORE_COLUMNS, SCORE_COLUMNS
 from eagle_ray.requests.values import Json
 
 Row = dict[str, Any]
 
-COLUMNS = (
+# The url exists only if the input is a batch file; without it, rows are chat completions.
+ANSWER_COLUMNS = (
     "request_id",
     "sample_index",
     "run_id",
@@ -49,9 +54,13 @@ COLUMNS = (
     "target_model",
     "config_hash",
     "url",
-)  # url exists only if the input is a batch file; without it, rows are chat completions
+    "embedding",  # only a run with task embed has it
+    *SCORE_COLUMNS,
+    *DOCUMENT_SCORE_COLUMNS,
+)
 NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class FinishedAnswer:
         finish_reason: stop, length or tool_calls.
         logprobs: None unless they are to be shown; has_tops: with the likeliest tokens.
         shown_ids: token ids of prompt and output; None unless they are to be shown.
+        scores: scores of continuations, of choices or of a document, by their columns' names; empty
+            without any.
     """
 
     index: int
@@ -76,10 +87,11 @@ class FinishedAnswer:
     logprobs: list[TokenLogprob] | None = None
     has_tops: bool = False
     shown_ids: tuple[list[int], list[int]] | None = None
+    scores: Json = field(default_factory=dict)
 
 
 class TokenUsage(NamedTuple):
-    """Tokens of prompts and outputs, and those of them that were cached, or reasoning."""
+    """Counts of prompt and output tokens, and the cached and reasoning tokens among them."""
 
     prompt: int = 0
     output: int = 0
@@ -90,17 +102,28 @@ class TokenUsage(NamedTuple):
     def of_body(cls, body: Json) -> TokenUsage:
         """Return the usage in a response's body, by the names of its endpoint."""
         usage = body.get("usage") or {}
-        names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-        before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
-        prompt, output = (usage.get(f"{name}_tokens", 0) for name in names)
-        return cls(prompt, output, before.get("cached_tokens", 0), after.get("reasoning_tokens", 0))
+        is_chat = "prompt_tokens" in usage
+        prompt = "prompt" if is_chat else "input"
+        output = "completion" if is_chat else "output"
+        prompt_details = usage.get(f"{prompt}_tokens_details") or {}
+        output_details = usage.get(f"{output}_tokens_details") or {}
+        return cls(
+            usage.get(f"{prompt}_tokens", 0),
+            usage.get(f"{output}_tokens", 0),
+            prompt_details.get("cached_tokens", 0),
+            output_details.get("reasoning_tokens", 0),
+        )
 
     def plus(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(*map(sum, zip(self, other, strict=True)))
 
     def totals(self) -> Json:
         total = self.prompt + self.output
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.output, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.output,
+            "total_tokens": total,
+        }
 
     def chat_form(self) -> Json:
         return self.totals() | {
@@ -118,7 +141,9 @@ class TokenUsage(NamedTuple):
         }
 
     def response_form(self) -> Json:
-        return self.batch_form() | {"input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0}}
+        return self.batch_form() | {
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0}
+        }
 
 
 NO_TOKENS = TokenUsage()
@@ -128,9 +153,11 @@ def chat_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
     return {
         "index": answer.index,
         "message": chat_message(answer),
-        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs, decode_token),
+        "logprobs": None
+        if answer.logprobs is None
+        else chat_logprobs(answer.logprobs, decode_token),
         "finish_reason": answer.finish_reason,
-    } | _token_ids(answer)
+    } | _further(answer)
 
 
 def chat_message(answer: FinishedAnswer) -> Json:
@@ -149,20 +176,34 @@ def chat_logprobs(tokens: list[TokenLogprob], decode_token: TokenDecoder) -> Jso
 
 
 def text_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
-    logprobs = None if answer.logprobs is None else completion_form(answer.logprobs, decode_token, answer.has_tops)
+    logprobs = (
+        None
+        if answer.logprobs is None
+        else completion_form(answer.logprobs, decode_token, answer.has_tops)
+    )
     return {
         "index": answer.index,
         "text": answer.text,
         "logprobs": logprobs,
         "finish_reason": answer.finish_reason,
-    } | _token_ids(answer)
+    } | _further(answer)
 
 
-def _token_ids(answer: FinishedAnswer) -> Json:
+def _further(answer: FinishedAnswer) -> Json:
+    """Return the token ids and the scores, where they are to be shown."""
     if answer.shown_ids is None:
-        return {}
+        return answer.scores
     prompt_ids, output_ids = answer.shown_ids
-    return {"prompt_token_ids": prompt_ids, "token_ids": output_ids}
+    return {"prompt_token_ids": prompt_ids, "token_ids": output_ids} | answer.scores
+
+
+def scores_form(values: Mapping[str, Any]) -> Json:
+    """Return the columns of scores that have a value, as JSON: a log-probability of minus infinity is MIN_LOGPROB."""
+    form = {name: values.get(name) for name in (*SCORE_COLUMNS, *DOCUMENT_SCORE_COLUMNS)}
+    shown = {name: value for name, value in form.items() if value is not None}
+    if "scores" in shown:
+        shown["scores"] = [max(score, MIN_LOGPROB) for score in shown["scores"]]
+    return shown
 
 
 def metrics_of(stats: AcceptanceStats) -> Json:
@@ -171,7 +212,9 @@ def metrics_of(stats: AcceptanceStats) -> Json:
     histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps if num_steps else None,
+            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps
+            if num_steps
+            else None,
             "draft_acceptance_rate": stats.draft_acceptance_rate,
             "acceptance_histogram": histogram,
             "num_spec_steps": num_steps,
@@ -185,19 +228,26 @@ def metrics_of(stats: AcceptanceStats) -> Json:
 def output_line(rows: list[Row], decode_token: TokenDecoder) -> Json:
     """Return the line of one request.
 
-    rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
+    Args:
+        rows: all samples of the request in order, with the columns of ANSWER_COLUMNS that the run has.
     """
     first = rows[0]
     key = line_key(first["run_id"], first["request_id"])
     if first["error_code"] in NOT_CARRIED_OUT:
         return error_line(key, first["request_id"], first["error_code"], first["error_message"])
-    status, body = (200, _body(rows, key, decode_token)) if first["status"] == "ok" else (400, _refusal(first))
-    response = {"status_code": status, "request_id": key, "body": body}
+    if first["status"] == "ok":
+        response = {"status_code": 200, "request_id": key, "body": _body(rows, key, decode_token)}
+    else:
+        response = {"status_code": 400, "request_id": key, "body": _refusal(first)}
     return line_head(key, first["request_id"]) | {"response": response, "error": None}
 
 
 def line_key(run_id: str, custom_id: str) -> str:
-    """Return what the ids of a line are made of. run_id: of the run, or of the endpoint's batch."""
+    """Return the part that all ids in a line's answer share: a hash of the run and of the line's custom_id.
+
+    Args:
+        run_id: id of the run, or of the endpoint's batch.
+    """
     return hashlib.blake2b(f"{run_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
 
 
@@ -207,11 +257,19 @@ def line_head(key: str, custom_id: str) -> Json:
 
 def error_line(key: str, custom_id: str, code: str, message: str) -> Json:
     """Return the line of a request that got no response."""
-    return line_head(key, custom_id) | {"response": None, "error": {"code": code, "message": message}}
+    return line_head(key, custom_id) | {
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
 
 
 def _refusal(row: Row) -> Json:
-    kind = {"message": row["error_message"], "type": "invalid_request_error", "param": None, "code": row["error_code"]}
+    kind = {
+        "message": row["error_message"],
+        "type": "invalid_request_error",
+        "param": None,
+        "code": row["error_code"],
+    }
     return {"error": kind}
 
 
@@ -226,17 +284,31 @@ def row_answer(row: Row) -> FinishedAnswer:
         tool_calls=json.loads(row.get("tool_calls") or "[]"),
         logprobs=row_logprobs(row),
         has_tops=row.get("token_top_logprobs") is not None,
+        scores=scores_form(row),
     )
+
+
+def _embedding_body(row: Row) -> Json:
+    num_tokens = row["prompt_tokens"]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": row["embedding"]}],
+        "model": row["target_model"],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 def _body(rows: list[Row], key: str, decode_token: TokenDecoder) -> Json:
     first, url = rows[0], rows[0].get("url")
     model, created = first["target_model"], int(first["finished_at"].timestamp())
+    if url == EMBEDDINGS:
+        return _embedding_body(first)
     usage = TokenUsage(first["prompt_tokens"], sum(row["completion_tokens"] for row in rows))
     choice_of = text_choice if url == COMPLETIONS else chat_choice
     choices = [choice_of(row_answer(row), decode_token) for row in rows]
     if url == RESPONSES:
-        return stored_response(key, model, created, choices[0], usage.response_form())
+        response = stored_response(key, model, created, choices[0], usage.response_form())
+        return response | scores_form(first)
     return {
         "id": f"{'cmpl' if url == COMPLETIONS else 'chatcmpl'}-{key}",
         "object": "text_completion" if url == COMPLETIONS else "chat.completion",
@@ -248,7 +320,8 @@ def _body(rows: list[Row], key: str, decode_token: TokenDecoder) -> Json:
     }
 
 
-MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
+# JSON has no infinity; OpenAI's API documents this value for very unlikely tokens.
+MIN_LOGPROB = -9999.0
 
 TokenDecoder = Callable[[int], str]
 """Function that returns the text of one token id, with bytes that are no character as surrogates (PEP 383)."""
@@ -273,7 +346,11 @@ class TokenLogprob:
 def token_logprobs(
     ids: list[int], logprobs: Iterable[float | None], tops: list[RankedTokens] | None
 ) -> list[TokenLogprob]:
-    """tops: None, or empty, if no likeliest tokens were recorded."""
+    """Return log-probabilities in the form of completions.
+
+    Args:
+        tops: likeliest tokens of each position; None or empty if they were not recorded.
+    """
     recorded = tops or [[]] * len(ids)
     return [TokenLogprob(*values) for values in zip(ids, logprobs, recorded, strict=True)]
 
@@ -287,7 +364,7 @@ def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> lis
 
 
 def _chat_token(token: int, logprob: float | None, decode_token: TokenDecoder) -> dict[str, Any]:
-    """The bytes of several tokens may make one character, so clients join them before they decode them."""
+    """Return a token of a chat's log-probabilities. Its bytes may be a part of a character, which clients join."""
     data = _bytes_of(decode_token(token))
     return {"token": _text_of(data), "logprob": _finite(logprob), "bytes": list(data)}
 
@@ -334,9 +411,16 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def completion_form(
-    tokens: list[TokenLogprob], decode_token: TokenDecoder, has_tops: bool, offsets: TextOffsets | None = None
+    tokens: list[TokenLogprob],
+    decode_token: TokenDecoder,
+    has_tops: bool,
+    offsets: TextOffsets | None = None,
 ) -> dict[str, Any]:
-    """offsets: where the tokens begin; None if the text begins with them."""
+    """Return log-probabilities in the form of text completions.
+
+    Args:
+        offsets: where the tokens begin; None if the text begins with them.
+    """
     texts = [decode_token(token.token) for token in tokens]
     text_offsets = offsets or TextOffsets()
     return {
@@ -354,7 +438,10 @@ def _by_text(token: TokenLogprob, decode_token: TokenDecoder) -> dict[str, float
     """
     if token.logprob is None:
         return None
-    ranked = [(other, max(logprob, MIN_LOGPROB)) for other, logprob in (*token.top, (token.token, token.logprob))]
+    ranked = [
+        (other, max(logprob, MIN_LOGPROB))
+        for other, logprob in (*token.top, (token.token, token.logprob))
+    ]
     by_text: dict[str, float] = {}
     for other, logprob in sorted(ranked, key=lambda pair: -pair[1]):
         by_text.setdefault(_completion_token(decode_token(other)), logprob)
@@ -379,18 +466,27 @@ Logprobs = list[dict[int, Logprob] | None]
 """For each token, the log-probabilities by token id: its own, and those of the likeliest tokens."""
 
 
-def python_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder | None, num_tops: int) -> Logprobs:
+def python_form(
+    tokens: Iterable[TokenLogprob], decode_token: TokenDecoder | None, num_tops: int
+) -> Logprobs:
     """Return the log-probabilities of the tokens and of the num_tops likeliest at each position, likeliest first."""
-    return [None if token.logprob is None else _by_id(token, token.logprob, decode_token, num_tops) for token in tokens]
+    return [
+        None if token.logprob is None else _by_id(token, token.logprob, decode_token, num_tops)
+        for token in tokens
+    ]
 
 
-def _by_id(token: TokenLogprob, logprob: float, decode_token: TokenDecoder | None, num_tops: int) -> dict[int, Logprob]:
+def _by_id(
+    token: TokenLogprob, logprob: float, decode_token: TokenDecoder | None, num_tops: int
+) -> dict[int, Logprob]:
     ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
     shown = dict(token.top[:num_tops])
     shown.setdefault(token.token, logprob)
     return {
         other: Logprob(
-            value, ranks.get(other), None if decode_token is None else _text_of(_bytes_of(decode_token(other)))
+            value,
+            ranks.get(other),
+            None if decode_token is None else _text_of(_bytes_of(decode_token(other))),
         )
         for other, value in shown.items()
     }
@@ -403,7 +499,11 @@ def row_form(tops: Iterable[RankedTokens]) -> list[list[dict[str, Any]]]:
 
 def row_logprobs(row: dict[str, Any]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of an output row, or None if it has none."""
-    ids, logprobs, tops = row["output_token_ids"], row["token_logprobs"], row.get("token_top_logprobs")
+    ids, logprobs, tops = (
+        row["output_token_ids"],
+        row["token_logprobs"],
+        row.get("token_top_logprobs"),
+    )
     if ids is None or logprobs is None:
         return None
     ranked = [[(top["token_id"], top["logprob"]) for top in column] for column in tops or ()]

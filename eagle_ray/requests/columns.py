@@ -8,9 +8,9 @@
 >>> "question" in columns.fully_used
 True
 
-Programs count rows from 0, as `row_index` and generated ids do. To fix a text file, people need the line, which
-editors count from 1 and which differs from the row: a CSV file has a header, and quoted values may have newlines.
-Parquet has no lines.
+Programs count rows from 0, as `row_index` and generated ids do. To fix a text file, people need the
+line, which editors count from 1 and which differs from the row: a CSV file has a header, and quoted
+values may have newlines. Parquet has no lines.
 
     >>> str(RowLocation("a.csv", "/d/a.csv", RowPosition(row=0, line=2)))
     '/d/a.csv, line 2'
@@ -31,24 +31,43 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import CHAT, ROW_PARAMETERS, SAMPLING
 from eagle_ray.requests.values import describe_value, json_text
 
-PROMPTS = ("prompt", "messages", "prompt_token_ids")  # columns with prompts that need no configuration
+PROMPT_NAME = "prompt_name"  # a column of the input: which prompt stands before the row's text
+
+# Columns with prompts that need no configuration.
+PROMPTS = (
+    "prompt",
+    "messages",
+    "prompt_token_ids",
+)
 TEMPLATE_KEY = "input.template"
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
 
+CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
+
 
 class RowPosition(NamedTuple):
-    """A position within a file. row: counted from 0, blank ones too. line: counted from 1, the row's first line."""
+    """A position within a file.
+
+    Attributes:
+        row: number of the row, counted from 0, blank rows included.
+        line: number of the row's first line, counted from 1.
+    """
 
     row: int
     line: int | None
 
 
-FIRST = RowPosition(0, 1)  # of a file of lines
+FIRST = RowPosition(0, 1)  # first row of a file of lines
 
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """name: the file's path below the glob's root; path: the file."""
+    """The file of a row.
+
+    Attributes:
+        name: the file's path below the glob's root.
+        path: the file's full path.
+    """
 
     name: str
     path: str
@@ -74,8 +93,8 @@ def location_of(path: str, row: int, line: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``. A column with the whole text as its name takes
-    precedence.
+    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``. A column with the whole text as
+    its name takes precedence.
     """
 
     text: str
@@ -85,9 +104,15 @@ class ColumnPath:
     def of(cls, text: str) -> ColumnPath:
         """Parse a path. Raises ValueError if the text is not one."""
         matches = list(_STEP.finditer(text))
-        if "".join(m.group() for m in matches) != text or not matches or matches[0].group(1) is None:
+        if (
+            "".join(m.group() for m in matches) != text
+            or not matches
+            or matches[0].group(1) is None
+        ):
             raise ValueError(f"{text!r} is not a column or a path such as turns[0] or a.b[1].c")
-        return cls(text, tuple(m.group(1) if m.group(2) is None else int(m.group(2)) for m in matches))
+        return cls(
+            text, tuple(m.group(1) if m.group(2) is None else int(m.group(2)) for m in matches)
+        )
 
     @property
     def names(self) -> tuple[str, str]:
@@ -122,7 +147,10 @@ class ColumnPath:
         if isinstance(step, int) and isinstance(value, list):
             return value[step] if -len(value) <= step < len(value) else None
         expected = "a list" if isinstance(step, int) else "an object"
-        raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
+        raise RequestError(
+            "bad_type",
+            f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}",
+        )
 
 
 Piece = tuple[str, ColumnPath | None]
@@ -131,13 +159,14 @@ Piece = tuple[str, ColumnPath | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """A prompt made of a row's columns, as `input.template` has it.
+    """A prompt template over a row's columns (`input.template`).
 
-    A field in braces is a column or a path into one, as in `input.columns`; ``{{`` and ``}}`` are braces. A text is a
-    prompt as it is. A list of messages goes through the chat template.
+    A field in braces is a column or a path into one, as in `input.columns`; ``{{`` and ``}}`` are
+    braces. A text is a prompt as it is. A list of messages goes through the chat template.
 
     Attributes:
-        messages: role and pieces of each message; a template of a plain prompt has one with the role None.
+        messages: role and pieces of each message; a template of a plain prompt has one with the
+            role None.
     """
 
     messages: tuple[tuple[str | None, tuple[Piece, ...]], ...]
@@ -160,7 +189,9 @@ class PromptTemplate:
 
     def prompt_of(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Return the row's prompt, or its messages. Raises RequestError for an absent field."""
-        filled = [(role, "".join(_fill(piece, row) for piece in pieces)) for role, pieces in self.messages]
+        filled = [
+            (role, "".join(_fill(piece, row) for piece in pieces)) for role, pieces in self.messages
+        ]
         [(role, text), *_] = filled
         return text if role is None else [{"role": role, "content": text} for role, text in filled]
 
@@ -170,10 +201,14 @@ def _pieces_of(text: str) -> tuple[Piece, ...]:
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
-        raise ValueError(f"{text!r}: {error}. Write a brace that is text twice, as {{{{ or }}}}.") from None
+        raise ValueError(
+            f"{text!r}: {error}. Write a brace that is text twice, as {{{{ or }}}}."
+        ) from None
     for literal, name, spec, conversion in parsed:
         if spec or conversion:
-            raise ValueError(f"field {name!r} has a format or a conversion. Write {{{name}}} alone.")
+            raise ValueError(
+                f"field {name!r} has a format or a conversion. Write {{{name}}} alone."
+            )
         pieces.append((literal, None if name is None else _field(name)))
     return tuple(pieces)
 
@@ -182,7 +217,9 @@ def _field(name: str) -> ColumnPath:
     try:
         return ColumnPath.of(name)
     except ValueError as error:
-        raise ValueError(f"field {error}. Write a brace that is text twice, as {{{{ or }}}}.") from None
+        raise ValueError(
+            f"field {error}. Write a brace that is text twice, as {{{{ or }}}}."
+        ) from None
 
 
 def _fill(piece: Piece, row: Mapping[str, Any]) -> str:
@@ -218,7 +255,8 @@ class RequestColumns:
     """The columns to read.
 
     Attributes:
-        prompts: a row sets one of them (prompt, messages, prompt_token_ids, turns); none with a template.
+        prompts: a row sets one of them (prompt, messages, prompt_token_ids, turns); none with a
+            template.
         template: makes the prompt instead.
     """
 
@@ -229,7 +267,10 @@ class RequestColumns:
     @property
     def prompt_paths(self) -> list[ColumnPath]:
         """Return every path that prompts are made of."""
-        return [*self.prompts.values(), *(self.template.fields if self.template is not None else ())]
+        return [
+            *self.prompts.values(),
+            *(self.template.fields if self.template is not None else ()),
+        ]
 
     @property
     def needed(self) -> list[str]:
@@ -239,7 +280,7 @@ class RequestColumns:
 
     @property
     def fully_used(self) -> set[str]:
-        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
-        through. Columns of a template are passed through, too.
+        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so
+        turns is passed through. Columns of a template are passed through, too.
         """
         return {path.text for path in (self.id, *self.prompts.values())} | ROW_PARAMETERS

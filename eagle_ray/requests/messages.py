@@ -1,9 +1,9 @@
 """Messages of a conversation: check those of a request, and write them as chat templates read them.
 
-A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, from the assistant, ``tool_calls`` and no
-text. Its other keys go to the template. Messages are stored as the row has them, without nulls. A template gets each
-content as one text, as over HTTP, and the arguments of a tool call as an object, as transformers documents it; OpenAI's
-format has them as JSON.
+A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, from the assistant,
+``tool_calls`` and no text. Its other keys go to the template. Messages are stored as the row has
+them, without nulls. A template gets each content as one text, as over HTTP, and the arguments of a
+tool call as an object, as transformers documents it; OpenAI's format has them as JSON.
 
     >>> parse_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "messages")
     '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'
@@ -36,7 +36,7 @@ from eagle_ray.requests.values import (
 from eagle_ray.text.chat_format import template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json, place_text
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = {
     "image": "images",
     "image_url": "images",
@@ -49,47 +49,68 @@ MEDIA = {
     "file": "files",
     "input_file": "files",
 }
-_TEXT = Text(can_be_empty=True)
+_CONTENT = Text(can_be_empty=True)
 TEXT_PART = Object(
     "TextPart",
-    {"type": OneOf(("text",)), "text": _TEXT, "cache_control": AnyObject(form="a hint of other systems, not read")},
+    {
+        "type": OneOf(("text",)),
+        "text": _CONTENT,
+        "cache_control": AnyObject(form="a hint of other systems, not read"),
+    },
     required=("type", "text"),
 )
 CALLED_FUNCTION = Object(
     "CalledFunction",
-    {"name": _TEXT, "arguments": Either((CallArguments(), AnyObject()))},
+    {"name": _CONTENT, "arguments": Either((CallArguments(), AnyObject()))},
     required=("name",),
     is_open=True,
 )
 CALLED_TOOL = Object(
     "CalledTool",
-    {"id": _TEXT, "type": OneOf(("function",)), "function": CALLED_FUNCTION},
+    {"id": _CONTENT, "type": OneOf(("function",)), "function": CALLED_FUNCTION},
     required=("function",),
     defaults={"type": "function"},
     is_open=True,
     about="A tool call of an earlier answer.",
 )
-CALLED_TOOLS = ListOf(CALLED_TOOL, form='a list of {"id", "type": "function", "function": {"name", "arguments"}}')
+CALLED_TOOLS = ListOf(
+    CALLED_TOOL, form='a list of {"id", "type": "function", "function": {"name", "arguments"}}'
+)
 MESSAGE = Object(
     "Message",
-    {"role": OneOf(ROLES), "content": Either((_TEXT, ListOf(TEXT_PART))), "tool_calls": CALLED_TOOLS},
+    {
+        "role": OneOf(CHAT_ROLES),
+        "content": Either((_CONTENT, ListOf(TEXT_PART))),
+        "tool_calls": CALLED_TOOLS,
+    },
     required=("role",),
     is_open=True,
     about="A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them.",
 )
-NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
+# Keys of a message.
+KEYS_WITHOUT_TEXT: dict[str, tuple[Any, ...]] = {
+    "function_call": (),
+    "audio": (),
+    "refusal": ("",),
+}
 TEXT_PART_FORM = '{"type": "text", "text": "..."}, the only kind of part that is read'
 Steps = tuple[str | int, ...]
 _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
 
 class WrongMessage(WrongValue):
-    """A list of messages has a wrong part. code: of a row's error."""
+    """A list of messages has a wrong part.
+
+    Args:
+        code: code of a row's error.
+    """
 
     def __init__(self, code: str, form: str, value: Any, steps: Steps, problem: str | None = None):
         super().__init__(form, value, steps)
         self.code, self.is_unsupported = code, code == "unsupported_parameter"
-        self.problem: str = f" must be {form}, got {describe_value(value)}" if problem is None else problem
+        self.problem: str = (
+            f" must be {form}, got {describe_value(value)}" if problem is None else problem
+        )
 
     def place(self, name: str) -> str:
         """Return the place of the wrong part in a list of this name: messages[0].content."""
@@ -126,7 +147,8 @@ def parse_messages(value: Any, column: str) -> str:
         value = _messages_in(value, column)
     if not isinstance(value, list):
         raise RequestError(
-            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_value(value)}"
+            "bad_type",
+            f"column {column!r} must be a list of messages or a text, got {describe_value(value)}",
         )
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
@@ -144,7 +166,9 @@ def template_messages(messages: str) -> list[dict[str, Any]]:
 
 def _messages_in(text: str, column: str) -> Any:
     if not text:
-        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+        raise RequestError(
+            "prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row"
+        )
     if not _MESSAGES_START.match(text[:4096]):
         return [{"role": "user", "content": text}]
     try:
@@ -152,28 +176,40 @@ def _messages_in(text: str, column: str) -> Any:
     except HalfSurrogate as error:
         raise json_error(f"column {column!r}", error) from None
     except ValueError as error:
-        raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
+        raise RequestError(
+            "bad_json", f"column {column!r} begins like messages but is not JSON: {error}"
+        ) from None
 
 
 def _checked_message(message: Any, at: Steps) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise WrongMessage("bad_type", "an object with role and content", message, at)
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        form = ", ".join(ROLES)
-        raise WrongMessage("bad_role", form, role, (*at, "role"), f" must be {form}; got {describe_value(role)}")
+    role = message.get("role")
+    content = message.get("content")
+    if role not in CHAT_ROLES:
+        form = ", ".join(CHAT_ROLES)
+        raise WrongMessage(
+            "bad_role", form, role, (*at, "role"), f" must be {form}; got {describe_value(role)}"
+        )
     checked = {key: value for key, value in message.items() if value is not None}
-    for name, values in NO_TEXT.items():
+    for name, values in KEYS_WITHOUT_TEXT.items():
         if name in checked and checked[name] not in values:
             problem = " is not supported: this system reads and writes text alone; leave it out"
-            raise WrongMessage("unsupported_parameter", "absent", checked[name], (*at, name), problem)
+            raise WrongMessage(
+                "unsupported_parameter", "absent", checked[name], (*at, name), problem
+            )
+
     if "tool_calls" in checked:
-        checked["tool_calls"] = _checked_calls(checked["tool_calls"], (*at, "tool_calls"))
-        if checked["tool_calls"] and role != "assistant":
+        here = (*at, "tool_calls")
+        calls = _checked_calls(checked["tool_calls"], here)
+        if calls and role != "assistant":
             problem = f": only of the assistant, not of role {role}"
-            raise WrongMessage("bad_type", "absent", checked["tool_calls"], (*at, "tool_calls"), problem)
+            raise WrongMessage("bad_type", "absent", calls, here, problem)
+        checked["tool_calls"] = calls
+
     if isinstance(content, list):
-        return checked | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
+        parts = [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]
+        return checked | {"content": parts}
     if content is None and checked.get("tool_calls"):
         return checked | ({"content": None} if "content" in message else {})
     if not isinstance(content, str):
@@ -187,16 +223,23 @@ def _checked_calls(calls: Any, at: Steps) -> list[Any]:
     except WrongValue as error:
         if error.reason is not None:
             problem = f": {error.reason}"
-            raise WrongMessage("bad_encoding", error.form, error.value, (*at, *error.steps), problem) from None
+            raise WrongMessage(
+                "bad_encoding", error.form, error.value, (*at, *error.steps), problem
+            ) from None
         subject = ": tool_calls" if error.steps else ""
         problem = f"{subject} must be {error.form}, got {describe_value(error.value)}"
-        raise WrongMessage("bad_type", error.form, error.value, (*at, *error.steps), problem) from None
+        raise WrongMessage(
+            "bad_type", error.form, error.value, (*at, *error.steps), problem
+        ) from None
 
 
 def _text_part(part: Any, at: Steps) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in MEDIA:
-        problem = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
+        problem = (
+            f": {MEDIA[kind]} ({kind}) are not supported: this engine reads text only. Leave the part out, or "
+            "describe it in a text."
+        )
         raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, problem)
     try:
         return TEXT_PART.check(part)

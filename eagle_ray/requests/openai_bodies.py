@@ -1,18 +1,20 @@
 """Bodies of requests in OpenAI's protocol, over HTTP and in lines of batch files, read by the table of parameters.
 
-A body has the rows of its API (``parameters.py``). Every other parameter is refused by name unless its value asks for
-nothing; it is never ignored (``refused.py``). null always means absent, as does what asks for nothing by its kind.
+A body has the rows of its API (``parameters.py``). Every other parameter is refused by name unless
+its value asks for nothing; it is never ignored (``refused.py``). null always means absent, as does
+what asks for nothing by its kind.
 
     >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
     >>> body.prompts, body.echo, body.temperature
     (['Hi'], True, None)
 
-A RequestError has the parameter at fault. Reading ends at the first wrong value: each error costs memory and time.
+A RequestError has the parameter at fault. Reading ends at the first wrong value: each error costs
+memory and time.
 
-A line of a batch file is ``{"custom_id", "method", "url", "body"}``. It becomes a row of a job: custom_id its id, the
-body's messages, prompt or input its prompt, the body's parameters the sampling columns. url and model are passed
-through; the job's own target is used. A body has the parameters of its url, of their JSON types, and prompt_logprobs,
-which is a column of a job.
+A line of a batch file is ``{"custom_id", "method", "url", "body"}``. It becomes a row of a job:
+custom_id its id, the body's messages, prompt or input its prompt, the body's parameters the
+sampling columns. url and model are passed through; the job's own target is used. A body has the
+parameters of its url, of their JSON types, and prompt_logprobs, which is a column of a job.
 
     >>> body = {"prompt": "Hi", "max_tokens": 4}
     >>> parse_batch_line({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
@@ -21,7 +23,8 @@ which is a column of a job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -39,12 +42,21 @@ from eagle_ray.requests.parameters import (
 )
 from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.request import InputRow, chat_of, unreadable
-from eagle_ray.requests.responses import OWN, chat_body, chat_values, check_response
+from eagle_ray.requests.responses import RESPONSES_ONLY, chat_body, chat_values, check_response
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.requests.values import Json, Kind, bad_value, checked, describe_value, missing, unsupported
+from eagle_ray.requests.values import (
+    HTTP,
+    Json,
+    Kind,
+    bad_value,
+    checked,
+    describe_value,
+    missing,
+    unsupported,
+)
 from eagle_ray.text.chat_format import template_message
 
-MAX_SEQUENCES = 1024  # of a request
+MAX_SEQUENCES = 1024  # sequences of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
 
 
@@ -118,10 +130,12 @@ class OpenBody(Body):
 class GenerationBody(OpenBody):
     """A body that asks for text. A parameter that is null is the server's setting, or off.
 
-    vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
+    vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and
+    grammar.
     """
 
-    PARAM_NAMES: ClassVar[Mapping[str, str]] = {}  # as the client writes them, if the request was made of another one
+    # As the client writes them, if the request was made of another one.
+    PARAM_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
@@ -145,14 +159,16 @@ class GenerationBody(OpenBody):
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters in force: its own, then the defaults of those that its API has.
+        """Return the sampling parameters: the body's own, then the defaults that its API has.
 
         Only a body asks for log-probabilities.
         """
         rows = self.rows()
         defaults = {name: value for name, value in defaults.items() if name in rows}
         own = {name: self.values[name] for name in SAMPLING if name in self.values}
-        own.update(logprobs=self.tops is not None, top_logprobs=self.tops or 0, prompt_logprobs=False)
+        own.update(
+            logprobs=self.tops is not None, top_logprobs=self.tops or 0, prompt_logprobs=False
+        )
         if self.wanted_tokens is not None:
             own["max_tokens"] = max(1, self.wanted_tokens)
         return SamplingParams.of_checked(merged_values(defaults, own))
@@ -167,7 +183,9 @@ class GenerationBody(OpenBody):
             raise bad_value("stream_options", "only with stream: true")
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
-            raise bad_value("min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}")
+            raise bad_value(
+                "min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}"
+            )
         if (both := two_forms(self.values)) is not None:
             raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
 
@@ -225,8 +243,12 @@ class CompletionRequest(GenerationBody):
         if self.best_of is not None and self.best_of != n:
             raise unsupported("best_of", "every choice is returned; leave it out, or set it to n")
         if len(self.prompts) * n > MAX_SEQUENCES:
-            problem = f"{len(self.prompts)} prompts with n {n} make more than {MAX_SEQUENCES} choices"
-            raise RequestError("too_many_choices", f"prompt: {problem}: send several requests", "prompt")
+            problem = (
+                f"{len(self.prompts)} prompts with n {n} make more than {MAX_SEQUENCES} choices"
+            )
+            raise RequestError(
+                "too_many_choices", f"prompt: {problem}: send several requests", "prompt"
+            )
 
 
 class ResponseChat(ChatRequest):
@@ -258,6 +280,18 @@ class ResponsesRequest(GenerationBody):
         return request
 
 
+@contextmanager
+def errors_of_item(name: str, index: int, num_items: int) -> Iterator[None]:
+    """Name the parameter that a RequestError is about, and the item if it has several."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            raise
+        place = name if num_items == 1 else f"{name}[{index}]"
+        raise RequestError(error.code, f"{place}: {error}", name) from None
+
+
 class TokenizeRequest(OpenBody):
     """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
@@ -265,14 +299,18 @@ class TokenizeRequest(OpenBody):
 
     @property
     def conversation(self) -> list[Json] | None:
-        """Return the messages as the chat template reads them; None of a prompt."""
+        """Return the messages in the form of chat templates, or None for a prompt."""
         return None if self.messages is None else list(map(_template_message, self.messages))
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError("prompt_missing", "give exactly one of prompt and messages", "prompt")
+            raise RequestError(
+                "prompt_missing", "give exactly one of prompt and messages", "prompt"
+            )
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
-            raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
+            raise bad_value(
+                "continue_final_message", "only with messages and add_generation_prompt: false"
+            )
         super().check()
 
 
@@ -286,16 +324,21 @@ def _template_message(message: Json) -> Json:
     """Return a message as the chat template reads it: with a content, and with tool calls if there are some."""
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return template_message({"role": message["role"], "content": message.get("content")} | others | calls)
+    return template_message(
+        {"role": message["role"], "content": message.get("content")} | others | calls
+    )
 
 
 PROMPT_NAMES = {Api.CHAT: "messages", Api.COMPLETIONS: "prompt"}  # a response is answered as a chat
-URLS = tuple(api.value for api in (*PROMPT_NAMES, Api.RESPONSES))
+URLS = tuple(api.value for api in (*PROMPT_NAMES, Api.RESPONSES, Api.EMBEDDINGS))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 LENGTHS = ("max_tokens", "max_completion_tokens")
-OF_JOBS = {"prompt_logprobs": SAMPLING["prompt_logprobs"]}
+JOB_ONLY_PARAMETERS = {
+    name: row for name, row in SAMPLING.items() if Api.JOB in row.apis and not row.apis & HTTP
+}
 KNOWN_AT: Mapping[Api, Mapping[str, Parameter]] = {
-    api: {name: row for name, row in rows_at(api).items() if name not in NOT_OF_JOBS} | OF_JOBS
+    api: {name: row for name, row in rows_at(api).items() if name not in NOT_OF_JOBS}
+    | JOB_ONLY_PARAMETERS
     for api in (*PROMPT_NAMES, Api.RESPONSES)
 }
 
@@ -310,6 +353,8 @@ def parse_batch_line(line: InputRow) -> InputRow:
             raise error
         api = _api_of(line)
         row["url"] = api.value
+        if api is Api.EMBEDDINGS:
+            return row | _embedding_columns(line)
         body = _body_of(line, api)
         row["model"] = body.get("model")
         if api is Api.RESPONSES:
@@ -319,10 +364,36 @@ def parse_batch_line(line: InputRow) -> InputRow:
         return row | {"prompt": error}
 
 
+EMBEDDING_FIELDS = ("input", "model", "prompt_name", "encoding_format", "user")
+
+
+def _embedding_columns(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a line of /v1/embeddings. Vectors of a job have the width of its configuration."""
+    body = line.get("body")
+    if not isinstance(body, Mapping):
+        raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        if name == "dimensions":
+            raise unsupported(
+                "body.dimensions", "set embedding.dimensions, which counts for all rows"
+            )
+        if name not in EMBEDDING_FIELDS:
+            raise unsupported(f"body.{name}", "leave it out")
+    if "input" not in given:
+        raise RequestError("prompt_missing", "body.input is absent or null: give it")
+    columns = {"model": given.get("model"), **_prompt_of(given, "input")}
+    if "input" in columns:
+        columns["prompt"] = columns.pop("input")
+    return columns | ({"prompt_name": given["prompt_name"]} if "prompt_name" in given else {})
+
+
 def _id_of(line: Mapping[str, Any]) -> Any:
     custom_id = line.get("custom_id")
     if isinstance(custom_id, str) and not custom_id.strip():
-        return RequestError("empty_id", "custom_id is an empty text. Give each line an id of its own.")
+        return RequestError(
+            "empty_id", "custom_id is an empty text. Give each line an id of its own."
+        )
     return custom_id
 
 
@@ -330,9 +401,14 @@ def _api_of(line: Mapping[str, Any]) -> Api:
     if unknown := line.keys() - LINE_KEYS:
         raise unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
-        raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
+        raise RequestError(
+            "bad_type", f"method must be POST, got {describe_value(line.get('method'))}"
+        )
     if (url := line.get("url")) not in list(URLS):
-        raise RequestError("bad_type", f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}")
+        raise RequestError(
+            "bad_type",
+            f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}",
+        )
     return Api(url)
 
 
@@ -345,13 +421,17 @@ def _body_of(line: Mapping[str, Any], api: Api) -> dict[str, Any]:
     for name, value in with_own_keys(body).items():
         if value is None:
             continue
-        if (row := KNOWN_AT[api].get(name)) is not None:
-            if not row.kind_at(api).is_nothing(value) or api in row.required:
-                values[name] = _checked(row, value, api)
-        elif not is_no_op(name, value, api):
-            raise unsupported(f"body.{name}", refusal(name, value, api))
-    if (both := two_forms(values)) is not None:
-        raise RequestError("bad_sampling", f"body.{both[0]} and body.{both[1]} {TWO_FORMS}")
+        row = KNOWN_AT[api].get(name)
+        if row is None:
+            if not is_no_op(name, value, api):
+                raise unsupported(f"body.{name}", refusal(name, value, api))
+        elif api in row.required or not row.kind_at(api).is_nothing(value):
+            values[name] = _checked(row, value, api)
+
+    both = two_forms(values)
+    if both is not None:
+        first, second = both
+        raise RequestError("bad_sampling", f"body.{first} and body.{second} {TWO_FORMS}")
     return values
 
 
@@ -360,14 +440,16 @@ def _checked(row: Parameter, value: Any, api: Api) -> Any:
 
     A job's limits are those of rows, not those of a server that others use, too.
     """
-    if row.name in (*PROMPT_NAMES.values(), *OWN):
+    if row.name in (*PROMPT_NAMES.values(), *RESPONSES_ONLY):
         return value
     is_sampling = row.name in SAMPLING and row.name != "logprobs"
     kind: Kind = row.kind_at(Api.JOB if is_sampling else api)
     try:
         return checked(row.name, kind, value)
     except RequestError as error:
-        raise RequestError("bad_sampling" if row.name in SAMPLING else "bad_type", f"body.{error}") from None
+        raise RequestError(
+            "bad_sampling" if row.name in SAMPLING else "bad_type", f"body.{error}"
+        ) from None
 
 
 def _chat_body_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -384,16 +466,22 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
     if name == "messages":
         if not isinstance(value, list):
-            raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(value)}")
+            raise RequestError(
+                "bad_type", f"body.messages must be a list of messages, got {describe_value(value)}"
+            )
         if not value:
             raise RequestError("prompt_empty", "body.messages holds no message: give at least one")
         return {name: value}
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
-        raise unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
+        raise unsupported(
+            f"body.{name}", f"give one text or one list of token ids, not {describe_value(value)}"
+        )
     if not value:
-        raise RequestError("prompt_empty", "body.prompt is empty: write a prompt, or drop the line")
+        raise RequestError(
+            "prompt_empty", f"body.{name} is empty: write a prompt, or drop the line"
+        )
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
@@ -402,12 +490,16 @@ def _parameters_of(body: Mapping[str, Any], api: Api) -> dict[str, Any]:
     columns = {name: body[name] for name in SAMPLING if name in body}
     lengths = [body[name] for name in LENGTHS if name in body]
     if len(lengths) == 2 and lengths[0] != lengths[1]:
-        raise RequestError("bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them")
+        raise RequestError(
+            "bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them"
+        )
     if lengths:
         columns["max_tokens"] = lengths[0]
     if api is Api.COMPLETIONS:
         tops = columns.pop("logprobs", None)  # the number of alternatives
-        return columns | ({} if tops is None else {"logprobs": True, "top_logprobs": tops})
+        if tops is None:
+            return columns
+        return columns | {"logprobs": True, "top_logprobs": tops}
     if columns.get("top_logprobs") and not columns.get("logprobs"):
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
     return columns | chat_of(body, "body.{}")

@@ -9,37 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
-from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
-from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, SamplingParams, names_in
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
+from eagle_ray.requests.request_rows import OutputRow, RequestRows, controls_json, sampling_columns
+from eagle_ray.requests.score_columns import score_columns
+from eagle_ray.requests.scored_documents import document_columns, document_ids
 from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import text_options
-from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
-
-OutputRow = dict[str, Any]
-# Parameters without an output column of their own: `sampling_controls` has those that are not at their defaults.
-OTHER_NAMES = (*names_in(Group.CONTROL), "stop_token_ids", *names_in(Group.TEXT, Group.FORM))
+from eagle_ray.text.null_tokenizer import NullTokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class OutputRows:
-    """What the rows of one worker share. Carried columns are not among their columns.
+class OutputRows(RequestRows):
+    """Makes rows of finished sequences.
 
     Attributes:
-        constants: columns that are equal in all its rows, such as run_id.
         clock_offset: seconds from the engine's monotonic clock to Unix time.
     """
 
-    config: JobConfig
     text: Tokenizer | None
-    constants: dict[str, Any]
     clock_offset: float
 
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
@@ -47,48 +42,28 @@ class OutputRows:
         config = self.config
         prompt = sequences[0].prompt_text if config.output.store_prompt else None
         sampling = request.sampling_params(config)
-        shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
+        shared = self.shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
         shared["sampling_controls"] = controls_json(sampling)
         reader = answer_reader(request, config, self.text)
+        if sampling.score_text:
+            return [shared | self._document(reader, sequences)]
         return [
             shared
-            | self._answer(reader.finished(sequence, j, f"{sequence.request_id}/{request.turn_index}"))
+            | self._answer(
+                reader.finished(sequence, j, f"{sequence.request_id}/{request.turn_index}")
+            )
             | _structured(sequence, reader)
             | self._tokens(sequence)
             | _sampled(sequence)
             | _acceptance(sequence)
             | self._per_step(sequence)
+            | self._scored(sequence, sampling)
             | self._times(sequence)
             for j, sequence in enumerate(sequences)
         ]
 
-    def of_error(self, request: Request, error: RequestError) -> list[OutputRow]:
-        """Return one error row per requested sample and turn, so that a bad row's id is done as well."""
-        return [
-            self.of_turn_error(request.next_turn([None] * turn), j, error)
-            for j in range(request.num_samples(self.config))
-            for turn in range(request.num_turns)
-        ]
-
-    def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
-        """Return the error row of one sample of the request, or of one turn of a conversation."""
-        prompt = request.prompt if self.config.output.store_prompt else None
-        if request.error is None and not self.config.output.store_prompt:  # the reader's own errors quote nothing
-            error = without_values(error, ROW_PARAMETERS)
-        failure = {"error_code": error.code, "error_message": request.error_text(error)}
-        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | failure
-
-    def _shared(self, request: Request) -> OutputRow:
-        return self.constants | {
-            "request_id": request.id,
-            "row_index": request.row_index,
-            "source_file": request.source_file,
-            "turn_index": request.turn_index,
-            "messages": request.turn_messages if self.config.output.store_prompt else None,
-        }
-
     def _answer(self, answer: FinishedAnswer) -> OutputRow:
-        """Return the columns of an answer; those of its parts are null if no parser read its text."""
+        """Return an answer's columns. Those of its parts are null if no parser read its text."""
         calls = answer.tool_calls
         return {
             "sample_index": answer.index,
@@ -105,28 +80,79 @@ class OutputRows:
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
-            "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
+            "token_top_logprobs": row_form(sequence.output_tops)
+            if sequence.sampling.num_top_logprobs
+            else None,
             **_prompt_logprobs(sequence, self.config.output.store_prompt),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
         }
 
+    def _scored(self, sequence: Sequence, sampling: SamplingParams) -> OutputRow:
+        """Return the columns of scores, and for a row that generates nothing its empty output."""
+        scores = sequence.scoring
+        if scores is None:
+            return {}
+        row: OutputRow = {} if sequence.generates else {"text": None, "content": None}
+        scored = sampling.choice if sampling.continuations is None else sampling.continuations
+        if scored is not None:
+            row |= score_columns(scores)
+            if self.config.output.store_prompt:
+                row["continuations"] = dump_json(scored, ensure_ascii=False)
+        return row
+
+    def _document(self, reader: AnswerReader, windows: list[Sequence]) -> OutputRow:
+        """Return the columns of a document from its windows: its scores, and an empty output."""
+        first = windows[0]
+        return (
+            self._answer(reader.finished(first, 0, first.request_id))
+            | self._tokens(first)
+            | _sampled(first)
+            | {"text": None, "content": None}
+            | document_columns(windows, self.text)
+            | {"prompt_tokens": len(document_ids(windows))}
+            | {"target_forwards": sum(window.target_forwards for window in windows)}
+            | self._times_of_windows(windows)
+        )
+
+    def _times_of_windows(self, windows: list[Sequence]) -> OutputRow:
+        """Return times from the first window's admission to the last one's end."""
+        times = [self._times(window) for window in windows]
+        began = min(each["started_at"] for each in times)
+        ended = max(each["finished_at"] for each in times)
+        queue_s = min(each["queue_s"] for each in times)
+        e2e_s = (ended - began).total_seconds()
+        own = {"queue_s": queue_s, "prefill_s": e2e_s - queue_s, "e2e_s": e2e_s}
+        return times[0] | own | {"started_at": began, "finished_at": ended}
+
     def _per_step(self, sequence: Sequence) -> OutputRow:
-        if self.config.speculative.stats != "detailed":
+        if not sequence.generates or self.config.speculative.stats != "detailed":
             return {}
         stats = sequence.stats
-        return {"per_step_budget": stats.per_step_budget, "per_step_accepted": stats.per_step_accepted}
+        return {
+            "per_step_budget": stats.per_step_budget,
+            "per_step_accepted": stats.per_step_accepted,
+        }
 
     def _times(self, sequence: Sequence) -> OutputRow:
-        """Return durations from the engine's timestamps; started_at is when the engine admitted the request."""
+        """Return durations from the engine's timestamps; started_at is when the engine admitted the request.
+
+        All passes of a row that is scored alone are its prefill.
+        """
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
-        assert arrived is not None and admitted is not None and first_token is not None and finished is not None
+        assert (
+            arrived is not None
+            and admitted is not None
+            and first_token is not None
+            and finished is not None
+        )
+        ends = first_token if sequence.generates else finished
         return {
             "queue_s": admitted - arrived,
-            "prefill_s": first_token - admitted,
-            "decode_s": finished - first_token,
-            "ttft_s": first_token - arrived,
+            "prefill_s": ends - admitted,
+            "decode_s": finished - first_token if sequence.generates else None,
+            "ttft_s": first_token - arrived if sequence.generates else None,
             "e2e_s": finished - arrived,
             "started_at": self._utc(arrived),
             "finished_at": self._utc(finished),
@@ -137,7 +163,7 @@ class OutputRows:
 
 
 def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> AnswerReader:
-    """Return what makes answers of the request's sequences."""
+    """Return a reader that parses the request's outputs into answers."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
     text = (tokenizer or NullTokenizer()).for_chat(options)
@@ -148,50 +174,46 @@ def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
     spec, state = sequence.grammar_spec, sequence.grammar
     if spec is None or state is None:
         return {}
-    is_cut = sequence.finish_reason == "stop" and not state.has_end and not reader.text_options.include_stop
+    is_cut = (
+        sequence.finish_reason == "stop"
+        and not state.has_end
+        and not reader.text_options.include_stop
+    )
     return {
         "structured": spec.kind,
         "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
     }
 
 
-def controls_json(sampling: SamplingParams) -> str | None:
-    """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
-    values = {name: getattr(sampling, name) for name in OTHER_NAMES}
-    own = {name: value for name, value in values.items() if value not in (None, "", SAMPLING[name].default)}
-    return dump_json(own, ensure_ascii=False) if own else None
-
-
 def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing.
 
-    has_tokens: with the likeliest tokens, among which the prompt's own are.
+    Args:
+        has_tokens: whether the likeliest tokens are included, among which are the prompt's own.
     """
     sampling = sequence.sampling
     if not sampling.wants_prompt_logprobs:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs and has_tokens else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops)
+        if sampling.num_top_logprobs and has_tokens
+        else None,
     }
 
 
 def _sampled(sequence: Sequence) -> OutputRow:
     """Return the sampling parameters used: max_tokens limited by the model's length, and this sample's seed."""
     sampling = sequence.sampling
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_tokens": sequence.max_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "seed": sampling.seed,
-    }
+    own = {"max_tokens": sequence.max_tokens, "seed": sampling.seed}
+    return sampling_columns(sampling) | own
 
 
 def _acceptance(sequence: Sequence) -> OutputRow:
+    """Return the acceptance columns, which are null for a row that generates nothing."""
     stats = sequence.stats
+    if not sequence.generates:
+        return {"target_forwards": sequence.target_forwards}
     return {
         "num_spec_steps": stats.num_steps,
         "num_draft_tokens": stats.num_draft_tokens,

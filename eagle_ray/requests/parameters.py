@@ -1,9 +1,10 @@
 """The table of what a request may say: one row for each parameter, from which everything else is derived.
 
-A row is a `Parameter`: its name, the kind of its value, its default, where it may stand, and a line of prose. The rows
-of sampling are the fields of `SamplingParams`, the one class that Python's callers, readers of rows and the engine
-share. Keys of the configuration, columns of a row, fields of HTTP bodies and their OpenAPI lines, error texts and the
-tables of the documentation are made of these rows. So a parameter is added by a row here and by its arithmetic.
+A row is a `Parameter`: its name, the kind of its value, its default, where it may stand, and a line
+of prose. The rows of sampling are the fields of `SamplingParams`, the one class that Python's
+callers, readers of rows and the engine share. Keys of the configuration, columns of a row, fields
+of HTTP bodies and their OpenAPI lines, error texts and the tables of the documentation are made of
+these rows. So a parameter is added by a row here and by its arithmetic.
 
     >>> SAMPLING["top_p"].kind.form
     'a number above 0, at most 1 (off)'
@@ -12,9 +13,11 @@ tables of the documentation are made of these rows. So a parameter is added by a
     >>> SamplingParams(frequency=1)
     Traceback (most recent call last):
     ...
-    eagle_ray.core.errors.ConfigError: SamplingParams.frequency: unknown parameter. Did you mean frequency_penalty?
+    eagle_ray.core.errors.ConfigError: SamplingParams.frequency: unknown parameter. Did you mean
+        frequency_penalty?
 
-The names are OpenAI's or else vLLM's. Parameters of other systems that this one does not have: ``refused.py``.
+The names are OpenAI's or else vLLM's. Parameters of other systems that this one does not have:
+``refused.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from eagle_ray.requests.refused import fix_of, refused_at
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
     CHATS,
-    EMPTY,
+    EMPTY_VALUES,
     EVERYWHERE,
     HTTP,
     LOGPROBS,
@@ -45,6 +48,7 @@ from eagle_ray.requests.values import (
     Api,
     Boolean,
     Checked,
+    Continuations,
     Either,
     Integer,
     JsonSchema,
@@ -61,29 +65,40 @@ from eagle_ray.requests.values import (
     WrongValue,
     plain_value,
 )
-from eagle_ray.text.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM, check_template_kwargs, check_tools
+from eagle_ray.text.chat_options import (
+    CHOICE_FORM,
+    KWARGS_FORM,
+    TOOLS_FORM,
+    check_template_kwargs,
+    check_tools,
+)
 
-# A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
-# that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
+# A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has
+# steps of 2e-6, so that 100 keeps logits apart that differ by 2e-4. Far above it they round away
+# and only noise is left.
 MAX_TEMPERATURE = 100.0
-GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
-MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; OpenAI's bound
+# A temperature this small is greedy decoding, and dividing by it would overflow.
+GREEDY_BELOW = 1e-5
+MAX_PENALTY = 2.0  # bound of presence_penalty and frequency_penalty, either sign; OpenAI's
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
 MAX_DETOKENIZED = 1 << 17  # ids of a request of /detokenize: a third of a second
 MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
 MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
-MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at each end of a text
+# Characters of a stop string: a stream looks for its beginning at each end of a text.
+MAX_STOP_CHARS = 1024
 MAX_STOPS, MAX_ITEMS = 64, 1024  # stop strings, and words, choices or token ids, of an HTTP request
-MAX_SAMPLES = 1024  # of a row
-MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
-RESPONSE_TOOLS_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
+MAX_SAMPLES = 1024  # samples of a row
+MAX_CHOICES = 128  # samples of each prompt of an HTTP request
+RESPONSE_TOOLS_FORM = (
+    'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
+)
 RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 
 
 class Group(Enum):
-    """What a parameter of sampling is about."""
+    """The subject of a sampling parameter."""
 
     NOISE = "which token is chosen"
     LENGTH = "where an output ends, and how many there are"
@@ -128,7 +143,8 @@ class Parameter:
         """Return the row with a rule of its group in what a job's and Python's values must be."""
         null = "" if isinstance(self.kind, Boolean) else ", or null"
         kinds = {
-            api: self.kind_at(api).with_form(f"{self.kind_at(api).form}{null}; {rule}") for api in (Api.JOB, Api.PYTHON)
+            api: self.kind_at(api).with_form(f"{self.kind_at(api).form}{null}; {rule}")
+            for api in (Api.JOB, Api.PYTHON)
         }
         return dataclasses.replace(self, kinds={**self.kinds, **kinds})
 
@@ -147,11 +163,14 @@ def parameter(
 ) -> Any:
     """Return a field of SamplingParams that is a row of the table.
 
-    http, python, kinds: the kinds of all bodies, of Python and of APIs, if they differ.
+    Args:
+        http, python, kinds: the kinds of all bodies, of Python and of APIs, if they differ.
     """
     other = {} if http is None else dict.fromkeys(HTTP, http)
     other |= {} if python is None else {Api.PYTHON: python}
-    row = Parameter("", kind, default, about, group, apis, {**other, **kinds}, is_null_a_value, defaults)
+    row = Parameter(
+        "", kind, default, about, group, apis, {**other, **kinds}, is_null_a_value, defaults
+    )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"row": row})
     return dataclasses.field(default=default, metadata={"row": row})
@@ -162,7 +181,7 @@ Class = TypeVar("Class", bound=type)
 
 def _checked(cls: Class) -> Class:
     """Make a class of rows check the values that it is given: ConfigError has a line for each wrong or unknown one."""
-    make = cls.__init__  # type: ignore[misc]  # of the class itself, never of one that is derived from it
+    make = cls.__init__  # type: ignore[misc]  # the method of the class itself, never of a derived one
 
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
@@ -177,11 +196,15 @@ def _checked(cls: Class) -> Class:
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
-                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}{error.why}")
+                wrong.append(
+                    f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}{error.why}"
+                )
         if (both := two_forms(values)) is not None:
             wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [
-            f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}" for name in given if name not in rows
+            f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}"
+            for name in given
+            if name not in rows
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
@@ -202,16 +225,25 @@ def _hint(name: str, names: Iterable[str]) -> str:
 def _rows_of(cls: type) -> Mapping[str, Parameter]:
     """Return the rows that are a class's fields, by name."""
     rows = {
-        field.name: dataclasses.replace(field.metadata["row"], name=field.name) for field in dataclasses.fields(cls)
+        field.name: dataclasses.replace(field.metadata["row"], name=field.name)
+        for field in dataclasses.fields(cls)
     }
     *names, last = [name for name, row in rows.items() if row.group is Group.FORM]
     rule = f"at most one of {', '.join(names)} and {last} is set"
-    return {name: row.with_rule(rule) if row.group is Group.FORM else row for name, row in rows.items()}
+    return {
+        name: row.with_rule(rule) if row.group is Group.FORM else row for name, row in rows.items()
+    }
 
 
-_PENALTY = Number(-MAX_PENALTY, MAX_PENALTY, form=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off")
+_PENALTY = Number(
+    -MAX_PENALTY,
+    MAX_PENALTY,
+    form=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off",
+)
 # How vLLM's Python API asks for log-probabilities: also of this many of the likeliest tokens.
-_COUNTED = Either((Boolean(), Integer(0, MAX_TOP_LOGPROBS)), form="True, False, None or an integer, 0 or more")
+_COUNTED = Either(
+    (Boolean(), Integer(0, MAX_TOP_LOGPROBS)), form="True, False, None or an integer, 0 or more"
+)
 
 
 @_checked
@@ -219,13 +251,13 @@ _COUNTED = Either((Boolean(), Integer(0, MAX_TOP_LOGPROBS)), form="True, False, 
 class SamplingParams:
     """How the tokens of one request are sampled. Raises ConfigError that names each unknown or wrong parameter.
 
-    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be NumPy's or torch's,
-    and lists may be tuples, sets or arrays.
+    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be
+    NumPy's or torch's, and lists may be tuples, sets or arrays.
 
-    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget, logit_bias,
-    repetition_penalty, frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p,
-    min_p. EAGLE's reference implementation applies top_p before top_k. Log-probabilities are of the target's own
-    logits, before all of these.
+    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget,
+    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then as in transformers
+    temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p before top_k.
+    Log-probabilities are of the target's own logits, before all of these.
     """
 
     temperature: float = parameter(
@@ -254,13 +286,17 @@ class SamplingParams:
     )
     max_tokens: int | None = parameter(
         256,
-        Integer(1, form="an integer, 1 or more"),
-        "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves.",
+        Integer(0, form="an integer, 1 or more, or 0 where something is scored"),
+        "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves. "
+        "0, with continuations, score_text, prompt_logprobs, or choice and logprobs, generates nothing.",
         Group.LENGTH,
-        python=Integer(1, form="an integer, 1 or more, or None"),
+        python=Integer(0, form="an integer, 1 or more, or 0 where something is scored, or None"),
         apis=EVERYWHERE - {Api.RESPONSES},
         is_null_a_value=True,
-        kinds={Api.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo")},
+        kinds={
+            Api.CHAT: Integer(1, form="an integer, 1 or more"),
+            Api.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo"),
+        },
     )
     stop: list[str] = parameter(
         [],
@@ -287,7 +323,9 @@ class SamplingParams:
         "Key of the noise. Null makes one from the run's seed, the row's id and the sample's index.",
         Group.NOISE,
     )
-    ignore_eos: bool = parameter(False, Boolean(), "Continue past the end-of-sequence token.", Group.LENGTH)
+    ignore_eos: bool = parameter(
+        False, Boolean(), "Continue past the end-of-sequence token.", Group.LENGTH
+    )
     logprobs: bool | int | None = parameter(
         False,
         Boolean(),
@@ -296,20 +334,28 @@ class SamplingParams:
         python=_COUNTED,
         apis=EVERYWHERE - {Api.RESPONSES},
         kinds={
-            Api.COMPLETIONS: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True)
+            Api.COMPLETIONS: Integer(
+                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True
+            )
         },
         defaults={Api.CHAT: False},
     )
     top_logprobs: int = parameter(
         0,
-        Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"),
+        Integer(
+            0, MAX_TOP_LOGPROBS, form=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"
+        ),
         "With logprobs, also return this many of the likeliest tokens at each position.",
         Group.RETURNED,
         apis=EVERYWHERE - {Api.COMPLETIONS},
         kinds={
-            Api.CHAT: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"),
+            Api.CHAT: Integer(
+                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"
+            ),
             Api.RESPONSES: Integer(
-                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
+                0,
+                MAX_TOP_LOGPROBS,
+                form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]",
             ),
         },
     )
@@ -322,10 +368,16 @@ class SamplingParams:
         apis=frozenset({Api.JOB, Api.PYTHON}),
     )
     presence_penalty: float = parameter(
-        0.0, _PENALTY, "Subtracted from the logit of each token that the output has so far.", Group.CONTROL
+        0.0,
+        _PENALTY,
+        "Subtracted from the logit of each token that the output has so far.",
+        Group.CONTROL,
     )
     frequency_penalty: float = parameter(
-        0.0, _PENALTY, "Subtracted from a token's logit as often as the output has it.", Group.CONTROL
+        0.0,
+        _PENALTY,
+        "Subtracted from a token's logit as often as the output has it.",
+        Group.CONTROL,
     )
     repetition_penalty: float = parameter(
         1.0,
@@ -339,7 +391,10 @@ class SamplingParams:
     )
     logit_bias: dict[int, float] = parameter(
         {},
-        LogitBias(MAX_LOGIT_BIAS, form=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"),
+        LogitBias(
+            MAX_LOGIT_BIAS,
+            form=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+        ),
         "What is added to the logits of tokens, by token id.",
         Group.CONTROL,
         http=LogitBias(
@@ -360,7 +415,10 @@ class SamplingParams:
         "Words that an output may not have, as the tokenizer writes them at the beginning of a text and after a space. "
         "Other spellings are not found.",
         Group.CONTROL,
-        http=Texts(max_items=MAX_ITEMS, form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty"),
+        http=Texts(
+            max_items=MAX_ITEMS,
+            form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
+        ),
     )
     min_tokens: int = parameter(
         0,
@@ -386,21 +444,34 @@ class SamplingParams:
         http=TokenIds(max_items=MAX_ITEMS, form=f"a list of at most {MAX_ITEMS} token ids"),
     )
     include_stop_str_in_output: bool = parameter(
-        False, Boolean(), "Whether the text keeps the stop string or stop token that ended it.", Group.TEXT
+        False,
+        Boolean(),
+        "Whether the text keeps the stop string or stop token that ended it.",
+        Group.TEXT,
     )
     stop_in_reasoning: bool = parameter(
-        False, Boolean(), "Whether stop strings and stop tokens end an output within its reasoning, too.", Group.TEXT
+        False,
+        Boolean(),
+        "Whether stop strings and stop tokens end an output within its reasoning, too.",
+        Group.TEXT,
     )
-    skip_special_tokens: bool = parameter(True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT)
+    skip_special_tokens: bool = parameter(
+        True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT
+    )
     json_schema: str | None = parameter(
         None,
         JsonSchema(form="a JSON schema, as an object or as JSON text"),
         "A JSON schema that an output must fit.",
         Group.FORM,
     )
-    json_object: bool = parameter(False, Boolean(), "Whether an output must be a JSON object.", Group.FORM)
+    json_object: bool = parameter(
+        False, Boolean(), "Whether an output must be a JSON object.", Group.FORM
+    )
     regex: str | None = parameter(
-        None, Text(form="a regular expression"), "A regular expression that an output must match.", Group.FORM
+        None,
+        Text(form="a regular expression"),
+        "A regular expression that an output must match.",
+        Group.FORM,
     )
     choice: list[str] | None = parameter(
         None,
@@ -427,6 +498,29 @@ class SamplingParams:
         Group.FORM,
         http=ResponseFormat(form=RESPONSE_FORMAT_FORM),
         apis=EVERYWHERE - {Api.RESPONSES},
+    )
+    continuations: list[Any] | None = parameter(
+        None,
+        Continuations(form="a list of texts or lists of token ids, at least one"),
+        "Texts or token ids that may follow the prompt. The log-probability of each is returned, and nothing is "
+        "generated.",
+        Group.RETURNED,
+        apis=frozenset({Api.JOB, Api.PYTHON}),
+    )
+    score_text: bool = parameter(
+        False,
+        Boolean(),
+        "Whether the prompt is a document whose own log-probability is returned, and nothing is generated.",
+        Group.RETURNED,
+        apis=frozenset({Api.JOB, Api.PYTHON}),
+    )
+    score_stride: int | None = parameter(
+        None,
+        Integer(1, form="an integer, 1 or more"),
+        "Tokens by which a window moves over a document longer than the model's length, at most that length. Null: "
+        "half of it.",
+        Group.RETURNED,
+        apis=frozenset({Api.JOB, Api.PYTHON}),
     )
 
     @classmethod
@@ -471,6 +565,24 @@ class SamplingParams:
         return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))
 
     @property
+    def is_scored(self) -> bool:
+        """Return whether continuations, choices or the prompt are scored, so that nothing is generated."""
+        return self.continuations is not None or self.score_text or self._is_scored_alone
+
+    @property
+    def _is_scored_alone(self) -> bool:
+        has_choices = self.choice is not None and self.wants_logprobs
+        return self.max_tokens == 0 and (has_choices or self.wants_prompt_logprobs)
+
+    def for_scoring(self) -> SamplingParams:
+        """Return these parameters without those that only matter for generated text."""
+        names = ["seed", "logprobs", "top_logprobs", "prompt_logprobs"]
+        names += ["continuations", "score_text", "score_stride"]
+        return SamplingParams.of_checked(
+            {name: getattr(self, name) for name in names} | {"max_tokens": 0}
+        )
+
+    @property
     def num_top_prompt_logprobs(self) -> int:
         return 0 if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
 
@@ -505,8 +617,10 @@ CHAT: Mapping[str, Parameter] = {
             Group.CHAT,
             _CHAT_APIS,
             {
-                Api.CHAT: Either((_TEXT, AnyObject()), EMPTY, form=CHOICE_FORM),
-                Api.RESPONSES: Either((_TEXT, AnyObject()), EMPTY, form=RESPONSE_CHOICE_FORM),
+                Api.CHAT: Either((_TEXT, AnyObject()), EMPTY_VALUES, form=CHOICE_FORM),
+                Api.RESPONSES: Either(
+                    (_TEXT, AnyObject()), EMPTY_VALUES, form=RESPONSE_CHOICE_FORM
+                ),
             },
         ),
         Parameter(
@@ -535,7 +649,7 @@ def names_in(*groups: Group) -> tuple[str, ...]:
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
 
 
-FORMS = names_in(Group.FORM)  # what an output must be: at most one of them is set
+FORMS = names_in(Group.FORM)  # forms that an output must have: at most one is set
 
 
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -563,17 +677,28 @@ def body_parameter(
     name: str, kind: Kind, about: str, apis: frozenset[Api], default: Any = None, **rest: Any
 ) -> Parameter:
     """Return a row of bodies alone."""
-    return Parameter(name, kind, default, about, apis=apis, defaults=dict.fromkeys(apis, default), **rest)
+    return Parameter(
+        name, kind, default, about, apis=apis, defaults=dict.fromkeys(apis, default), **rest
+    )
 
 
 _LENGTH = Integer(1, form="an integer, 1 or more")
-_AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({api}) for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES))
+_AT_CHAT, _AT_TEXT, _AT_RESPONSES = (
+    frozenset({api}) for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES)
+)
 _AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Api.TOKENIZE}), frozenset({Api.DETOKENIZE})
 _PROMPT = Either(
-    (_TEXT, ListOf(_TEXT, min_items=1), TokenIds(min_items=1), ListOf(TokenIds(min_items=1), min_items=1)),
+    (
+        _TEXT,
+        ListOf(_TEXT, min_items=1),
+        TokenIds(min_items=1),
+        ListOf(TokenIds(min_items=1), min_items=1),
+    ),
     form="a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
 )
-METADATA = Metadata(16, 64, 512, form="an object of at most 16 texts: keys of 64, values of 512 characters")
+METADATA = Metadata(
+    16, 64, 512, form="an object of at most 16 texts: keys of 64, values of 512 characters"
+)
 STREAM_OPTIONS = Object(
     "StreamOptions",
     {
@@ -587,7 +712,9 @@ STREAM_OPTIONS = Object(
         "continuous_usage_stats": Boolean(form="", is_off=True),
         "include_obfuscation": Boolean(form="", is_off=True),
     },
-    defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
+    defaults=dict.fromkeys(
+        ("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False
+    ),
     about="include_steps is this server's own.",
     form="{include_usage: true or false, include_steps: true or false}, with stream",
 )
@@ -602,11 +729,19 @@ BODY: Mapping[str, Parameter] = {
             HTTP | _AT_TOKENIZE | _AT_DETOKENIZE,
         ),
         body_parameter("stream", Boolean(), "Send the answer as events, as it grows.", HTTP, False),
-        body_parameter("stream_options", STREAM_OPTIONS, "What the events tell besides the text.", HTTP),
         body_parameter(
-            "return_token_ids", Boolean(), "Return the ids of prompt and output.", HTTP - _AT_RESPONSES, False
+            "stream_options", STREAM_OPTIONS, "What the events tell besides the text.", HTTP
         ),
-        body_parameter("metadata", METADATA, "Labels of the request; a response repeats them.", HTTP),
+        body_parameter(
+            "return_token_ids",
+            Boolean(),
+            "Return the ids of prompt and output.",
+            HTTP - _AT_RESPONSES,
+            False,
+        ),
+        body_parameter(
+            "metadata", METADATA, "Labels of the request; a response repeats them.", HTTP
+        ),
         body_parameter(
             "messages",
             MESSAGES.with_form(f"{MESSAGES.form}, with content a text or a list of text parts"),
@@ -625,7 +760,9 @@ BODY: Mapping[str, Parameter] = {
             kinds={Api.TOKENIZE: _TEXT},
         ),
         body_parameter("echo", Boolean(), "Return the prompt before the output.", _AT_TEXT, False),
-        body_parameter("best_of", Integer(None, form="n, or absent"), "n: every choice is returned.", _AT_TEXT),
+        body_parameter(
+            "best_of", Integer(None, form="n, or absent"), "n: every choice is returned.", _AT_TEXT
+        ),
         body_parameter(
             "input",
             Either(
@@ -642,7 +779,9 @@ BODY: Mapping[str, Parameter] = {
             "A system message before the input.",
             _AT_RESPONSES,
         ),
-        body_parameter("max_output_tokens", _LENGTH, "The response's name of max_tokens.", _AT_RESPONSES),
+        body_parameter(
+            "max_output_tokens", _LENGTH, "The response's name of max_tokens.", _AT_RESPONSES
+        ),
         body_parameter(
             "text",
             AnyObject(form="{format: {type: text, json_object or json_schema}}"),
@@ -656,9 +795,15 @@ BODY: Mapping[str, Parameter] = {
             _AT_RESPONSES,
         ),
         body_parameter("reasoning", AnyObject(form="{}", is_empty=True), "Nothing.", _AT_RESPONSES),
-        body_parameter("add_special_tokens", Boolean(), "Null: of a prompt, not of messages.", _AT_TOKENIZE),
         body_parameter(
-            "add_generation_prompt", Boolean(), "End the messages with the beginning of an answer.", _AT_TOKENIZE, True
+            "add_special_tokens", Boolean(), "Null: of a prompt, not of messages.", _AT_TOKENIZE
+        ),
+        body_parameter(
+            "add_generation_prompt",
+            Boolean(),
+            "End the messages with the beginning of an answer.",
+            _AT_TOKENIZE,
+            True,
         ),
         body_parameter(
             "continue_final_message",
@@ -667,17 +812,28 @@ BODY: Mapping[str, Parameter] = {
             _AT_TOKENIZE,
             False,
         ),
-        body_parameter("return_token_strs", Boolean(), "Return the tokens' texts, too.", _AT_TOKENIZE, False),
+        body_parameter(
+            "return_token_strs", Boolean(), "Return the tokens' texts, too.", _AT_TOKENIZE, False
+        ),
         body_parameter(
             "tokens",
-            TokenIds(max_items=MAX_DETOKENIZED, form=f"a list of at most {MAX_DETOKENIZED} token ids"),
+            TokenIds(
+                max_items=MAX_DETOKENIZED, form=f"a list of at most {MAX_DETOKENIZED} token ids"
+            ),
             "The ids that are written as text.",
             _AT_DETOKENIZE,
             required=_AT_DETOKENIZE,
         ),
     )
 }
-NOT_OF_JOBS = ("stream", "stream_options", "return_token_ids", "echo", "best_of")  # of bodies; only a server does them
+# Keys of bodies that only a server handles.
+NOT_OF_JOBS = (
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "echo",
+    "best_of",
+)
 
 
 @functools.cache
@@ -693,9 +849,9 @@ ROW_PARAMETERS = frozenset(rows_at(Api.JOB))
 def match_unsupported(column: Any) -> str | None:
     """Return the parameter that a column of this name gives and that rows cannot set, or None.
 
-    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
-    One word in capitals, such as Temperature, is likely to be data. A key that is no text, as a dictionary of Python
-    and a map of Parquet may have, gives none.
+    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and "
+    top-p" are not top_p. One word in capitals, such as Temperature, is likely to be data. A key
+    that is no text, as a dictionary of Python and a map of Parquet may have, gives none.
     """
     if not isinstance(column, str):
         return None
@@ -707,7 +863,7 @@ def match_unsupported(column: Any) -> str | None:
 
 
 def python_hint(name: str) -> str | None:
-    """Return what to do about a parameter of another spelling or of another system; None for any other name."""
+    """Return advice for a misspelled or foreign parameter name, or None for any other name."""
     parameter = match_unsupported(name)
     if parameter is None:
         return None

@@ -1,12 +1,13 @@
 """Parameters of other systems that this one does not have: one row for each, with the values that ask for nothing.
 
-A parameter of a row is refused by name, unless its value asks for nothing; it is never ignored. Parameters that no
-system has are refused with any value but null.
+A parameter of a row is refused by name, unless its value asks for nothing; it is never ignored.
+Parameters that no system has are refused with any value but null.
 
     >>> is_no_op("length_penalty", 1), is_no_op("length_penalty", 0.5), fix_of("random_seed")
     (True, False, 'use seed')
 
-Some of them are parameters of this system at other APIs (``Api``): at those the table of ``parameters.py`` has them.
+Some of them are parameters of this system at other APIs (``Api``): at those the table of
+``parameters.py`` has them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.requests.values import CHATS, EMPTY, LOGPROBS, Api
+from eagle_ray.requests.values import CHATS, EMPTY_VALUES, LOGPROBS, Api
 from eagle_ray.text.strict_json import parse_json
 
 ANYWHERE = frozenset(Api)
 RESPONSES = frozenset({Api.RESPONSES})
-BODIES = ANYWHERE - {Api.JOB, Api.PYTHON}  # in a data set such a name is likely to be plain data
+BODIES = ANYWHERE - {Api.JOB, Api.PYTHON}  # a data set is likely to have such a name for plain data
 STATELESS = "no responses are kept; send the whole conversation"
-TEMPLATE = "give chat_template_kwargs, which the target's template reads"
+SCORED_TEXT = (
+    "use /v1/completions with echo, logprobs and max_tokens 0 for a text within the model's length, or a job, a "
+    "batch file or LLM.score"
+)
+USE_TEMPLATE_KWARGS = "give chat_template_kwargs, which the target's template reads"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Refused:
         """Return the empty values that ask for nothing: none of a parameter that the API has in another form."""
         if self.has_fix_at(api):
             return ()
-        return ("",) if self.asks_if_empty else EMPTY
+        return ("",) if self.asks_if_empty else EMPTY_VALUES
 
     def no_op_at(self, api: Api) -> tuple[Any, ...]:
         return self.no_op_of_chat if self.no_op_of_chat is not None and api in CHATS else self.no_op
@@ -92,6 +97,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("chat_template"),
         Refused("chat_template_kwargs", apis=frozenset({Api.COMPLETIONS, Api.TOKENIZE})),
         Refused("context_management", apis=BODIES),
+        Refused(
+            "continuations",
+            fix="use /v1/score for labels of one token, or a job, a batch file or LLM.score",
+            asks_if_empty=True,
+            apis=BODIES,
+        ),
         Refused("continue_final_message", no_op=(False,)),
         Refused("conversation", fix=STATELESS, apis=BODIES),
         Refused("custom_labels"),
@@ -150,7 +161,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("logit_processors"),
         Refused("logits_processors"),
         Refused("logprob_token_ids"),
-        Refused("logprobs", no_op=(False,), fix_of_response=f"give include: [{LOGPROBS!r}]", apis=RESPONSES),
+        Refused(
+            "logprobs",
+            no_op=(False,),
+            fix_of_response=f"give include: [{LOGPROBS!r}]",
+            apis=RESPONSES,
+        ),
         Refused("lora_path"),
         Refused("lora_request"),
         Refused("max_completion_tokens", use="max_tokens"),
@@ -175,7 +191,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("mm_processor_kwargs"),
         Refused("modalities", no_op=(["text"],), apis=BODIES),
         Refused("moderation", apis=BODIES),
-        Refused("n", no_op=(1,), fix_of_response="a response has one answer; send several requests", apis=RESPONSES),
+        Refused(
+            "n",
+            no_op=(1,),
+            fix_of_response="a response has one answer; send several requests",
+            apis=RESPONSES,
+        ),
         Refused("n_keep", no_op=(0,)),
         Refused("n_predict", use="max_tokens"),
         Refused("n_probs", no_op=(0,)),
@@ -200,8 +221,8 @@ REFUSED: Mapping[str, Refused] = {
         Refused("prompt_embeds"),
         Refused("prompt_logprobs", no_op=(False,)),
         Refused("random_seed", use="seed"),
-        Refused("reasoning", fix=TEMPLATE, apis=BODIES),
-        Refused("reasoning_effort", fix=TEMPLATE),
+        Refused("reasoning", fix=USE_TEMPLATE_KWARGS, apis=BODIES),
+        Refused("reasoning_effort", fix=USE_TEMPLATE_KWARGS),
         Refused("renormalize_logits", no_op=(False,)),
         Refused("repeat_last_n", no_op=(64,)),
         Refused("repeat_penalty", no_op=(1,), use="repetition_penalty"),
@@ -216,7 +237,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("return_prompt_text", no_op=(False,)),
         Refused("return_prompt_token_ids", no_op=(False,)),
         Refused("return_routed_experts", no_op=(False,)),
-        Refused("return_token_ids", no_op=(False,), fix_of_response="use /v1/chat/completions", apis=BODIES),
+        Refused(
+            "return_token_ids",
+            no_op=(False,),
+            fix_of_response="use /v1/chat/completions",
+            apis=BODIES,
+        ),
         Refused("return_token_offsets", no_op=(False,)),
         Refused("return_tokens_as_token_ids", no_op=(False,)),
         Refused("rid", apis=BODIES),
@@ -225,10 +251,15 @@ REFUSED: Mapping[str, Refused] = {
         Refused("routed_experts_start_len", no_op=(0,)),
         Refused("safety_identifier", is_label=True, apis=BODIES),
         Refused("sampling_params"),
+        Refused("score_stride", fix=SCORED_TEXT, apis=BODIES),
+        Refused("score_text", no_op=(False,), fix=SCORED_TEXT, apis=BODIES),
         Refused("separate_reasoning", no_op=(True,)),
         Refused("sequence_bias"),
         Refused(
-            "service_tier", no_op=("auto", "default"), fix="all requests are served alike; leave it out", apis=BODIES
+            "service_tier",
+            no_op=("auto", "default"),
+            fix="all requests are served alike; leave it out",
+            apis=BODIES,
         ),
         Refused("session_id", apis=BODIES),
         Refused("session_params"),
@@ -255,7 +286,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("tool_choice", no_op=("auto", "none"), apis=frozenset({Api.COMPLETIONS})),
         Refused("tools", apis=frozenset({Api.COMPLETIONS, Api.TOKENIZE})),
         Refused("top_a"),
-        Refused("top_logprobs", no_op=(0,), fix="give their number as logprobs", apis=frozenset({Api.COMPLETIONS})),
+        Refused(
+            "top_logprobs",
+            no_op=(0,),
+            fix="give their number as logprobs",
+            apis=frozenset({Api.COMPLETIONS}),
+        ),
         Refused("top_n_tokens"),
         Refused("truncate_prompt_tokens"),
         Refused("truncation", no_op=("disabled",), apis=BODIES),
@@ -272,22 +308,32 @@ REFUSED: Mapping[str, Refused] = {
         Refused("xtc_threshold", no_op=(0.1,)),
     )
 }
-NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
+# Texts with which CSV files mark a value that is not there.
+NULL_TEXTS = (
+    "none",
+    "nan",
+    "na",
+    "n/a",
+)
 
 
 def fix_of(name: str, api: Api = Api.JOB) -> str:
-    """Return what to do about a parameter that an API refuses."""
+    """Return advice for a parameter that an API refuses."""
     row = _row_at(name, api) or Refused(name)
     if row.has_fix_at(api) and row.fix_of_response is not None:
         return row.fix_of_response
     if row.use is None:
         return row.fix
     used = _row_at(row.use, api)
-    return used.fix_of_response if used is not None and used.fix_of_response is not None else f"use {row.use}"
+    return (
+        used.fix_of_response
+        if used is not None and used.fix_of_response is not None
+        else f"use {row.use}"
+    )
 
 
 def refusal(name: str, value: Any, api: Api) -> str:
-    """Return why the value of a parameter that an API does not have is refused, and what to do about it."""
+    """Return the error text for a parameter that an API does not have, with advice."""
     row, fix = _row_at(name, api), fix_of(name, api)
     if row is not None and row.has_fix_at(api):
         return fix
@@ -300,7 +346,7 @@ def has_effect(name: str, value: Any) -> bool:
     if value == {}:  # and not one of nulls alone, as a struct of Parquet may be
         return name in REFUSED and not is_no_op(name, value)
     value = _without_nulls(value)
-    return value == value and value not in EMPTY and not is_no_op(name, value)
+    return value == value and value not in EMPTY_VALUES and not is_no_op(name, value)
 
 
 def is_no_op(name: str, value: Any, api: Api = Api.JOB) -> bool:
@@ -310,9 +356,12 @@ def is_no_op(name: str, value: Any, api: Api = Api.JOB) -> bool:
         return value is None
     if row.is_label:
         return True
-    if value in EMPTY:
+    if value in EMPTY_VALUES:
         return value in row.empties_at(api)
-    return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(api))
+    return any(
+        value == no_op and isinstance(value, bool) == isinstance(no_op, bool)
+        for no_op in row.no_op_at(api)
+    )
 
 
 @functools.cache
@@ -340,5 +389,7 @@ def _parse_if_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet has every key of a struct in every row."""
-    return {key: x for key, x in value.items() if x is not None} if isinstance(value, dict) else value
+    """Return a value without nulls in its objects: in Parquet every row of a struct has all keys."""
+    return (
+        {key: x for key, x in value.items() if x is not None} if isinstance(value, dict) else value
+    )

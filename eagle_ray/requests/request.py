@@ -4,8 +4,8 @@
 >>> Request.of_row(dict.fromkeys(REQUEST.names) | request.to_row()) == request
 True
 
-parse_row never raises because of a row's content: a bad row is a request with an error, which names file, row, column
-and the fix.
+parse_row never raises because of a row's content: a bad row is a request with an error, which names
+file, row, column and the fix.
 
     >>> from eagle_ray.requests.columns import FIRST
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
@@ -26,9 +26,23 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation, location_of
+from eagle_ray.requests.columns import (
+    TEMPLATE_KEY,
+    ColumnPath,
+    RequestColumns,
+    RowLocation,
+    location_of,
+)
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, SamplingParams, merged_values, two_forms
+from eagle_ray.requests.parameters import (
+    CHAT,
+    SAMPLING,
+    TWO_FORMS,
+    Api,
+    SamplingParams,
+    merged_values,
+    two_forms,
+)
 from eagle_ray.requests.row_schema import RENDERED, REQUEST, table_of
 from eagle_ray.requests.values import (
     Boolean,
@@ -51,11 +65,14 @@ class Request:
 
     Attributes:
         id: None of a prompt of Python that has none, until it is numbered.
-        row_index, source_file, source_line: its place in the input; source_line is of files of lines.
+        row_index, source_file, source_line: its place in the input; source_line is of files of
+            lines.
         messages: JSON of a list of messages.
         user_turns: the user's messages of a conversation whose other messages are the answers.
-        is_rendered: the prompt is what a chat template wrote (of the messages, if it has any), with all special tokens.
-        sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of Arrow's int64.
+        is_rendered: the prompt is what a chat template wrote (of the messages, if it has any), with
+            all special tokens.
+        sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of
+            Arrow's int64.
         chat: its own values of the parameters CHAT, by name; lists, objects and texts as JSON.
         error: why it cannot be answered. Its message begins with the place.
         answers: answers of the earlier turns of a conversation, None for one that failed.
@@ -83,6 +100,8 @@ class Request:
         sampling = {name: row[name] for name in SAMPLING if row[name] is not None}
         if "logit_bias" in sampling:
             sampling["logit_bias"] = dict(sampling["logit_bias"])
+        if "continuations" in sampling:
+            sampling["continuations"] = json.loads(sampling["continuations"])
         code = row["error_code"]
         return cls(
             id=row["request_id"],
@@ -101,7 +120,7 @@ class Request:
         )
 
     def to_row(self) -> dict[str, Any]:
-        """Return the request's columns and the carried ones; those of parameters that it does not set are left out."""
+        """Return the request's columns and its carried columns, without parameters that it does not set."""
         row = {
             "request_id": self.id,
             "row_index": self.row_index,
@@ -117,6 +136,8 @@ class Request:
         }
         if "logit_bias" in self.sampling:
             row["logit_bias"] = list(self.sampling["logit_bias"].items())  # as Arrow takes a map
+        if "continuations" in self.sampling:
+            row["continuations"] = dump_json(self.sampling["continuations"], ensure_ascii=False)
         if self.is_rendered:
             row[RENDERED] = True
         if self.error is not None:
@@ -147,7 +168,11 @@ class Request:
         return len(self.answers)
 
     def next_turn(self, answers: Iterable[str | None]) -> Request:
-        """Return the request of the next turn of a conversation. answers: those of all earlier turns."""
+        """Return the request of the next turn of a conversation.
+
+        Args:
+            answers: answers of all earlier turns.
+        """
         return replace(self, answers=tuple(answers))
 
     @property
@@ -168,7 +193,10 @@ class Request:
 
     def chat_options(self, config: JobConfig) -> ChatOptions:
         """Return the options in force: its own, then the job's. Raises RequestError."""
-        own = {name: json.loads(value) if isinstance(value, str) else value for name, value in self.chat.items()}
+        own = {
+            name: json.loads(value) if isinstance(value, str) else value
+            for name, value in self.chat.items()
+        }
         try:
             options = config.chat.options(own)
         except ValueError as error:
@@ -176,7 +204,10 @@ class Request:
         if self.is_chat:
             return options
         if options.has_tools:
-            raise RequestError("invalid_chat", "tools: only with messages. Leave tools out of rows with other prompts")
+            raise RequestError(
+                "invalid_chat",
+                "tools: only with messages. Leave tools out of rows with other prompts",
+            )
         return NO_OPTIONS
 
     def num_samples(self, config: JobConfig) -> int:
@@ -205,8 +236,14 @@ UNCARRIED = "__uncarried__"
 """Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
-def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation, is_private: bool = False) -> Request:
-    """Return the request of one row, without carried columns. is_private: its error quotes no value of the row."""
+def parse_row(
+    row: InputRow, columns: RequestColumns, location: RowLocation, is_private: bool = False
+) -> Request:
+    """Return the request of one row, without carried columns.
+
+    Args:
+        is_private: the error of the request quotes no value of the row.
+    """
     parsed: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
@@ -267,7 +304,9 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     if isinstance(value, RequestError):
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
-        wrong = f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        wrong = (
+            f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        )
         raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if isinstance(value, str) and not value.strip():
         raise RequestError(
@@ -291,20 +330,38 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
         if not isinstance(prompt, str):
             return {"messages": parse_messages(prompt, TEMPLATE_KEY)}
         is_rendered = columns.template.is_column("prompt") and row.get(RENDERED) is True
-        return {"prompt": prompt} | ({"is_rendered": True} if is_rendered else {})
-    prompts = {name: path.value_in(row) for name, path in columns.prompts.items()}
-    prompts = {name: value for name, value in prompts.items() if value is not None}
+        return {"prompt": prompt, "is_rendered": True} if is_rendered else {"prompt": prompt}
+
+    # Exactly one column has the prompt.
+    prompts = {}
+    for name, path in columns.prompts.items():
+        value = path.value_in(row)
+        if value is not None:
+            prompts[name] = value
     if not prompts:
         names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
-        raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
+        raise RequestError(
+            "prompt_missing", f"column {names} is absent or null: give the row exactly one prompt"
+        )
     if len(prompts) > 1:
         both = " and ".join(repr(columns.prompts[name].text) for name in prompts)
-        raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
+        raise RequestError(
+            "prompt_ambiguous",
+            f"columns {both} are set: keep one, or name the one in input.columns",
+        )
+
     [(name, value)] = prompts.items()
-    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
-    parsed = {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
-    is_rendered = name == "prompt" == columns.prompts[name].text and row.get(RENDERED) is True
-    return parsed | {"is_rendered": True} if is_rendered else parsed
+    column = columns.prompts[name].text
+    if name == "turns":
+        return {"user_turns": _turns(value, column)}
+    if name == "messages":
+        return {"messages": parse_messages(value, column)}
+    if name == "prompt_token_ids":
+        return {"prompt_token_ids": _token_ids(value, column)}
+    parsed: dict[str, Any] = {"prompt": _text(value, column)}
+    if column == "prompt" and row.get(RENDERED) is True:
+        parsed["is_rendered"] = True
+    return parsed
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
@@ -317,19 +374,26 @@ def _text(value: Any, column: str) -> str:
         wrong = f"column {column!r} must be a text, got {describe_value(value)}"
         raise RequestError("bad_type", wrong + _fix_of_bytes(value))
     if not value:
-        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+        raise RequestError(
+            "prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row"
+        )
     return value
 
 
 def _turns(value: Any, column: str) -> list[str]:
-    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(_list(value, column, "texts", "turn"))]
+    return [
+        _text(turn, f"{column}[{i}]")
+        for i, turn in enumerate(_list(value, column, "texts", "turn"))
+    ]
 
 
 def _list(value: Any, column: str, form: str, item: str) -> list[Any]:
     """Return a list that is not empty. Raises RequestError."""
     value = _parse_if_json(value, column)
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of {form}, got {describe_value(value)}")
+        raise RequestError(
+            "bad_type", f"column {column!r} must be a list of {form}, got {describe_value(value)}"
+        )
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no {item}: give at least one")
     return value
@@ -340,7 +404,8 @@ def _token_ids(value: Any, column: str) -> list[int]:
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token < 2**63:
             raise RequestError(
-                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_value(token)}"
+                "bad_type",
+                f"{column}[{i}] must be a token id, an integer from 0, got {describe_value(token)}",
             )
     return value
 
@@ -371,7 +436,8 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")
     if "seed" in values:
-        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
+        # The same 64 bits, as Arrow's int64 holds them.
+        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63
     return values
 
 
@@ -392,7 +458,9 @@ def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, 
         try:
             value = parameter.kind_at(Api.JOB).check(value)
         except WrongValue as error:
-            raise RequestError("bad_type", f"{where} must be {error.form}, got {describe_value(value)}") from None
+            raise RequestError(
+                "bad_type", f"{where} must be {error.form}, got {describe_value(value)}"
+            ) from None
         except ValueError as error:
             part, _, problem = str(error).partition(":")
             raise RequestError("bad_type", f"{place.format(part)}:{problem}") from None

@@ -1,15 +1,15 @@
-"""OpenAI's /v1/responses: its request as that of a chat, and its answer made of a chat's.
+"""OpenAI's /v1/responses: convert its request to a chat request, and a chat's answer to its answer.
 
 >>> messages_of_items([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
 [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
 
-Items are those that a client writes, and those of an earlier response's output that it sends back. A reasoning item and
-function calls belong to the assistant's message that is next to them.
+Items are those that a client writes, and those of an earlier response's output that it sends back.
+A reasoning item and function calls belong to the assistant's message that is next to them.
 
 A ResponseObject is OpenAI's response, built item by item from the parts of a chat answer:
 
     response = ResponseObject(key, fields)
-    for delta in deltas:                        # of a chat message: content, reasoning or calls each
+    for delta in deltas:                        # deltas of a chat message: content, reasoning or calls each
         events += response.add(delta)
     events += response.finish("stop", usage, metrics)
     response.json["output"]                     # the items in the order in which they began
@@ -34,23 +34,33 @@ from eagle_ray.requests.values import Json, bad_value, checked, missing, unsuppo
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError
 
-OWN = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}  # parameters of responses alone
-ROLES = ("system", "developer", "user", "assistant")
-LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
+# Parameters of responses alone.
+RESPONSES_ONLY = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}
+RESPONSES_ROLES = ("system", "developer", "user", "assistant")
+# Keys of an item of an earlier output that say nothing of its text.
+ITEM_LABELS = (
+    "type",
+    "id",
+    "status",
+    "phase",
+)
 PART_KEYS = ("type", "text", "annotations", "logprobs")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def messages_of_items(items: str | list[Json], instructions: str | None) -> list[Json]:
     """Return the messages that the items and the instructions are. Raises RequestError that names the wrong item."""
-    messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    messages: list[Json] = (
+        [] if instructions is None else [{"role": "system", "content": instructions}]
+    )
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]")
     for message in messages:
         if message["role"] == "assistant" and "tool_calls" not in message:
-            message.setdefault("content", "")  # of an answer that was cut off in its reasoning
+            # An answer that was cut off in its reasoning has none.
+            message.setdefault("content", "")
     if not any(message["role"] != "system" for message in messages):
         raise bad_value("input", "must be a text or at least one item, got []")
     return messages
@@ -59,10 +69,12 @@ def messages_of_items(items: str | list[Json], instructions: str | None) -> list
 def _add_item(messages: list[Json], item: Json, where: str) -> None:
     kind = "message" if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in _ADDERS:
-        fix = f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
+        fix = (
+            f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
+        )
         raise unsupported(f"{where}.type", fix)
     add, names = _ADDERS[kind]
-    refuse_other_keys(item, (*LABELS, *names), where)
+    refuse_other_keys(item, (*ITEM_LABELS, *names), where)
     add(messages, item, where)
 
 
@@ -75,8 +87,8 @@ def refuse_other_keys(values: Json, names: tuple[str, ...], where: str) -> None:
 
 def _add_message(messages: list[Json], item: Json, where: str) -> None:
     role = item.get("role")
-    if role not in ROLES:
-        raise _wrong(f"{where}.role", f"must be {', '.join(ROLES)}", role)
+    if role not in RESPONSES_ROLES:
+        raise _wrong(f"{where}.role", f"must be {', '.join(RESPONSES_ROLES)}", role)
     content = _text(item.get("content"), f"{where}.content")
     if role == "assistant":
         _assistant_turn(messages, begins="content" in _last_turn(messages))["content"] = content
@@ -120,7 +132,7 @@ _ADDERS: dict[str, tuple[Callable[[list[Json], Json, str], None], tuple[str, ...
     "reasoning": (_add_reasoning, ("content", "summary")),
     "function_call": (_add_call, ("call_id", "name", "arguments")),
     "function_call_output": (_add_call_output, ("call_id", "output")),
-}  # of a type: what adds such an item, and the keys that it reads
+}  # by type: the function that adds such an item, and the keys that it reads
 
 
 def _last_turn(messages: list[Json]) -> Json:
@@ -129,7 +141,11 @@ def _last_turn(messages: list[Json]) -> Json:
 
 
 def _assistant_turn(messages: list[Json], begins: bool = False) -> Json:
-    """Return the assistant's message that an item belongs to. begins: the item is the first of a new one."""
+    """Return the assistant's message that an item belongs to.
+
+    Args:
+        begins: the item is the first of a new one.
+    """
     if begins or not _last_turn(messages):
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -148,7 +164,9 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
-            raise unsupported(f"{where}[{i}]", f"this server reads text alone; got {reprlib.repr(kind)}")
+            raise unsupported(
+                f"{where}[{i}]", f"this server reads text alone; got {reprlib.repr(kind)}"
+            )
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "must be a text", part.get("text"))
         refuse_other_keys(part, PART_KEYS, f"{where}[{i}]")
@@ -161,7 +179,7 @@ def chat_body(body: Mapping[str, Any]) -> Json:
     Raises RequestError for a parameter of responses alone that is wrong. Others have been checked.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    for name, row in OWN.items():
+    for name, row in RESPONSES_ONLY.items():
         if name in given:
             given[name] = checked(name, row.kind, given[name])
         elif row.required:
@@ -171,7 +189,11 @@ def chat_body(body: Mapping[str, Any]) -> Json:
 
 
 def check_response(given: Json) -> None:
-    """Raise RequestError for what no response has. given: values of their kinds, without nulls."""
+    """Raise RequestError for parameters that /v1/responses does not have.
+
+    Args:
+        given: values of their kinds, without nulls.
+    """
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
             raise unsupported(f"reasoning.{name}", fix_of("reasoning", Api.RESPONSES))
@@ -184,16 +206,18 @@ def check_response(given: Json) -> None:
 
 def chat_values(given: Json) -> Json:
     """Return the values of a chat completion that answers a response of these values. Raises RequestError."""
-    chat = {name: value for name, value in given.items() if name not in OWN}
+    chat = {name: value for name, value in given.items() if name not in RESPONSES_ONLY}
     chat["messages"] = messages_of_items(given["input"], given.get("instructions"))
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
-    if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
+    tools = given.get("tools")
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
     if "tool_choice" in given:
         chat["tool_choice"] = chat_tool_choice(given["tool_choice"])
-    if (form := _response_format(given.get("text", {}))) is not None:
-        chat["response_format"] = form
+    response_format = _response_format(given.get("text", {}))
+    if response_format is not None:
+        chat["response_format"] = response_format
     if given.get("include"):
         chat["logprobs"] = True
     return chat
@@ -202,10 +226,16 @@ def chat_values(given: Json) -> Json:
 def chat_tool(tool: Json, index: int) -> Json:
     kind = tool.get("type")
     if kind != "function":
-        raise unsupported(f"tools[{index}].type", f"this server runs no tools of its own; got {reprlib.repr(kind)}")
+        raise unsupported(
+            f"tools[{index}].type",
+            f"this server runs no tools of its own; got {reprlib.repr(kind)}",
+        )
     names = ("name", "description", "parameters", "strict")
     refuse_other_keys(tool, ("type", *names), f"tools[{index}]")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    return {
+        "type": "function",
+        "function": {name: tool[name] for name in names if tool.get(name) is not None},
+    }
 
 
 def chat_tool_choice(choice: str | Json | None) -> str | Json | None:
@@ -226,7 +256,11 @@ def _response_format(text: Json) -> str | None:
         return None
     is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
     try:
-        return str(response_format_text({"type": "json_schema", "json_schema": form} if is_schema else form))
+        return str(
+            response_format_text(
+                {"type": "json_schema", "json_schema": form} if is_schema else form
+            )
+        )
     except ValueError as error:
         rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
         why = f" ({error})" if isinstance(error, JsonError) else ""
@@ -254,13 +288,24 @@ class ResponseObject:
 
     @property
     def reasonings(self) -> list[str]:
-        return [item["content"][0]["text"] for item in self.json["output"] if item["type"] == "reasoning"]
+        return [
+            item["content"][0]["text"]
+            for item in self.json["output"]
+            if item["type"] == "reasoning"
+        ]
 
     def begin(self) -> list[Json]:
-        return [{"type": f"response.{name}", "response": _copy(self.json)} for name in ("created", "in_progress")]
+        return [
+            {"type": f"response.{name}", "response": _copy(self.json)}
+            for name in ("created", "in_progress")
+        ]
 
     def add(self, delta: Json, logprobs: Json | None) -> list[Json]:
-        """Add a delta of a chat message, or a whole one. logprobs: as the chat's choice has them."""
+        """Add a delta of a chat message, or a whole one.
+
+        Args:
+            logprobs: log-probabilities of the chat's choice.
+        """
         events: list[Json] = []
         if delta.get("reasoning_content"):
             events += self._grow("reasoning", delta["reasoning_content"], [])
@@ -270,14 +315,23 @@ class ResponseObject:
             events += self._add_call(call.get("index", number), call)
         return events
 
-    def finish(self, reason: str | None, usage: Json, metrics: Json) -> list[Json]:
-        """End the response. reason: the chat's finish_reason. usage: as a response has it."""
+    def finish(self, reason: str | None, usage: Json, metrics: Json, scores: Json) -> list[Json]:
+        """End the response.
+
+        Args:
+            reason: the chat's finish_reason.
+            usage: token counts in the form of a response.
+            scores: scores of what the answer may be; empty without any.
+        """
         is_cut = reason == "length"
         events = self._close("incomplete" if is_cut else "completed")
         if not self.json["output"]:
-            events += [*self._open_item("message", {"role": "assistant", "content": []}), *self._close("completed")]
+            events += [
+                *self._open_item("message", {"role": "assistant", "content": []}),
+                *self._close("completed"),
+            ]
         status = "incomplete" if is_cut else "completed"
-        self.json |= {"status": status, "usage": usage, "metrics": metrics}
+        self.json |= {"status": status, "usage": usage, "metrics": metrics} | scores
         if is_cut:
             self.json["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -289,14 +343,23 @@ class ResponseObject:
         function = call["function"]
         if index not in self._calls:
             values = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            events += self._close() + self._open_item("function_call", values)
+            events += self._close()
+            events += self._open_item("function_call", values)
             self._calls[index] = len(self.json["output"]) - 1
-        output_index = self._calls[index]
-        if function.get("arguments"):
+
+        arguments = function.get("arguments")
+        if arguments:
+            output_index = self._calls[index]
             item = self.json["output"][output_index]
-            item["arguments"] += function["arguments"]
-            event = {"type": "response.function_call_arguments.delta", "delta": function["arguments"]}
-            events.append(event | {"item_id": item["id"], "output_index": output_index})
+            item["arguments"] += arguments
+            events.append(
+                {
+                    "type": "response.function_call_arguments.delta",
+                    "delta": arguments,
+                    "item_id": item["id"],
+                    "output_index": output_index,
+                }
+            )
         return events
 
     def _grow(self, kind: str, text: str, logprobs: list[Json]) -> list[Json]:
@@ -304,22 +367,31 @@ class ResponseObject:
         events: list[Json] = []
         if self._open is None or self.json["output"][self._open]["type"] != kind:
             values: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-            events += self._close() + self._open_item(kind, values | {"content": []})
+            events += self._close()
+            events += self._open_item(kind, values | {"content": []})
             events += self._open_part(kind)
         assert self._open is not None
-        part = self.json["output"][self._open]["content"][0]
+        item = self.json["output"][self._open]
+        part = item["content"][0]
         part["text"] += text
         event: Json = {"type": f"{_DELTAS[kind]}.delta", "delta": text} | self._position()
         if kind == "message":
             part["logprobs"] += logprobs
             event["logprobs"] = logprobs
-        return [*events, event]
+        events.append(event)
+        return events
 
     def _open_item(self, kind: str, values: Json) -> list[Json]:
         self._open = len(self.json["output"])
-        item = {"id": f"{_IDS[kind]}_{self._key}{self._open:02x}", "type": kind, "status": "in_progress"} | values
+        item = {
+            "id": f"{_IDS[kind]}_{self._key}{self._open:02x}",
+            "type": kind,
+            "status": "in_progress",
+        } | values
         self.json["output"].append(item)
-        return [{"type": "response.output_item.added", "output_index": self._open, "item": _copy(item)}]
+        return [
+            {"type": "response.output_item.added", "output_index": self._open, "item": _copy(item)}
+        ]
 
     def _open_part(self, kind: str) -> list[Json]:
         part = _PART if kind == "message" else {"type": "reasoning_text", "text": ""}
@@ -337,17 +409,27 @@ class ResponseObject:
             status = "incomplete"
         item["status"] = status
         self._open = None
-        return [*events, {"type": "response.output_item.done", "output_index": index, "item": _copy(item)}]
+        return [
+            *events,
+            {"type": "response.output_item.done", "output_index": index, "item": _copy(item)},
+        ]
 
     def _ends(self, item: Json) -> Iterator[Json]:
         """Yield the events that end the parts of the open item."""
         if item["type"] == "function_call":
             call = {"name": item["name"], "arguments": item["arguments"], "item_id": item["id"]}
-            yield {"type": "response.function_call_arguments.done", "output_index": self._open} | call
+            yield {
+                "type": "response.function_call_arguments.done",
+                "output_index": self._open,
+            } | call
         elif item["content"]:
             part = item["content"][0]
             event = {"type": f"{_DELTAS[item['type']]}.done", "text": part["text"]}
-            yield event | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {}) | self._position()
+            yield (
+                event
+                | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {})
+                | self._position()
+            )
             yield {"type": "response.content_part.done", "part": _copy(part)} | self._position()
 
     def _position(self) -> Json:
@@ -397,16 +479,35 @@ def stored_response(key: str, model: str, created: int, choice: Json, usage: Jso
 
 def _stored_items(choice: Json, key: str) -> list[Json]:
     """Return the items of a stored response: its reasoning, its message and its function calls, in this order."""
-    message, status = choice["message"], "incomplete" if choice["finish_reason"] == "length" else "completed"
+    message, status = (
+        choice["message"],
+        "incomplete" if choice["finish_reason"] == "length" else "completed",
+    )
     items: list[Json] = []
     if message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
-        items.append({"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": "completed"})
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{key}",
+                "summary": [],
+                "content": content,
+                "status": "completed",
+            }
+        )
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
         logprobs = [_with_bytes(token) for token in (choice["logprobs"] or {}).get("content", ())]
         part = _PART | {"text": message["content"] or "", "logprobs": logprobs}
-        items.append({"type": "message", "id": f"msg_{key}", "role": "assistant", "content": [part], "status": status})
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{key}",
+                "role": "assistant",
+                "content": [part],
+                "status": status,
+            }
+        )
     for i, call in enumerate(calls):
         names = {"call_id": call["id"], **call["function"]}
         items.append({"type": "function_call", "id": f"fc_{key}_{i}", "status": status, **names})

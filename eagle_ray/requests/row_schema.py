@@ -1,7 +1,7 @@
 """The two tables of a job: request rows for the engine, and output rows for Parquet.
 
-One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Carried columns come last
-in both.
+One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Carried
+columns come last in both.
 
     >>> output_schema([pa.field("category", pa.string())]).names[-1]
     'category'
@@ -42,23 +42,25 @@ _ARROW_TYPES = {
 
 
 def _fields_of(parameters: Mapping[str, Parameter]) -> tuple[pa.Field, ...]:
-    return tuple(pa.field(name, _ARROW_TYPES[row.kind_at(Api.JOB).arrow]) for name, row in parameters.items())
+    return tuple(
+        pa.field(name, _ARROW_TYPES[row.kind_at(Api.JOB).arrow]) for name, row in parameters.items()
+    )
 
 
-SAMPLING_FIELDS = _fields_of(
-    SAMPLING
-)  # optional columns of the input that override `sampling` and `seed` for their row
+# Optional columns of the input that override `sampling` and `seed` for their row.
+SAMPLING_FIELDS = _fields_of(SAMPLING)
 CHAT_FIELDS = _fields_of(CHAT)  # optional columns of the input that override `chat` for their row
 ROW_FIELDS = (*SAMPLING_FIELDS, *CHAT_FIELDS)
 
 RENDERED = "prompt_is_rendered"  # the prompt is what a chat template wrote in an earlier run
-# Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.
+# Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and
+# error_message are.
 REQUEST = pa.schema(
     [
         _required("request_id", pa.string()),
         _required("row_index", pa.int64()),
         _required("source_file", pa.string()),
-        pa.field("source_line", pa.int64()),  # of files of lines
+        pa.field("source_line", pa.int64()),  # only files of lines have it
         pa.field("prompt", pa.string()),
         pa.field("messages", pa.string()),
         pa.field("prompt_token_ids", pa.list_(pa.int64())),
@@ -109,9 +111,30 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
-    pa.field("structured", pa.string()),  # json_schema, json_object, regex, choice or grammar: what the output must be
-    pa.field("structured_outcome", pa.string()),  # complete, or truncated: the output ended before what it must be
-    pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
+    pa.field(
+        "structured", pa.string()
+    ),  # json_schema, json_object, regex, choice or grammar: what the output must be
+    pa.field(
+        "structured_outcome", pa.string()
+    ),  # complete, or truncated: the output ended before what it must be
+    pa.field(
+        "sampling_controls", pa.string()
+    ),  # JSON of the other sampling keys that are not at their defaults
+    # scores of continuations, in their order
+    pa.field("continuations", pa.string()),  # JSON
+    pa.field("scores", _FLOATS),  # log-probabilities, natural
+    pa.field("score_tokens", _INTS),
+    pa.field("score_bytes", _INTS),
+    pa.field("is_greedy", pa.list_(pa.bool_())),  # each token of it is the likeliest one
+    pa.field("best", pa.int32()),  # index of the highest score
+    pa.field("best_by_byte", pa.int32()),  # index of the highest score by byte
+    pa.field("label_mass", pa.float64()),  # probability of their first tokens together
+    pa.field("num_verified", pa.int32()),  # rows of the target's passes behind the prompt
+    # the score of a document
+    pa.field("loglikelihood", pa.float64()),  # of all its tokens, natural
+    pa.field("tokens", pa.int64()),  # its scored tokens
+    pa.field("bytes", pa.int64()),  # of its text in UTF-8
+    pa.field("bits_per_byte", pa.float64()),
     # provenance
     pa.field("target_model", pa.string()),
     pa.field("draft_model", pa.string()),
@@ -132,8 +155,9 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("draft_forwards", pa.int32()),
     pa.field("proposed_by_depth", _INTS),
     pa.field("accepted_by_depth", _INTS),
-    # Verified nodes whose parent was accepted, in ten equal bins of the probability that the head gave them: how many,
-    # how many the target picked, and the sum of their probabilities. Then the same, binned by the calibrated ones.
+    # Verified nodes whose parent was accepted, in ten equal bins of the probability that the head
+    # gave them: how many, how many the target picked, and the sum of their probabilities. Then the
+    # same, binned by the calibrated ones.
     pa.field("confidence_nodes", _INTS),
     pa.field("confidence_accepted", _INTS),
     pa.field("confidence_expected", _FLOATS),
@@ -153,6 +177,21 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("worker_id", pa.string()),
 )
 
+# Columns that jobs of other engines have besides those of every job.
+ENGINE_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("engine", pa.string()),
+    pa.field("engine_version", pa.string()),
+    pa.field("served_model", pa.string()),
+    pa.field("system_fingerprint", pa.string()),
+    pa.field("provider_request_id", pa.string()),
+    pa.field("http_attempts", pa.int32()),
+    pa.field("throttled_s", pa.float64()),
+    pa.field("cached_prompt_tokens", pa.int32()),
+    pa.field("reasoning_tokens", pa.int32()),
+    pa.field("cost_dollars", pa.float64()),
+    pa.field("refusal", pa.string()),
+    pa.field("determinism", pa.string()),
+)
 # Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
 ADDED_COLUMNS = (
     "min_p",
@@ -169,42 +208,83 @@ ADDED_COLUMNS = (
     "content",
     "reasoning_content",
     "tool_calls",
+    "continuations",
+    "scores",
+    "score_tokens",
+    "score_bytes",
+    "is_greedy",
+    "best",
+    "best_by_byte",
+    "label_mass",
+    "num_verified",
+    "loglikelihood",
+    "tokens",
+    "bytes",
+    "bits_per_byte",
 )
 ADDED_SETTINGS = ("min_p", "ignore_eos")  # settings of a row that an earlier version did not read
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of request blocks. carried: columns with names that are not RESERVED."""
+    """Return the schema of request blocks.
+
+    Args:
+        carried: columns with names that are not RESERVED.
+    """
     return pa.schema([*REQUEST, *_carried_fields(carried)])
 
 
 def output_schema(carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of output files. carried: columns with names that are not RESERVED."""
-    return pa.schema([*OUTPUT_FIELDS, *_carried_fields(carried)], metadata={VERSION_KEY: SCHEMA_VERSION})
+    """Return the schema of output files.
+
+    Args:
+        carried: columns with names that are not RESERVED.
+    """
+    return pa.schema(
+        [*OUTPUT_FIELDS, *_carried_fields(carried)], metadata={VERSION_KEY: SCHEMA_VERSION}
+    )
 
 
 def missing_columns(stored: pa.Schema) -> list[str]:
     """Return the ADDED columns that a run's files lack. An input column of such a name would come after worker_id."""
-    own = stored.names[: stored.names.index("worker_id")] if "worker_id" in stored.names else ADDED_COLUMNS
+    own = (
+        stored.names[: stored.names.index("worker_id")]
+        if "worker_id" in stored.names
+        else ADDED_COLUMNS
+    )
     return [name for name in ADDED_COLUMNS if name not in own]
 
 
 def unread_settings(stored: pa.Schema) -> list[str]:
     """Return the settings of a row that the version that made a run's files did not read."""
-    missing, names = missing_columns(stored), [field.name for field in SAMPLING_FIELDS]
-    later = names[names.index("top_logprobs") :] if "sampling_controls" in missing else []
-    if "structured" in missing:
-        later = later or names[names.index("json_schema") :]
-    chat = [field.name for field in CHAT_FIELDS] if "tool_calls" in missing else []
-    return [name for name in missing if name in ADDED_SETTINGS] + later + chat
+    missing = missing_columns(stored)
+    unread = [name for name in missing if name in ADDED_SETTINGS]
+
+    # Sampling parameters stand in the order in which they were added.
+    names = [field.name for field in SAMPLING_FIELDS]
+    if "sampling_controls" in missing:
+        unread += names[names.index("top_logprobs") :]
+    elif "structured" in missing:
+        unread += names[names.index("json_schema") :]
+    elif "scores" in missing:
+        unread += names[names.index("continuations") :]
+    elif "loglikelihood" in missing:
+        unread += names[names.index("score_text") :]
+    if "tool_calls" in missing:
+        unread += [field.name for field in CHAT_FIELDS]
+    return unread
 
 
 def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:
     """Describe the columns that only one schema has, or whose types differ."""
-    names = dict.fromkeys([*stored.names, *wanted.names])
-    types = {name: [_type_in(schema, name) for schema in (stored, wanted)] for name in names}
-    return [f"{name} (was {was}, now {now})" for name, (was, now) in types.items() if was != now]
+    differences = []
+    for name in dict.fromkeys([*stored.names, *wanted.names]):
+        was = _type_in(stored, name)
+        now = _type_in(wanted, name)
+        if was != now:
+            differences.append(f"{name} (was {was}, now {now})")
+    return differences
 
 
 def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:

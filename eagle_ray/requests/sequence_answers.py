@@ -1,4 +1,4 @@
-"""The answers of a request, made from its sequences: the body of a whole response, and the chunks of a streamed one.
+"""Make response bodies and streamed chunks from a request's sequences.
 
     answers = generation.answers
     answers.body()["choices"][0]["message"]["content"]      # 'Paris.'
@@ -7,13 +7,14 @@
     for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)          # each an event of the stream
 
-A chunk is of one choice. It has complete characters only and never a part of a stop string. One engine step gives at
-most one chunk, or one for each part of a chat message that it adds to: content, reasoning_content, or a tool call's
-name or arguments.
+A chunk is of one choice. It has complete characters only and never a part of a stop string. One
+engine step gives at most one chunk, or one for each part of a chat message that it adds to:
+content, reasoning_content, or a tool call's name or arguments.
 
-With stream_options.include_steps a chunk also says how each token was made: by which decode step, and at which depth of
-its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the target's own token at depth 0.
-Step 0 is the prompt's pass, which gives one token of the target.
+With stream_options.include_steps a chunk also says how each token was made: by which decode step,
+and at which depth of its draft. The tokens of a step are the accepted drafts at depths 1, 2, ...,
+then the target's own token at depth 0. Step 0 is the prompt's pass, which gives one token of the
+target.
 
     Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids; returns
     [{'step': 0, 'num_draft_tokens': 0, 'num_accepted_draft_tokens': 0, 'tokens': [
@@ -42,9 +43,11 @@ from eagle_ray.requests.answers import (
     chat_logprobs,
     completion_form,
     metrics_of,
+    scores_form,
     text_choice,
     token_logprobs,
 )
+from eagle_ray.requests.score_columns import score_columns
 from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_options import ChatOptions
@@ -70,7 +73,9 @@ class AnswerReader:
         """Return whether an answer may have parts other than content."""
         if self.chat_options is None:
             return False
-        return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
+        return (
+            self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
+        )
 
     def decode_token(self, token: int) -> str:
         return self.tokenizer.token_text(token)
@@ -82,7 +87,9 @@ class AnswerReader:
         end = self.tokenizer.prompt_end(prompt_ids)
         return AnswerParser.of(self.tokenizer.chat_format, self.chat_options, end)
 
-    def finished(self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None) -> FinishedAnswer:
+    def finished(
+        self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None
+    ) -> FinishedAnswer:
         """Return the answer that a finished sequence is.
 
         Args:
@@ -99,10 +106,12 @@ class AnswerReader:
         marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, options)
         parts = parse_answer(marked_text, parser)
         calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
-        return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
+        return FinishedAnswer(
+            index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls
+        )
 
     def stream(self, prompt_ids: list[int]) -> DecodeStream:
-        """Return what makes text of growing output ids, with the markers that a parser needs."""
+        """Return an incremental decoder of output ids that shows the markers which a parser needs."""
         tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
         return tokenizer.decode_stream(self.stops, self._options_for(prompt_ids))
 
@@ -112,7 +121,7 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ids as the model reads them, and the text that an echo shows."""
+    """A prompt: ids as the model reads them, and its text, which an echo shows; empty of ids."""
 
     ids: list[int]
     text: str
@@ -124,7 +133,8 @@ class Choice:
 
     Attributes:
         num_wanted: output ids that it is to show; None shows all.
-        first: the sequence of the prompt's first choice, which alone computes the prompt's log-probabilities.
+        first: the sequence of the prompt's first choice, which alone computes the prompt's
+            log-probabilities.
     """
 
     index: int
@@ -143,10 +153,16 @@ class Choice:
         """Return the finish reason; a choice that was cut to no tokens ended by length."""
         return "length" if self.num_wanted == 0 else self.sequence.finish_reason
 
+    @property
+    def scores(self) -> Json:
+        """Return the scores of what the answer may be, by their columns' names; empty without any."""
+        scoring = self.sequence.scoring
+        return {} if scoring is None else scores_form(score_columns(scoring))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestAnswers:
-    """The choices of a request, and what is to be shown of them.
+    """The choices of a request, and which details of them to show.
 
     Attributes:
         choices: those of the first prompt, then those of the next, as many of each.
@@ -178,7 +194,9 @@ class RequestAnswers:
 
     def body(self) -> Json:
         """Return the body of a response that is not streamed; every sequence is finished."""
-        kind, choice_of = ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
+        kind, choice_of = (
+            ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
+        )
         answers = [self._finished(choice) for choice in self.choices]
         return self.head(kind) | {
             "choices": [choice_of(answer, self.reader.decode_token) for answer in answers],
@@ -191,21 +209,26 @@ class RequestAnswers:
 
     def last_chunk(self) -> Json:
         """Return the chunk after all choices, with usage and speculation metrics."""
-        reasonings = (self._read(choice).reasoning for choice in self.choices if self.reader.has_parts)
+        reasonings = (
+            self._read(choice).reasoning for choice in self.choices if self.reader.has_parts
+        )
         usage = self.usage(reasonings).chat_form()
         return self.chunk_head() | {"choices": [], "usage": usage, "metrics": self.metrics()}
 
     def usage(self, reasonings: Iterable[str | None]) -> TokenUsage:
         """Return the token usage. A prompt counts once, however many choices it has.
 
-        reasonings: the texts of the choices' reasoning, without their markers.
+        Args:
+            reasonings: the texts of the choices' reasoning, without their markers.
         """
         encode = self.reader.tokenizer.encode
         return TokenUsage(
             prompt=sum(len(prompt.ids) for prompt in self.prompts),
             output=sum(len(choice.output_ids) for choice in self.choices),
             cached=self._num_cached(),
-            reasoning=sum(len(encode(text, add_special_tokens=False)) for text in reasonings if text),
+            reasoning=sum(
+                len(encode(text, add_special_tokens=False)) for text in reasonings if text
+            ),
         )
 
     def _num_cached(self) -> int:
@@ -216,10 +239,12 @@ class RequestAnswers:
 
     def metrics(self) -> Json:
         """Return the speculation metrics over all choices."""
-        return metrics_of(reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in self.choices)))
+        return metrics_of(
+            reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in self.choices))
+        )
 
     def call_key(self, choice: Choice) -> str:
-        """Return what the ids of a choice's tool calls are made of."""
+        """Return the part that the ids of a choice's tool calls share."""
         return f"{self.id}/{choice.index}"
 
     def prompt_logprobs(self, choice: Choice) -> list[TokenLogprob]:
@@ -238,7 +263,9 @@ class RequestAnswers:
         return token_logprobs(sequence.output_ids[start:end], logprobs, tops)
 
     def _read(self, choice: Choice) -> FinishedAnswer:
-        return self.reader.finished(choice.sequence, choice.index, self.call_key(choice), choice.num_wanted)
+        return self.reader.finished(
+            choice.sequence, choice.index, self.call_key(choice), choice.num_wanted
+        )
 
     def _finished(self, choice: Choice) -> FinishedAnswer:
         """Return a choice's answer with all that is to be shown of it."""
@@ -253,6 +280,7 @@ class RequestAnswers:
             logprobs=None if self.num_tops is None else logprobs,
             has_tops=bool(self.num_tops),
             shown_ids=(choice.sequence.prompt_ids, output_ids) if self.has_token_ids else None,
+            scores=choice.scores,
         )
 
 
@@ -265,7 +293,11 @@ def stats_of(sequence: Sequence) -> AcceptanceStats:
 def num_logprobs(chunk: Json) -> int:
     """Return how many log-probabilities a chunk holds, without alternatives."""
     shown = [choice.get("logprobs") for choice in chunk["choices"]]
-    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in shown if logprobs)
+    return sum(
+        len(logprobs.get("tokens") or logprobs.get("content") or ())
+        for logprobs in shown
+        if logprobs
+    )
 
 
 class ChoiceChunks:
@@ -279,15 +311,19 @@ class ChoiceChunks:
         choice.sequence.has_live_stats = answers.has_steps
         self._num_sent = 0
         self._is_begun = False
-        self._offsets = TextOffsets()  # of the tokens whose log-probabilities are sent
+        self._offsets = TextOffsets()  # offsets of the tokens whose log-probabilities are sent
 
     def num_unsent(self, count: int) -> int:
         """Return how many tokens the chunks up to `count` output ids show, an echo included."""
-        echoed = len(self.choice.sequence.prompt_ids) if self._answers.has_echo and not self._is_begun else 0
+        echoed = (
+            len(self.choice.sequence.prompt_ids)
+            if self._answers.has_echo and not self._is_begun
+            else 0
+        )
         return echoed + count - self._num_sent
 
     def until(self, count: int) -> Iterator[Json]:
-        """Yield the chunks up to `count` output ids; the last ones once the sequence is finished."""
+        """Yield the chunks up to `count` output ids. After the sequence's end this includes the last chunks."""
         sequence = self.choice.sequence
         if not self._is_begun:
             self._is_begun = True
@@ -302,28 +338,35 @@ class ChoiceChunks:
         """Return what the output ids [start, end) add to the text: by id if steps are requested, else in one piece."""
         ids = self.choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
-        texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
-        last = self._growing.end(self.choice.output_ids) if is_end else self._growing.grow(groups[-1])
+        # No stop string ends before the last id.
+        texts = [self._growing.grow(group) for group in groups[:-1]]
+        last = (
+            self._growing.end(self.choice.output_ids) if is_end else self._growing.grow(groups[-1])
+        )
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
         """Yield the first chunk: the role of a chat message, or an echoed prompt.
 
-        With tools the content is null until there is some: clients that add up the deltas of a call alone get null,
-        which is its content in a response that is not streamed.
+        With tools the content is null until there is some: clients that add up the deltas of a call
+        alone get null, which is its content in a response that is not streamed.
         """
         if (options := self._answers.reader.chat_options) is not None:
             delta = {"role": "assistant", "content": None if options.has_tools else ""}
             yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
         elif self._answers.has_echo:
             logprobs = self._text_logprobs(self._answers.prompt_logprobs(self.choice))
-            yield self._chunk({"text": self.choice.prompt.text, "logprobs": logprobs, "finish_reason": None})
+            yield self._chunk(
+                {"text": self.choice.prompt.text, "logprobs": logprobs, "finish_reason": None}
+            )
 
     def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
         """Yield the chunks of the output ids [start, end), whose texts these are; none if there is nothing to show."""
-        piece, has_ids = "".join(texts), self._answers.has_token_ids
+        piece = "".join(texts)
         reason = self.choice.finish_reason if is_end else None
         tokens = self._answers.output_logprobs(self.choice, start, end)
+
+        # Several deltas are several chunks; the last one has the logprobs and the reason.
         shown: Json = {"text": piece}
         has_text = bool(piece)
         if self._answers.is_chat:
@@ -331,13 +374,19 @@ class ChoiceChunks:
             for delta in deltas[:-1]:
                 yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
             shown = {"delta": deltas[-1] if deltas else {}}
-            has_text, reason = bool(deltas), self._deltas.finish_reason(reason)
-        if not (has_text or is_end or tokens or (end > start and (has_ids or self._steps is not None))):
+            has_text = bool(deltas)
+            reason = self._deltas.finish_reason(reason)
+
+        has_ids = self._answers.has_token_ids
+        has_new_ids = end > start and (has_ids or self._steps is not None)
+        if not (has_text or is_end or tokens or has_new_ids):
             return
         if has_ids:
             shown["token_ids"] = self.choice.sequence.output_ids[start:end]
         if self._steps is not None:
             shown["steps"] = self._steps.next(texts[: end - start])
+        if is_end:
+            shown |= self.choice.scores
         yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
@@ -348,7 +397,9 @@ class ChoiceChunks:
     def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
         if not tokens:
             return None
-        return completion_form(tokens, self._answers.reader.decode_token, bool(self._answers.num_tops), self._offsets)
+        return completion_form(
+            tokens, self._answers.reader.decode_token, bool(self._answers.num_tops), self._offsets
+        )
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}
@@ -360,7 +411,10 @@ class MessageDeltas:
 
     def __init__(self, answers: RequestAnswers, choice: Choice):
         self._parser = answers.reader.parser(choice.sequence.prompt_ids)
-        self._chat_format, self._key = answers.reader.tokenizer.chat_format, answers.call_key(choice)
+        self._chat_format, self._key = (
+            answers.reader.tokenizer.chat_format,
+            answers.call_key(choice),
+        )
         self._calls: set[int] = set()
 
     def of(self, piece: str, is_end: bool) -> list[Json]:
@@ -387,7 +441,11 @@ class MessageDeltas:
         self._calls.add(event.index)
         call_id = self._chat_format.call_id(self._key, event.index)
         function = {"name": event.text, "arguments": ""}
-        return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
+        return {
+            "tool_calls": [
+                {"index": event.index, "id": call_id, "type": "function", "function": function}
+            ]
+        }
 
 
 class Steps:
@@ -405,7 +463,11 @@ class Steps:
         tokens = list(zip(ids, texts, self._origins, strict=False))
         return [
             self._counts(step)
-            | {"tokens": [{"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group]}
+            | {
+                "tokens": [
+                    {"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group
+                ]
+            }
             for step, group in groupby(tokens, key=lambda item: item[2][0])
         ]
 

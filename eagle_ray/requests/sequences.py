@@ -1,38 +1,42 @@
 """Turn a request into engine sequences, one per sample: prompt ids, sampling parameters and seeds.
 
-Seeds depend only on the run's seed, the request's id and the sample index, so neither order nor batching nor resuming
-changes what is sampled.
+Seeds depend only on the run's seed, the request's id and the sample index, so neither order nor
+batching nor resuming changes what is sampled.
 
     sequences_of(request, config, tokenizer)      # [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from eagle_ray.config import JobConfig
+from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.columns import CATEGORY
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import MAX_SAMPLES, SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
-from eagle_ray.sampling.control_state import ReasoningIds, WordIds
+from eagle_ray.requests.request_seeds import seed_of
+from eagle_ray.requests.scored_documents import scored_document
+from eagle_ray.requests.scored_prompts import scored_choices, scored_prompt
+from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import sample_seed
+from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer, options_of_answer
+from eagle_ray.text.tokenizer import Tokenizer, options_of_answer
 
-MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
-CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
+MAX_BAD_WORDS_CHARS = 1 << 16  # characters of all words together, each of which is tokenized twice
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceMaker:
-    """Makes the sequences of one request from what they share."""
+    """Makes the sequences of one request, and holds what they share."""
 
     tokenizer: Tokenizer
     text_options: TextOptions
@@ -42,7 +46,11 @@ class SequenceMaker:
 
     @classmethod
     def of(
-        cls, sampling: SamplingParams, chat_options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
+        cls,
+        sampling: SamplingParams,
+        chat_options: ChatOptions | None,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
     ) -> SequenceMaker:
         """Raises RequestError if the request cannot be answered.
 
@@ -80,55 +88,185 @@ class SequenceMaker:
 
 
 def sequences_of(
-    request: Request, config: JobConfig, tokenizer: Tokenizer | None, n: int | None = None
+    request: Request,
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    n: int | None = None,
+    max_model_len: int | None = None,
 ) -> list[Sequence]:
     """Return the first n samples (None: all), in order. Raises RequestError if the request cannot be answered.
 
-    tokenizer: the target's; without one, only prompt_token_ids without `stop` and `bad_words` can be answered.
+    A document that is scored has a sequence for each of its windows.
+
+    Args:
+        tokenizer: the target's; without one, only prompt_token_ids without `stop` and `bad_words`
+            can be answered.
+        max_model_len: tokens of a window over a document; None for one window over all of it.
     """
-    return _sequences(request, config, tokenizer, range(request.num_samples(config) if n is None else n))
+    samples = range(request.num_samples(config) if n is None else n)
+    return samples_of(request, config, tokenizer, samples, max_model_len)
 
 
-def sequence_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None, sample_index: int) -> Sequence:
+def sequence_of(
+    request: Request, config: JobConfig, tokenizer: Tokenizer | None, sample_index: int
+) -> Sequence:
     """Return one sample. Raises as sequences_of does."""
-    [sequence] = _sequences(request, config, tokenizer, [sample_index])
+    [sequence] = samples_of(request, config, tokenizer, [sample_index])
     return sequence
 
 
-def _sequences(
-    request: Request, config: JobConfig, tokenizer: Tokenizer | None, samples: Iterable[int]
+def samples_of(
+    request: Request,
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    samples: Iterable[int],
+    max_model_len: int | None = None,
 ) -> list[Sequence]:
+    """Return these samples, in order; a prompt that is scored has one. Raises as sequences_of does."""
     request.check()
     tokenizer = tokenizer or NullTokenizer()
     chat_options = request.chat_options(config)
-    prompt_ids, prompt_text = read_prompt(request, tokenizer, chat_options)
     sampling = request.sampling_params(config)
-    maker = SequenceMaker.of(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
+    prompt_ids, prompt_text = read_prompt(request, tokenizer, chat_options, sampling.score_text)
+    _check_scored(request, sampling)
+    if sampling.score_text:
+        parts = scored_document(prompt_ids, tokenizer, max_model_len, sampling.score_stride)
+        return [
+            _scored_sequence_of(request, config, sampling, ids, prompt_text, scores)
+            for ids, scores in parts
+        ]
+    if sampling.is_scored:
+        return [_scored_sequence(request, config, tokenizer, sampling, prompt_ids, prompt_text)]
+    maker = SequenceMaker.of(
+        sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids
+    )
     _check_logprobs(sampling)
     category = str(request.carried.get(CATEGORY))
     seeds = {j: seed_of(request, config.seed, j) for j in samples}
-    return [
-        maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed), category, prompt_text)
+    sequences = [
+        maker.sequence(
+            f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed), category, prompt_text
+        )
         for j, seed in seeds.items()
     ]
+    if sampling.choice is not None and sampling.wants_logprobs:
+        _score_choices(sequences, request, tokenizer)
+    return sequences
+
+
+def _check_scored(request: Request, sampling: SamplingParams) -> None:
+    if sampling.score_stride is not None and not sampling.score_text:
+        message = "score_stride: only with score_text. Set score_text to true, or leave it out"
+        raise RequestError("invalid_sampling", message)
+    if not sampling.is_scored:
+        return
+    other = "continuations" if sampling.continuations is not None else "prompt_logprobs"
+    if sampling.score_text and getattr(sampling, other) not in (None, False):
+        message = f"score_text: not with {other}. Leave one out"
+        raise RequestError("invalid_sampling", message)
+    if sampling.n > 1:
+        message = f"n: must be 1 where nothing is generated, got {sampling.n}. Leave it out"
+        raise RequestError("invalid_sampling", message)
+    if request.user_turns is not None:
+        name = "score_text" if sampling.score_text else "continuations"
+        message = f"{name}: a conversation of several turns cannot be scored. Give messages"
+        raise RequestError("invalid_sampling", message)
+
+
+def _scored_sequence(
+    request: Request,
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    prompt_ids: list[int],
+    prompt_text: str | None,
+) -> Sequence:
+    """Return the sequence of a prompt that is scored with its continuations, and generates nothing."""
+    scores = ContinuationScores([])
+    if sampling.continuations is not None:
+        is_text = request.prompt is not None and not request.is_rendered
+        prompt_ids, scores = scored_prompt(
+            prompt_text,
+            prompt_ids,
+            sampling.continuations,
+            tokenizer.for_chat(request.chat_options(config)),
+            adds_special=is_text,
+            moves_spaces=is_text,
+        )
+    elif sampling.choice is not None and sampling.wants_logprobs:
+        scores = _choices_behind(request, sampling.choice, tokenizer, prompt_ids, prompt_text)
+    _check_logprobs(sampling)
+    return _scored_sequence_of(request, config, sampling, prompt_ids, prompt_text, scores)
+
+
+def _scored_sequence_of(
+    request: Request,
+    config: JobConfig,
+    sampling: SamplingParams,
+    prompt_ids: list[int],
+    prompt_text: str | None,
+    scores: ContinuationScores,
+) -> Sequence:
+    return Sequence(
+        request_id=f"{request.id}/0",
+        prompt_ids=prompt_ids,
+        prompt_text=prompt_text,
+        sampling=sampling.for_scoring().with_seed(seed_of(request, config.seed, 0)),
+        category=str(request.carried.get(CATEGORY)),
+        scoring=scores,
+    )
+
+
+def _score_choices(sequences: list[Sequence], request: Request, tokenizer: Tokenizer) -> None:
+    """Let a request's samples score its choices, unless they come only after their reasoning."""
+    if not sequences:
+        return
+    first = sequences[0]
+    choices = first.sampling.choice
+    if choices is None or not begins_with_choice(first):
+        return
+    # Choices are tokenized once; each sample records scores of its own.
+    scores = _choices_behind(request, choices, tokenizer, first.prompt_ids, first.prompt_text)
+    for sequence in sequences:
+        sequence.scoring = ContinuationScores(scores.continuations)
+
+
+def begins_with_choice(sequence: Sequence) -> bool:
+    """Return whether an output is one of its choices from its beginning on, and not only after its reasoning."""
+    spec = sequence.grammar_spec
+    return spec is not None and spec.kind == "choice" and spec.after is None
+
+
+def _choices_behind(
+    request: Request,
+    choices: list[str],
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    prompt_text: str | None,
+) -> ContinuationScores:
+    is_text = request.prompt is not None and not request.is_rendered
+    return scored_choices(prompt_text, prompt_ids, choices, tokenizer, adds_special=is_text)
 
 
 def bad_word_ids_of(words: list[str], tokenizer: Tokenizer) -> WordIds:
     """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
     if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
-        message = (
-            f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
-        )
+        limit = f"must be at most {MAX_BAD_WORDS_CHARS} characters together"
+        message = f"bad_words: {limit}, got {num_chars}. Leave some out"
         raise RequestError("invalid_sampling", message)
     return tuple(tuple(ids) for word in words for ids in tokenizer.word_ids(word))
 
 
 def answer_grammar(
-    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
+    sampling: SamplingParams,
+    options: ChatOptions | None,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
 ) -> GrammarSpec | None:
-    """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
+    """Return the grammar of an answer, from its tools or its sampling parameters, or None.
 
-    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
+    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer
+    must be.
 
     Args:
         options: options of an answer to messages; None for other prompts.
@@ -142,18 +280,25 @@ def answer_grammar(
         if spec is not None:
             message = f"{spec.kind}: the tools of the request say what the answer must be already. Leave one out"
             raise RequestError("invalid_sampling", message)
-        source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
+        source = tool_grammar(
+            options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning
+        )
         return GrammarSpec("grammar", source, param="tools")
-    begins_with_reasoning = reasoning == "inside" or (reasoning == "optional" and chat_format.has_thinking_switch)
+    begins_with_reasoning = reasoning == "inside" or (
+        reasoning == "optional" and chat_format.has_thinking_switch
+    )
     if spec is None or not begins_with_reasoning:
         return spec
     return replace(spec, after=tokenizer.reasoning_end_id())
 
 
 def bounded_reasoning(
-    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
+    sampling: SamplingParams,
+    options: ChatOptions | None,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
 ) -> ReasoningIds | None:
-    """Return the markers of the reasoning that thinking_budget bounds; None if there is nothing to bound.
+    """Return the markers of the reasoning that thinking_budget limits, or None without a limit.
 
     Raises RequestError if it is not known what of the output is reasoning.
 
@@ -178,8 +323,14 @@ def bounded_reasoning(
 
 def _spellings(marker: str, tokenizer: Tokenizer) -> WordIds:
     """Return the token ids of a marker alone, then with white space before and after it."""
-    texts = [f"{before}{marker}{after}" for before in ("", " ", "\n", "\n\n") for after in ("", "\n", "\n\n")]
-    return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+    texts = [
+        f"{before}{marker}{after}"
+        for before in ("", " ", "\n", "\n\n")
+        for after in ("", "\n", "\n\n")
+    ]
+    return tuple(
+        dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    )
 
 
 def text_options(sampling: SamplingParams) -> TextOptions:
@@ -193,35 +344,33 @@ def text_options(sampling: SamplingParams) -> TextOptions:
     )
 
 
-def read_prompt(request: Request, tokenizer: Tokenizer, options: ChatOptions) -> tuple[list[int], str | None]:
-    """Return a prompt's ids, and its text as the model reads it: messages through the chat template; None of ids.
+def read_prompt(
+    request: Request, tokenizer: Tokenizer, options: ChatOptions, is_document: bool = False
+) -> tuple[list[int], str | None]:
+    """Return a prompt's token ids and its text. Messages are rendered by the chat template; ids have no text.
 
-    Messages are rendered here and nowhere else, since a template may read the clock: what is stored is what was read.
+    Messages are rendered here and nowhere else, since a template may read the clock: what is stored
+    is what was read.
+
+    Args:
+        is_document: the prompt may be longer than the model's length, and messages end without the
+            beginning of an answer.
     """
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids, None
     text = request.prompt
     messages = None if request.is_rendered else request.turn_messages
     if messages is not None:
-        text = tokenizer.render_chat(template_messages(messages), options=options)
+        text = tokenizer.render_chat(template_messages(messages), not is_document, options=options)
     assert text is not None, "a request without an error has a prompt"
     has_special = messages is not None or request.is_rendered
-    return tokenizer.encode(text, add_special_tokens=not has_special), text
-
-
-def seed_of(request: Request, run_seed: int, sample_index: int) -> int:
-    """Return the key of one sample's noise: from the request's own seed, or from the run's seed and the request's id.
-
-    Each turn of a conversation has a key of its own.
-    """
-    turn = request.turn_index
-    if (own := request.sampling.get("seed")) is not None:
-        return sample_seed(own, turn * MAX_SAMPLES + sample_index)
-    key = f"{run_seed}\x1f{request.id}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    encode = tokenizer.encode_document if is_document else tokenizer.encode
+    return encode(text, add_special_tokens=not has_special), text
 
 
 def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         if getattr(sampling, name) and not sampling.logprobs:
-            raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
+            raise RequestError(
+                "invalid_sampling", f"{name}: only with logprobs. Set logprobs to true"
+            )

@@ -10,7 +10,8 @@
     >>> with_own_keys({"structured_outputs": {"json": {"type": "object"}}})
     {'json_schema': {'type': 'object'}}
 
-Schemas are kept as JSON text: the order of their keys is the order in which an object's properties are written.
+Schemas are kept as JSON text: the order of their keys is the order in which an object's properties
+are written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.text.strict_json import JsonError, check_texts, parse_json
 
-MAX_TEXT_CHARS = 1 << 20  # of a JSON text; what can be compiled has less, white space aside (MAX_GRAMMAR_CHARS)
+# Characters of a JSON text; what can be compiled has fewer, white space aside (MAX_GRAMMAR_CHARS).
+MAX_TEXT_CHARS = 1 << 20
 KEY_BY_VLLM_NAME = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -34,13 +36,23 @@ RESPONSE_FORMAT_FORM = (
     "{type: text}, {type: json_object}, {type: json_object, schema: ...} or "
     "{type: json_schema, json_schema: {schema: ...}}"
 )
+# Types that have a schema, with the keys of the object that it stands in.
 KEYS_OF_FORMAT = {
     "json_object": ("schema",),
     "json_schema": ("schema", "name", "description", "strict", "type"),
-}  # of the types that have a schema: the keys of the object that it stands in
+}
 
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
-_SCHEMAS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_SCHEMAS = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
 _SCHEMA_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
 _SCHEMA_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -62,8 +74,8 @@ def schema_text(value: Any) -> Any:
 def check_schema(schema: Any) -> None:
     """Raise ValueError for a minProperties that a grammar cannot hold.
 
-    A grammar counts the keys that are written, and a key that the schema does not name can be written twice. Required
-    keys are written once, and one more key differs from all of them.
+    A grammar counts the keys that are written, and a key that the schema does not name can be
+    written twice. Required keys are written once, and one more key differs from all of them.
     """
     if not isinstance(schema, dict):
         return
@@ -71,7 +83,9 @@ def check_schema(schema: Any) -> None:
     num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
     types = schema.get("type", "object")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)
-    is_fixed = schema.get("additionalProperties", True) is False and not schema.get("patternProperties")
+    is_fixed = schema.get("additionalProperties", True) is False and not schema.get(
+        "patternProperties"
+    )
     if is_object and not is_fixed and isinstance(minimum, int) and minimum > num_required + 1:
         raise ValueError(
             f"minProperties: {minimum} is not supported where keys are free: one key could be written twice. Name keys "
@@ -92,8 +106,9 @@ def _inner_schemas(schema: dict[str, Any]) -> Iterator[Any]:
 def response_format_text(value: Any) -> Any:
     """Return OpenAI's response_format as JSON text: its type, and its schema if it has one.
 
-    The schema stands in json_schema, or next to the type: /v1/responses, llama.cpp and instructor write it there, the
-    last two also with the type json_object. Raises ValueError if the format is of another form or has another key.
+    The schema stands in json_schema, or next to the type: /v1/responses, llama.cpp and instructor
+    write it there, the last two also with the type json_object. Raises ValueError if the format is
+    of another form or has another key.
     """
     given = _object(_parsed(value))
     kind = given.pop("type", None)
@@ -101,8 +116,10 @@ def response_format_text(value: Any) -> Any:
     if inner and (given or kind != "json_schema"):
         raise ValueError("not a response_format")
     given = inner or given
-    if (kind in ("text", "json_object") and not given) or (kind == "json_object" and given == {"schema": {}}):
+    has_no_schema = not given or (kind == "json_object" and given == {"schema": {}})
+    if kind in ("text", "json_object") and has_no_schema:
         return dump_json({"type": kind})
+
     keys = KEYS_OF_FORMAT.get(kind, ()) if isinstance(kind, str) else ()
     schema = given.get("schema")
     is_schema = isinstance(schema, dict) or (kind == "json_schema" and isinstance(schema, bool))
@@ -114,13 +131,16 @@ def response_format_text(value: Any) -> Any:
 def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a request's body with the keys of this system in place of vLLM's structured_outputs.
 
-    The body is returned unchanged if that is missing, or asks for what this system does not do, such as
-    disable_any_whitespace, or names a key that the body has, too; then its reader refuses it by name.
+    The body is returned unchanged if that is missing, or asks for what this system does not do,
+    such as disable_any_whitespace, or names a key that the body has, too; then its reader refuses
+    it by name.
     """
     given = body.get("structured_outputs")
     if not isinstance(given, dict):
         return body
-    requested = {name: value for name, value in given.items() if value is not None and value is not False}
+    requested = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
     if not requested.keys() <= KEY_BY_VLLM_NAME.keys():
         return body
     own = {KEY_BY_VLLM_NAME[name]: value for name, value in requested.items()}
@@ -139,7 +159,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     """Return JSON text, written in parts: json.dumps of megabytes holds Python's lock.
 
-    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates of Parquet files.
+    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates
+    of Parquet files.
     """
     parts: list[str] = []
     num_chars = 0
@@ -159,7 +180,7 @@ def _too_long() -> JsonError:
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a JSON text holds; any other value unchanged. Raises ValueError for what JSON text cannot be."""
+    """Return the value of a JSON text; other values are returned unchanged. Raises ValueError for invalid JSON."""
     if not isinstance(value, str):
         check_texts(value)
         return value

@@ -1,7 +1,8 @@
 """Kinds of parameter values: what a value must be, its plain form, and its types in JSON and in Arrow.
 
-A kind's `form` completes the sentence "must be ...". `check` returns the plain value of a right one and raises
-WrongValue, with the place within the value, for a wrong one. Values are strict: "3" is not 3, and true is not 1.
+A kind's `form` completes the sentence "must be ...". `check` returns the plain value of a right one
+and raises WrongValue, with the place within the value, for a wrong one. Values are strict: "3" is
+not 3, and true is not 1.
 
     >>> Number(0, 1, form="a number between 0 and 1").check(1)
     1.0
@@ -31,8 +32,8 @@ from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
-EMPTY: tuple[Any, ...] = ("", [], {})
-LOGPROBS = "message.output_text.logprobs"  # what a response may include
+EMPTY_VALUES: tuple[Any, ...] = ("", [], {})
+LOGPROBS = "message.output_text.logprobs"  # the only value of a response's `include`
 PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported here
 JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
 
@@ -47,6 +48,9 @@ class Api(Enum):
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
     BATCHES = "/v1/batches"
+    EMBEDDINGS = "/v1/embeddings"
+    SCORE = "/v1/score"
+    RERANK = "/v1/rerank"
     PYTHON = "SamplingParams"
 
 
@@ -64,11 +68,14 @@ class WrongValue(ValueError):
         steps: keys and indices that lead to that part; none for the whole value.
         reason: what a reader of JSON, a schema or a text found, if there is one.
         needs_text: the wrong part would have to be a text and is none.
-        problem: what is wrong with that part, to stand behind its place, if that says more than the form.
+        problem: what is wrong with that part, to stand behind its place, if that says more than the
+            form.
         is_unsupported: it asks for what this system does not do.
     """
 
-    def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
+    def __init__(
+        self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None
+    ):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
         self.needs_text = self.is_unsupported = False
@@ -106,7 +113,9 @@ class Kind(ABC):
         return ()
 
     def is_nothing(self, value: Any) -> bool:
-        return value is None or any(type(value) is type(nothing) and value == nothing for nothing in self.nothings)
+        return value is None or any(
+            type(value) is type(nothing) and value == nothing for nothing in self.nothings
+        )
 
     def of_column(self, value: Any) -> Any:
         """Return a value of a column, which is not null, as `check` takes it. Raises HalfSurrogate."""
@@ -117,8 +126,14 @@ class Kind(ABC):
         return replace(self, **{"form": form})
 
     def wrong(self, value: Any, *steps: str | int, limit: int | None = None) -> WrongValue:
-        """Return the error of a value, or of the part of it at these steps; limit: the bound that it exceeds."""
-        return WrongValue(self.form if limit is None else f"{self.form}, at most {limit}", value, steps)
+        """Return the error of a value, or of the part of it at these steps.
+
+        Args:
+            limit: the bound that it exceeds.
+        """
+        return WrongValue(
+            self.form if limit is None else f"{self.form}, at most {limit}", value, steps
+        )
 
     def part(self, kind: Kind, value: Any, *steps: str | int) -> Any:
         """Return the plain value of a part at these steps. Its error has this kind's form."""
@@ -130,12 +145,18 @@ class Kind(ABC):
 
 def whole_number(value: Any) -> Any:
     """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
-    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
+    return (
+        int(value)
+        if isinstance(value, float) and abs(value) < 2**64 and value.is_integer()
+        else value
+    )
 
 
 def whole_numbers(value: Any) -> Any:
     """Return a list with its numbers as whole_number has them, or another value so."""
-    return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+    return (
+        [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+    )
 
 
 def list_schema(item: Json, min_items: int = 0, max_items: int | None = None) -> Json:
@@ -170,7 +191,11 @@ def is_integer(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number in a closed interval; is_above: above `low`."""
+    """A number in a closed interval.
+
+    Attributes:
+        is_above: whether the value must be above `low`.
+    """
 
     low: float
     high: float
@@ -235,7 +260,11 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
-    """True or false. is_off: false alone, what a client may switch off and not on."""
+    """True or false.
+
+    Attributes:
+        is_off: whether false alone is accepted: a client may switch it off and not on.
+    """
 
     form: str = field(default="true or false", kw_only=True)
     is_off: bool = False
@@ -314,7 +343,8 @@ class Texts(Kind):
             try:
                 item_kind.check(item)
             except WrongValue as error:
-                wrong = self.wrong(value) if self.takes_one else self.wrong(item, i)  # it could have been one text
+                # If one text is a value, too, the whole value is named.
+                wrong = self.wrong(value) if self.takes_one else self.wrong(item, i)
                 wrong.needs_text = error.needs_text
                 raise wrong from None
         if self.max_items is not None and len(texts) > self.max_items:
@@ -325,7 +355,11 @@ class Texts(Kind):
         """Return a list of texts. A text alone is one of it, unless it is a JSON list of texts."""
         if isinstance(value, str):
             parsed = parsed_if_json(value)
-            is_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
+            is_list = (
+                isinstance(parsed, list)
+                and parsed
+                and all(isinstance(item, str) for item in parsed)
+            )
             value = parsed if is_list else value
         return whole_numbers(value)
 
@@ -344,14 +378,18 @@ class TokenIds(Kind):
     def check(self, value: Any) -> list[int]:
         if not isinstance(value, list) or len(value) < self.min_items:
             raise self.wrong(value)
+        # Most lists are right, and this finds it out without a loop in Python.
         is_right = (
-            set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_TOKEN_ID
+            set(map(type, value)) <= {int}
+            and min(value, default=0) >= 0
+            and max(value, default=0) <= MAX_TOKEN_ID
         )
-        for i, token in enumerate(() if is_right else value[: self.max_items]):
-            if not is_integer(token) or token < 0:
-                raise self.wrong(token, i)
-            if token > MAX_TOKEN_ID:
-                raise self.wrong(token, i, limit=MAX_TOKEN_ID)
+        if not is_right:
+            for i, token in enumerate(value[: self.max_items]):
+                if not is_integer(token) or token < 0:
+                    raise self.wrong(token, i)
+                if token > MAX_TOKEN_ID:
+                    raise self.wrong(token, i, limit=MAX_TOKEN_ID)
         if self.max_items is not None and len(value) > self.max_items:
             raise self.wrong(value)
         return value
@@ -365,7 +403,7 @@ class TokenIds(Kind):
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a value is a token id with what is said of it."""
+    """Return whether a value is a pair of a token id and its value."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, str))
 
 
@@ -384,7 +422,8 @@ class LogitBias(Kind):
             raise WrongValue(f"{self.form}, at most {self.max_tokens} of them", len(value))
         checked: dict[int, float] = {}
         for key, bias in value.items():
-            token = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
+            is_number_text = isinstance(key, str) and key.isdecimal() and key.isascii()
+            token = int(key) if is_number_text else key
             if not is_integer(token) or token < 0:
                 raise self.wrong(key, str(key))
             if token > MAX_TOKEN_ID:
@@ -400,7 +439,11 @@ class LogitBias(Kind):
         What is written of Arrow's rows as JSON has lists of two for pairs.
         """
         value = parsed_if_json(value)
-        if isinstance(value, list) and all(map(_is_pair, value)) and len(by_token := dict(value)) == len(value):
+        if (
+            isinstance(value, list)
+            and all(map(_is_pair, value))
+            and len(by_token := dict(value)) == len(value)
+        ):
             value = by_token
         if isinstance(value, dict):
             return {token: whole_number(bias) for token, bias in value.items() if bias is not None}
@@ -410,7 +453,11 @@ class LogitBias(Kind):
         return {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "additionalProperties": {"type": "number", "minimum": -self.max_bias, "maximum": self.max_bias},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -self.max_bias,
+                "maximum": self.max_bias,
+            },
         }
 
 
@@ -460,14 +507,21 @@ class ResponseFormat(JsonText):
 
     def schema(self) -> Json:
         any_schema: Json = {"type": ["object", "boolean"]}
-        labels: Json = {"name": {}, "description": {}, "strict": {}}  # they say nothing of an answer
+        # These keys say nothing of an answer.
+        labels: Json = {
+            "name": {},
+            "description": {},
+            "strict": {},
+        }
         return {
             "anyOf": [
                 _format_schema("text"),
                 _format_schema("json_object"),
                 _format_schema("json_object", schema={"type": "object"}),
                 _format_schema("json_schema", schema=any_schema, **labels),
-                _format_schema("json_schema", json_schema=object_schema(schema=any_schema, type={}, **labels)),
+                _format_schema(
+                    "json_schema", json_schema=object_schema(schema=any_schema, type={}, **labels)
+                ),
                 JSON_TEXT,
             ]
         }
@@ -475,7 +529,11 @@ class ResponseFormat(JsonText):
 
 @dataclass(frozen=True)
 class Checked(Kind):
-    """A value of several parts. function: checks it, and raises ValueError that begins with the wrong part's place."""
+    """A value of several parts.
+
+    Attributes:
+        function: checks it, and raises ValueError that begins with the wrong part's place.
+    """
 
     function: Callable[[Any], Any] = lambda value: value
     json: Json = field(default_factory=dict)
@@ -491,7 +549,12 @@ def object_schema(**properties: Json) -> Json:
     """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
     required = [name for name, schema in properties.items() if schema]
     others = {"type": "null"}
-    return {"type": "object", "required": required, "properties": properties, "additionalProperties": others}
+    return {
+        "type": "object",
+        "required": required,
+        "properties": properties,
+        "additionalProperties": others,
+    }
 
 
 def _format_schema(format_type: str, **properties: Json) -> Json:
@@ -517,7 +580,7 @@ class CallArguments(Kind):
 
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of these texts."""
+    """One of a fixed set of texts."""
 
     values: tuple[str, ...]
 
@@ -564,7 +627,8 @@ class Metadata(Kind):
 class Either(Kind):
     """A value of the first of these kinds that it fits. The error of a value that fits none has the whole value.
 
-    empties: values that ask for nothing.
+    Attributes:
+        empties: values that ask for nothing.
     """
 
     kinds: tuple[Kind, ...]
@@ -611,8 +675,40 @@ class ListOf(Kind):
 
 
 @dataclass(frozen=True)
+class Continuations(Kind):
+    """A list whose items are texts or lists of token ids. A column has it as a list, or as JSON text."""
+
+    def check(self, value: Any) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise self.wrong(value)
+        if set(map(type, value)) == {str}:
+            for i, text in enumerate(value):
+                if not is_utf8(text):
+                    raise self.wrong(text, i)
+            return value
+        item_kind = Either(
+            (Text(form=self.form, can_be_empty=True), TokenIds(form=self.form)), form=self.form
+        )
+        return [self.part(item_kind, item, i) for i, item in enumerate(value)]
+
+    def of_column(self, value: Any) -> Any:
+        value = parsed_if_json(value)
+        if not isinstance(value, list):
+            return whole_number(value)
+        return [whole_numbers(item) if isinstance(item, list) else item for item in value]
+
+    def schema(self) -> Json:
+        ids = TokenIds(form=self.form).schema()
+        return list_schema({"anyOf": [{"type": "string"}, ids]}, 1)
+
+
+@dataclass(frozen=True)
 class AnyObject(Kind):
-    """An object of any keys. is_empty: none of its keys has a meaning."""
+    """An object of any keys.
+
+    Attributes:
+        is_empty: whether none of its keys has a meaning.
+    """
 
     is_empty: bool = False
 
@@ -622,7 +718,10 @@ class AnyObject(Kind):
         return value
 
     def schema(self) -> Json:
-        return {"type": "object", "additionalProperties": {"type": "null"} if self.is_empty else True}
+        return {
+            "type": "object",
+            "additionalProperties": {"type": "null"} if self.is_empty else True,
+        }
 
 
 @dataclass(frozen=True)
@@ -671,7 +770,8 @@ def plain_value(value: Any, opened: Callable[[Any], Any] = lambda value: value) 
     What pandas has for a missing value, which compares with nothing, is None.
 
     Args:
-        opened: returns the parts of other objects; it is called for every value before anything else.
+        opened: returns the parts of other objects; it is called for every value before anything
+            else.
     """
     value = opened(value)
     if type(value).__name__ in PANDAS_NULLS:
@@ -692,22 +792,31 @@ def _plain_key(key: Any) -> Any:
 
 
 def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
-    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
+    """Return the JSON text of a row's value.
 
-    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
-    bytes that scalar_text cannot write.
+    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of
+    Python may have, and for bytes that scalar_text cannot write.
+
+    Args:
+        scalar_text: writes what JSON lacks, such as dates.
     """
     try:
         return dump_json(value, ensure_ascii=False, default=scalar_text)
     except TypeError:
-        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
+        raise RequestError(
+            "bad_type", f"{where}: a key of an object is no text. Make its keys texts."
+        ) from None
     except UnicodeDecodeError:
-        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
+        raise RequestError(
+            "bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text"
+        ) from None
 
 
 def json_error(where: str, error: ValueError) -> RequestError:
     """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
-    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
+    return RequestError(
+        "bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}"
+    )
 
 
 def describe_value(value: Any) -> str:

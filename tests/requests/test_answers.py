@@ -50,7 +50,9 @@ def finished_request(request, tokenizer):
     sequence.output_logprobs = [-0.5 * i for i in range(len(ids))]
     sequence.output_tops = [[(token, -0.5 * i), (7, -float("inf"))] for i, token in enumerate(ids)]
     sequence.stats = AcceptanceStats.empty(0)
-    sequence.arrived_at = sequence.admitted_at = sequence.first_token_at = sequence.finished_at = 1.0
+    sequence.arrived_at = sequence.admitted_at = sequence.first_token_at = sequence.finished_at = (
+        1.0
+    )
     return asked, config, sequence
 
 
@@ -77,7 +79,7 @@ def test_a_line_of_a_batch_has_the_choice_of_the_body(finished_request, tokenize
     asked, config, sequence = finished_request
     answers = answers_of(finished_request, tokenizer)
     constants = {"run_id": "r", "config_hash": "h", "target_model": "m"}
-    rows = OutputRows(config, tokenizer, constants, 0.0).of(asked, [sequence])
+    rows = OutputRows(config, constants, tokenizer, 0.0).of(asked, [sequence])
     url = "/v1/chat/completions" if answers.is_chat else "/v1/completions"
     line = output_line([rows[0] | {"error_code": None, "url": url}], answers.reader.decode_token)
     body, whole = line["response"]["body"], answers.body()
@@ -101,7 +103,11 @@ def test_the_chunks_add_up_to_the_body(finished_request, tokenizer, step):
     expected = whole["message"] if answers.is_chat else whole
     assert texts == {name: expected[name] for name in TEXTS if expected.get(name)}
     assert piece["finish_reason"] == whole["finish_reason"]
-    for name in ["content"] if answers.is_chat else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]:
+    for name in (
+        ["content"]
+        if answers.is_chat
+        else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    ):
         assert [one for part in logprobs if part for one in part[name]] == whole["logprobs"][name]
 
 
@@ -111,9 +117,9 @@ def test_python_has_the_parts_of_the_body(finished_request, tokenizer):
     output = completion_of(sequence, reader.finished(sequence, 0, "key"), 2, reader.decode_token)
     [whole] = answers.body()["choices"]
     assert output.finish_reason == whole["finish_reason"]
-    assert [one[token].logprob for one, token in zip(output.logprobs, output.token_ids, strict=True)] == (
-        sequence.output_logprobs
-    )
+    assert [
+        one[token].logprob for one, token in zip(output.logprobs, output.token_ids, strict=True)
+    ] == (sequence.output_logprobs)
     if answers.is_chat:
         message = whole["message"]
         assert (output.content or None) == (message["content"] or None)

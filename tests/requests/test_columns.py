@@ -5,7 +5,13 @@ import pytest
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import ColumnPath
 
-ROW = {"turns": ["Hi", "Again"], "a": {"b": [{"c": 1}, {"c": 2}]}, "x.y": 3, "null": None, "text": "abc"}
+ROW = {
+    "turns": ["Hi", "Again"],
+    "a": {"b": [{"c": 1}, {"c": 2}]},
+    "x.y": 3,
+    "null": None,
+    "text": "abc",
+}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,9 @@ def test_what_is_no_path_is_refused(path):
         ColumnPath.of(path)
 
 
-@pytest.mark.parametrize(("path", "wanted"), [("text[0]", "0 needs a list"), ("turns.b", "'b' needs an object")])
+@pytest.mark.parametrize(
+    ("path", "wanted"), [("text[0]", "0 needs a list"), ("turns.b", "'b' needs an object")]
+)
 def test_a_path_through_the_wrong_type_is_the_rows_error(path, wanted):
     with pytest.raises(RequestError, match=wanted) as error:
         ColumnPath.of(path).value_in(ROW)

@@ -8,19 +8,31 @@ import pytest
 from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest, parse_batch_line
+from eagle_ray.requests.openai_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    parse_batch_line,
+)
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 
 PACKAGE = Path(__file__).parents[2] / "eagle_ray"
 TABLES = ("requests/parameters.py", "requests/refused.py")
-DATA = {"prompt", "messages", "input", "text", "request_id"}  # names of columns and keys of answers, too
+DATA = {
+    "prompt",
+    "messages",
+    "input",
+    "text",
+    "request_id",
+}  # names of columns and keys of answers, too
 NAMES = {*SAMPLING, *CHAT, *BODY, *REFUSED} - DATA
 OTHER_LISTS = {
     "api/llm.py": "the arguments of LLM.chat",
     "api/python_arguments.py": "a job's spelling of what Python asks",
     "core/sequence.py": "parameters that name tokens",
-    "requests/output_rows.py": "columns of an output row",
+    "port/dialects.py": "other engines' spelling of each parameter, held to the table by a test",
+    "requests/request_rows.py": "columns of an output row",
     "requests/responses.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "requests/structured.py": "vLLM's names",
@@ -47,7 +59,9 @@ def test_no_other_module_lists_parameters():
     assert not OTHER_LISTS.keys() - lists.keys(), "these have none any more"
 
 
-@pytest.mark.parametrize("row", [*SAMPLING.values(), *CHAT.values(), *BODY.values()], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [*SAMPLING.values(), *CHAT.values(), *BODY.values()], ids=lambda row: row.name
+)
 def test_parameter_has_a_description_and_a_form_in_every_api(row):
     assert row.about.endswith(".") and row.apis
     assert row.defaults.keys() | row.required <= {*row.apis}
@@ -57,8 +71,12 @@ def test_parameter_has_a_description_and_a_form_in_every_api(row):
 def test_a_refused_parameter_is_not_one_of_its_doors():
     """A row of REFUSED that is also a parameter here is refused at the APIs that do not have it."""
     rows = {**SAMPLING, **CHAT, **BODY}
-    assert not [name for name, row in REFUSED.items() if name in rows and row.apis <= rows[name].apis]
-    assert not [name for name, row in REFUSED.items() if row.use is not None and row.use not in rows]
+    assert not [
+        name for name, row in REFUSED.items() if name in rows and row.apis <= rows[name].apis
+    ]
+    assert not [
+        name for name, row in REFUSED.items() if row.use is not None and row.use not in rows
+    ]
 
 
 def test_what_to_do_about_a_parameter_is_what_its_door_has():
@@ -72,7 +90,12 @@ def test_what_to_do_about_a_parameter_is_what_its_door_has():
 
 def found_in_every_api(name, value):
     """Return what each API makes of a parameter: None if it is not given, or the error."""
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", name: value}}
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "Hi", name: value},
+    }
     readers = {
         "row": lambda: prompt_requests([{"prompt": "Hi", name: value}])[0],
         "Python": lambda: SamplingParams(**{name: value}).given(),
@@ -94,24 +117,34 @@ def found_in_every_api(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, "") for name in ("regex", "grammar", "stop", "bad_words", "json_schema")), ("response_format", {})],
+    [
+        *((name, "") for name in ("regex", "grammar", "stop", "bad_words", "json_schema")),
+        ("response_format", {}),
+    ],
 )
 def test_an_empty_value_asks_for_nothing_at_every_door(name, value):
     assert [found for _, found in found_in_every_api(name, value)] == [None] * 4
-    config = load_config(None, env={}, overrides={"input.path": "a", "output.path": "b", f"sampling.{name}": value})
+    config = load_config(
+        None, env={}, overrides={"input.path": "a", "output.path": "b", f"sampling.{name}": value}
+    )
     assert getattr(config.sampling, name) == SAMPLING[name].default
 
 
 @pytest.mark.parametrize("name", ["choice", "allowed_token_ids"])
 def test_empty_list_that_allows_nothing_is_refused_in_every_api(name):
-    assert all(isinstance(found, Exception) and name in str(found) for _, found in found_in_every_api(name, []))
+    assert all(
+        isinstance(found, Exception) and name in str(found)
+        for _, found in found_in_every_api(name, [])
+    )
 
 
 def test_empty_tool_choice_and_false_logprobs_set_nothing():
     hi = [{"role": "user", "content": "Hi"}]
     for empty in ("", [], {}):
         assert "tool_choice" not in ChatRequest.read({"messages": hi, "tool_choice": empty}).values
-        assert "tool_choice" not in ResponsesRequest.read({"input": "Hi", "tool_choice": empty}).values
+        assert (
+            "tool_choice" not in ResponsesRequest.read({"input": "Hi", "tool_choice": empty}).values
+        )
     assert CompletionRequest.read({"prompt": "Hi", "logprobs": False}).tops is None
     assert not ResponsesRequest.read({"input": "Hi", "logprobs": False}).chat().logprobs
     with pytest.raises(RequestError, match="give include"):
@@ -129,7 +162,10 @@ def test_empty_tool_choice_and_false_logprobs_set_nothing():
 )
 def test_unknown_parameter_has_the_same_hint_in_python_and_rows(name, hint):
     wrong = {name: {"a": 1}}
-    for ask in (lambda: SamplingParams(**wrong), lambda: prompt_requests([{"prompt": "Hi", **wrong}])):
+    for ask in (
+        lambda: SamplingParams(**wrong),
+        lambda: prompt_requests([{"prompt": "Hi", **wrong}]),
+    ):
         with pytest.raises(ConfigError) as error:
             ask()
         assert name in str(error.value) and str(error.value).endswith(hint)
@@ -145,5 +181,8 @@ def test_default_applies_only_to_apis_that_have_the_parameter():
     defaults = {"thinking_budget": 5, "temperature": 0.5}
     chat = ChatRequest.read({"messages": [{"role": "user", "content": "Hi"}]})
     completion = CompletionRequest.read({"prompt": "Hi"})
-    assert [body.sampling_params(defaults).thinking_budget for body in (chat, completion)] == [5, None]
+    assert [body.sampling_params(defaults).thinking_budget for body in (chat, completion)] == [
+        5,
+        None,
+    ]
     assert completion.sampling_params(defaults).temperature == 0.5

@@ -21,9 +21,14 @@ def test_a_text_is_a_prompt_with_columns_paths_and_braces():
 
 
 def test_messages_keep_their_roles_and_lists_are_json():
-    template = PromptTemplate.of([{"role": "system", "content": "Grade."}, {"role": "user", "content": "{xs} {ok}"}])
+    template = PromptTemplate.of(
+        [{"role": "system", "content": "Grade."}, {"role": "user", "content": "{xs} {ok}"}]
+    )
     messages = template.prompt_of({"xs": [1, "ä"], "ok": True})
-    assert messages == [{"role": "system", "content": "Grade."}, {"role": "user", "content": '[1, "ä"] true'}]
+    assert messages == [
+        {"role": "system", "content": "Grade."},
+        {"role": "user", "content": '[1, "ä"] true'},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +83,13 @@ def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
     uuid = UUID(int=1)
     assert PromptTemplate.of("{u}").prompt_of({"u": uuid}) == str(uuid)
     for value in (b"\xff", [b"\xff"], {"a": b"\xff"}):
-        with pytest.raises(RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"):
+        with pytest.raises(
+            RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"
+        ):
             PromptTemplate.of("{u}").prompt_of({"u": value})
-    with pytest.raises(RequestError, match=r"column 'u' of input\.template: a key of an object is no text"):
+    with pytest.raises(
+        RequestError, match=r"column 'u' of input\.template: a key of an object is no text"
+    ):
         PromptTemplate.of("{u}").prompt_of({"u": {date(2026, 1, 31): 1}})
 
 
@@ -90,7 +99,10 @@ def test_template_fills_prompts_from_columns_and_carries_them(make_job):
     plan = plan_input(config)
     first, second = request_rows(plan)
     assert first["prompt"] == "1 + 1 = 2?" and first["error_code"] is None
-    assert second["error_code"] == "field_missing" and "in.jsonl, line 2: column 'text'" in second["error_message"]
+    assert (
+        second["error_code"] == "field_missing"
+        and "in.jsonl, line 2: column 'text'" in second["error_message"]
+    )
     assert plan.carried_types.keys() == {"q", "input_text"}
 
 
@@ -99,7 +111,10 @@ def test_template_fills_prompts_from_columns_and_carries_them(make_job):
     [
         ({"input.template": "{qq}"}, "input.template: no file has a column 'qq'; did you mean q?"),
         ({"input.template": "{q"}, "input.template: '{q': expected '}'"),
-        ({"input.template": "{q}", "input.columns.prompt": "q"}, "input.columns.prompt is set too. Keep one"),
+        (
+            {"input.template": "{q}", "input.columns.prompt": "q"},
+            "input.columns.prompt is set too. Keep one",
+        ),
     ],
 )
 def test_a_template_that_cannot_work_is_refused_before_the_start(make_job, settings, said):
@@ -109,5 +124,7 @@ def test_a_template_that_cannot_work_is_refused_before_the_start(make_job, setti
 
 
 def test_a_message_needs_a_known_role(make_job):
-    with pytest.raises(ConfigError, match=r"input\.template: must be a text with \{column\} fields, a list of"):
+    with pytest.raises(
+        ConfigError, match=r"input\.template: must be a text with \{column\} fields, a list of"
+    ):
         make_job([{"id": "a"}], **{"input.template": [{"role": "judge", "content": "{q}"}]})

@@ -46,12 +46,17 @@ def test_half_characters_carry_their_bytes(tokenizer):
     text = "é🙂!"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) > len(text)
-    tokens = token_logprobs(ids, [-0.5] * len(ids), [[(i, -0.5), (ids[0], -1.0), (ids[1], -2.0)] for i in ids])
+    tokens = token_logprobs(
+        ids, [-0.5] * len(ids), [[(i, -0.5), (ids[0], -1.0), (ids[1], -2.0)] for i in ids]
+    )
     chat = json.loads(json.dumps(chat_form(tokens, tokenizer.token_text)))
     assert bytes(byte for token in chat for byte in token["bytes"]).decode() == text
     completion = completion_form(tokens, tokenizer.token_text, True)
     assert completion["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
-    assert completion["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"] and completion["tokens"][-1] == "!"
+    assert (
+        completion["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+        and completion["tokens"][-1] == "!"
+    )
     assert all(len(tops) >= 2 for tops in completion["top_logprobs"])
     offsets = TextOffsets()  # of a stream, whose chunks may cut a character
     parts = [completion_form([token], tokenizer.token_text, True, offsets) for token in tokens]

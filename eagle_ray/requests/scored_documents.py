@@ -1,0 +1,149 @@
+"""Whole texts that are scored: windows over their tokens, and the columns of the log-probabilities together.
+
+    >>> [(w.start, w.first, w.end) for w in windows(num_tokens=12, max_length=5, stride=3)]
+    [(0, 1, 6), (3, 6, 9), (6, 9, 12)]
+
+A window reads the tokens from `start` on and scores those from `first` on, so each token but the
+first is scored once. The first window scores as many tokens as the model reads, each further one
+`stride` tokens behind as many as there is room for. These are the windows of lm-eval's
+loglikelihood_rolling, whose stride is max_length - context_len + 1. A document begins with the
+tokenizer's BOS, or else its end-of-sequence token, which is read and not scored; without a
+tokenizer its first token is not scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.core.continuations import Continuation, ContinuationScores
+from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sequence import Sequence as EngineSequence
+from eagle_ray.requests.score_columns import score_columns
+from eagle_ray.requests.scored_prompts import num_bytes, prefix_id
+from eagle_ray.text.tokenizer import Tokenizer
+
+# Ids of all windows of a document, which are held at once: half a gigabyte with their tries.
+MAX_WINDOW_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a document: tokens [start, end) are read, and of these [first, end) are scored."""
+
+    start: int
+    first: int
+    end: int
+
+
+def windows(num_tokens: int, max_length: int, stride: int) -> Iterator[Window]:
+    """Yield the windows of a document.
+
+    Args:
+        max_length: tokens that the model reads at once; a window's last token is scored, not read.
+        stride: tokens that each window but the first one scores, at most max_length.
+    """
+    first = 1
+    scored = max_length
+    while first < num_tokens:
+        end = min(first + scored, num_tokens)
+        yield Window(max(0, end - max_length - 1), first, end)
+        first = end
+        scored = stride
+
+
+def scored_document(
+    prompt_ids: list[int], tokenizer: Tokenizer, max_length: int | None, stride: int | None
+) -> list[tuple[list[int], ContinuationScores]]:
+    """Return what each window reads before its scored tokens, and these. Raises RequestError.
+
+    Args:
+        prompt_ids: the document, with or without the token that it begins with.
+        max_length: tokens that the model reads at once; None for one window.
+        stride: see `windows`; None is half of max_length.
+    """
+    ids = prompt_ids
+    if tokenizer.has_text and ids[:1] != [front := prefix_id(tokenizer)]:
+        ids = [front, *ids]
+    max_length = max_length or len(ids)
+    stride = max(1, max_length // 2) if stride is None else stride
+    if stride > max_length:
+        raise RequestError(
+            "invalid_sampling",
+            f"score_stride: must be at most {max_length} (model.max_model_len), got {stride}. Lower it",
+        )
+    num_windows = 1 + max(0, len(ids) - 2 - max_length + stride) // stride
+    if num_windows * (min(max_length, len(ids)) + 1) > MAX_WINDOW_TOKENS:
+        raise RequestError(
+            "prompt_too_long",
+            f"the document of {len(ids)} tokens has {num_windows} windows of {max_length}, together more than "
+            f"{MAX_WINDOW_TOKENS} tokens. Divide the document, or raise score_stride",
+        )
+    parts = []
+    for window in windows(len(ids), max_length, stride):
+        scored = Continuation(ids[window.first : window.end])
+        parts.append((ids[window.start : window.first], ContinuationScores([scored])))
+    return parts or [(ids, ContinuationScores([Continuation([])]))]
+
+
+def scored_ids(sequences: Sequence[EngineSequence]) -> list[int]:
+    """Return the tokens of a document that its windows score."""
+    ids: list[int] = []
+    for sequence in sequences:
+        assert sequence.scoring is not None, "as scored_document makes them"
+        ids += sequence.scoring.continuations[0].token_ids
+    return ids
+
+
+def document_ids(sequences: Sequence[EngineSequence]) -> list[int]:
+    """Return the tokens of a document: those that its first window reads, and all that are scored."""
+    return sequences[0].prompt_ids + scored_ids(sequences)
+
+
+def document_columns(
+    sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Return the columns of a document whose windows are complete.
+
+    `bytes` is null without a tokenizer, and `bits_per_byte` without bytes.
+    """
+    scores = []
+    num_verified = 0
+    for sequence in sequences:
+        assert sequence.scoring is not None, "as scored_document makes them"
+        scores.append(sequence.scoring.results()[0].score)
+        num_verified += sequence.scoring.num_verified
+    total = math.fsum(scores)
+    size = _num_bytes(sequences, tokenizer)
+    return {
+        "loglikelihood": total,
+        "tokens": len(scored_ids(sequences)),
+        "bytes": size,
+        "bits_per_byte": -total / (size * math.log(2)) if size else None,
+        "num_verified": num_verified,
+    }
+
+
+def prompt_and_scores(
+    sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the ids of a request's prompt, and the columns of its scores, if there are any."""
+    first = sequences[0]
+    if first.sampling.score_text:
+        return document_ids(sequences), document_columns(sequences, tokenizer)
+    if first.scoring is None:
+        return first.prompt_ids, {}
+    return first.prompt_ids, score_columns(first.scoring)
+
+
+def _num_bytes(sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None) -> int | None:
+    """Return the bytes of what is scored: of the text, without the token that it begins with."""
+    if tokenizer is None:
+        return None
+    text = sequences[0].prompt_text
+    if text is None:
+        return num_bytes(scored_ids(sequences), tokenizer)
+    front = tokenizer.decode_with_special(sequences[0].prompt_ids[:1])
+    return len(text.removeprefix(front).encode())

@@ -1,0 +1,166 @@
+"""Tokenize continuations: context and continuation together, split where the context's tokens end.
+
+    prompt_ids, scores = scored_prompt("The capital is ", None, ["Paris", "Rome"], tokenizer, True, True)
+
+As in lm-eval, spaces at the end of a text move to its continuations, and what follows the tokens of
+the context is scored. If a token of the whole text spans the boundary, the context ends before it
+and the token belongs to the continuation; lm-eval would score ids there that are not the text's.
+Then a context has fewer tokens than the prompt alone. If no token is left of it, the context keeps
+all of its tokens and the continuation is tokenized by itself. A context without any token is the
+tokenizer's BOS, or else its end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eagle_ray.core.continuations import Continuation, ContinuationScores, num_common
+from eagle_ray.core.errors import RequestError
+from eagle_ray.text.tokenizer import Tokenizer
+
+TextOrIds = str | list[int]
+# A text in front of a continuation that is tokenized by itself, so that no tokenizer takes it for
+# the beginning of a text, before which some put a space.
+IN_FRONT = "\n"
+
+
+def scored_prompt(
+    text: str | None,
+    prompt_ids: list[int],
+    continuations: Sequence[TextOrIds],
+    tokenizer: Tokenizer,
+    adds_special: bool,
+    moves_spaces: bool,
+) -> tuple[list[int], ContinuationScores]:
+    """Return the tokens that all contexts share, and the continuations behind them. Raises RequestError.
+
+    Args:
+        text: the prompt as the model reads it; None if the request gave ids.
+        prompt_ids: its ids, to which continuations of ids are appended as they are.
+        adds_special: the text gets the special tokens that the tokenizer adds.
+        moves_spaces: spaces at the end of the text belong to continuations that are texts.
+    """
+    context = text or ""
+    spaces = ""
+    if moves_spaces:
+        context = context.rstrip()
+        spaces = (text or "")[len(context) :]
+    context_ids = prompt_ids
+    if spaces:
+        context_ids = tokenizer.encode(context, add_special_tokens=adds_special)
+    # A context without tokens begins with the prefix.
+    front = [] if context_ids else [prefix_id(tokenizer)]
+    context_ids = front + context_ids
+
+    # What stands before ids: as many tokens of the context as the prompt begins with, and its rest.
+    num_before, before = _behind_context(context_ids, front + prompt_ids, spaces, tokenizer)
+    if not any(continuation and isinstance(continuation, str) for continuation in continuations):
+        context_ids = context_ids[:num_before] + before
+        num_before, before = len(context_ids), []
+
+    # Each continuation's ids behind the tokens that it has of the context, and how many these are.
+    # Ids from the beginning of the text would be the context again for each of them.
+    parts: list[tuple[int, Continuation]] = []
+    for i, continuation in enumerate(continuations):
+        size = num_bytes(continuation, tokenizer)
+        if not continuation:
+            parts.append((len(context_ids), Continuation([], num_bytes=size)))
+            continue
+        if isinstance(continuation, list):
+            parts.append((num_before, Continuation(before + continuation, len(before), size)))
+            continue
+        if text is None:
+            raise RequestError(
+                "bad_continuations",
+                f"continuations[{i}]: a text cannot follow prompt_token_ids. Give token ids, or the prompt as a text",
+            )
+        behind = spaces + continuation
+        whole = front + tokenizer.encode(context + behind, add_special_tokens=adds_special)
+        num_shared, ids = _behind_context(context_ids, whole, behind, tokenizer)
+        parts.append((num_shared, Continuation(ids, num_bytes=size)))
+    return _behind_shared(context_ids, parts)
+
+
+def _behind_context(
+    context_ids: list[int], whole: list[int], behind: str, tokenizer: Tokenizer
+) -> tuple[int, list[int]]:
+    """Return how many tokens of the context a whole text begins with, and the ids after them.
+
+    Args:
+        behind: the end of the whole text, behind the context. If the whole text begins with no
+            token of the context, it is tokenized by itself, so that what stands before a
+            continuation depends on the prompt alone.
+    """
+    num_shared = num_common(context_ids, whole)
+    if num_shared:
+        return num_shared, whole[num_shared:]
+    return len(context_ids), ids_within_text(behind, tokenizer)
+
+
+def _behind_shared(
+    context_ids: list[int], parts: list[tuple[int, Continuation]]
+) -> tuple[list[int], ContinuationScores]:
+    """Return the tokens of the context that all continuations have, and the continuations behind them."""
+    num_prompt = min(num_shared for num_shared, _ in parts)
+    behind = []
+    for num_shared, part in parts:
+        ids = context_ids[num_prompt:num_shared] + part.token_ids
+        num_context = num_shared - num_prompt + part.num_context
+        behind.append(Continuation(ids, num_context, part.num_bytes))
+    return context_ids[:num_prompt], ContinuationScores(behind)
+
+
+def scored_choices(
+    text: str | None,
+    prompt_ids: list[int],
+    choices: Sequence[str],
+    tokenizer: Tokenizer,
+    adds_special: bool,
+) -> ContinuationScores:
+    """Return choices behind a prompt that is continued, too, and so keeps all of its tokens.
+
+    A choice that does not begin with a token of its own there is tokenized by itself.
+    """
+    behind = []
+    for choice in choices:
+        ids = []
+        if text is not None:
+            whole = tokenizer.encode(text + choice, add_special_tokens=adds_special)
+            if whole[: len(prompt_ids)] == prompt_ids:
+                ids = whole[len(prompt_ids) :]
+        if not ids:
+            ids = ids_within_text(choice, tokenizer)
+        behind.append(Continuation(ids, num_bytes=num_bytes(choice, tokenizer)))
+    return ContinuationScores(behind)
+
+
+def ids_within_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that does not begin another one."""
+    front = tokenizer.encode(IN_FRONT, add_special_tokens=False)
+    whole = tokenizer.encode(IN_FRONT + text, add_special_tokens=False)
+    if whole[: len(front)] == front:
+        return whole[len(front) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def num_bytes(continuation: TextOrIds, tokenizer: Tokenizer) -> int | None:
+    """Return the bytes of a continuation's text in UTF-8; None of ids without a tokenizer."""
+    if isinstance(continuation, str):
+        return len(continuation.encode())
+    if not tokenizer.has_text:
+        return None
+    return len(tokenizer.decode_with_special(continuation).encode())
+
+
+def prefix_id(tokenizer: Tokenizer) -> int:
+    """Return the token before a text without a context: BOS, or else the end-of-sequence token. Raises RequestError."""
+    for role in ("bos", "eos"):
+        token = tokenizer.special_id(role)
+        if token is not None:
+            return token
+    if tokenizer.eos_ids:
+        return min(tokenizer.eos_ids)
+    raise RequestError(
+        "no_context",
+        "the context has no tokens and the tokenizer no BOS or EOS to begin with: give a longer prompt",
+    )
