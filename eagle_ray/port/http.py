@@ -1,0 +1,394 @@
+"""HttpClient: an endpoint of OpenAI's protocol behind the port.
+
+Each sample is a request of its own. A row never waits with a place in the throttle: what is to be tried
+again gives its place back first. The answers that a run has paid for are asked for once (`spend`).
+
+    client = HttpClient(config, target, throttle, rows, spend)
+    rows = await client.answer(request, range(2), Call())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import httpx2
+
+from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
+from eagle_ray.core.json_text import dump_json
+from eagle_ray.port.dialects import Body, body_of
+from eagle_ray.port.endpoint_answers import (
+    ENDPOINT_FAILED,
+    FAILED,
+    GONE,
+    INVALID,
+    INVALID_FORM,
+    LIMITED,
+    STOPS,
+    Answered,
+    Failed,
+    dollars_of,
+    limit_headers,
+    read_answer,
+    retry_after,
+)
+from eagle_ray.port.engine_client import AdmissionStopped, Call, as_row_error
+from eagle_ray.port.http_rows import HttpRows, check_form, determinism_of
+from eagle_ray.port.http_target import Target
+from eagle_ray.port.spend import ANSWERED, Attempt, SpendLog
+from eagle_ray.port.throttle import (
+    AttemptOutcome,
+    Demand,
+    Permit,
+    Stop,
+    ThrottleClient,
+)
+from eagle_ray.requests.answers import TokenUsage
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.request_rows import OutputRow
+from eagle_ray.requests.request_seeds import seed_of
+
+BYTES_PER_TOKEN = (
+    3.0  # of a prompt whose tokens are not counted yet: rather too many tokens than too few
+)
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # after a failed attempt; doubles, and half of it is random
+UNREACHABLE = "unreachable"  # kind of an attempt that got no connection
+
+
+@dataclass(slots=True, eq=False)
+class HttpSample:
+    """One sample at the endpoint.
+
+    Attributes:
+        admitted_at: when its first request was sent, in monotonic seconds; None before.
+        attempts: requests that were sent.
+        throttled_s: seconds for which limits held it back.
+    """
+
+    began_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    attempts: int = 0
+    throttled_s: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: str) -> int:
+        """Count a failure, and return how many of its kind there were."""
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+        return self.failures[kind]
+
+
+class HttpClient:
+    """An endpoint, or several with the same model."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        target: Target,
+        throttle: ThrottleClient,
+        rows: HttpRows,
+        spend: SpendLog,
+        check_server: Callable[[], None] | None = None,
+    ):
+        """Make a client, which opens connections as it needs them.
+
+        Args:
+            check_server: raises EngineError if the endpoint is a child of this process that has ended.
+        """
+        self._config = config
+        self._engine = config.engine
+        self._target = target
+        self._throttle = throttle
+        self._rows = rows
+        self._spend = spend
+        self._check_server = check_server
+        self._is_private = not config.output.store_prompt
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(
+            headers=target.key.headers, limits=limits, timeout=self._engine.timeout_s
+        )
+        self._in_flight = dict.fromkeys(target.urls, 0)
+        self._unreachable_since: dict[str, float] = {}
+        self._counters = EngineCounters(num_slots=1)
+
+    async def answer(self, request: Request, samples: Iterable[int], call: Call) -> list[OutputRow]:
+        """Return a row for each of these samples, as EngineClient.answer does.
+
+        Raises AdmissionStopped, once what is in flight has ended, if the job sends no further request.
+        """
+        request.check()
+        call.check_not_skipped()
+        parts = [(index, HttpSample()) for index in samples]
+        tasks = [asyncio.ensure_future(self._sample(request, index, part)) for index, part in parts]
+        call.parts += [part for _, part in parts]
+        call.tasks += tasks
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, dict)]
+
+    def counters(self) -> EngineCounters:
+        """Return what the endpoint has done for this worker."""
+        return self._counters
+
+    def close(self) -> None:
+        """Write what was spent. Connections end with the process."""
+        self._spend.close()
+
+    async def _sample(self, request: Request, index: int, sample: HttpSample) -> OutputRow:
+        with as_row_error(request, self._is_private):
+            seed = seed_of(request, self._config.seed, index)
+            path, body = body_of(request, self._config, self._target.dialect, seed)
+            content = dump_json(body, ensure_ascii=False).encode()
+        key = _key_of(request, index, path, content)
+        columns = self._spend.answer_to(key)
+        if columns is None:
+            try:
+                columns = await self._ask(request, path, content, body, key, sample)
+            except Failed as failed:
+                facts = failed.columns | self._facts(sample, failed.columns)
+                return self._rows.of_failure(request, index, failed, facts)
+        with as_row_error(request, self._is_private):
+            return self._rows.of(request, index, _with_times(columns))
+
+    async def _ask(
+        self,
+        request: Request,
+        path: str,
+        content: bytes,
+        body: Body,
+        key: str,
+        sample: HttpSample,
+    ) -> dict[str, Any]:
+        """Return the columns of an answer. Raises Failed for one that does not come, and AdmissionStopped."""
+        demand = self._demand(content, body)
+        while True:
+            permit = await self._throttle.acquire(demand)
+            sample.throttled_s += permit.waited_s
+            sample.admitted_at = sample.admitted_at or time.monotonic()
+            # A request that was sent is paid for, whatever becomes of the row: its answer is written down.
+            attempt = asyncio.ensure_future(
+                self._attempt(request, path, content, key, sample, permit)
+            )
+            result = await asyncio.shield(attempt)
+            if not isinstance(result, Failed):
+                return result
+            await self._after(result, sample)
+
+    async def _attempt(
+        self,
+        request: Request,
+        path: str,
+        content: bytes,
+        key: str,
+        sample: HttpSample,
+        permit: Permit,
+    ) -> dict[str, Any] | Failed:
+        """Send one request, write down what it cost, and give the place back. Returns columns or the failure."""
+        outcome = AttemptOutcome(is_good=False)
+        try:
+            answered, outcome = await self._send(request, path, content, sample, permit)
+            columns = answered.columns | self._facts(sample, answered.columns)
+            self._write(request, key, ANSWERED, answered.usage, outcome.dollars, columns)
+            return columns
+        except Failed as failed:
+            outcome = self._outcome_of(failed, permit)
+            if failed.kind != UNREACHABLE:
+                self._write(request, key, failed.kind, failed.usage, outcome.dollars, None)
+            if failed.kind in STOPS:
+                await self._throttle.stop(Stop(failed.kind, str(failed)))
+            return failed
+        finally:
+            await self._throttle.release(permit, outcome)
+
+    async def _send(
+        self, request: Request, path: str, content: bytes, sample: HttpSample, permit: Permit
+    ) -> tuple[Answered, AttemptOutcome]:
+        url = self._free_url()
+        headers = {"content-type": "application/json"}
+        self._in_flight[url] += 1
+        began = time.monotonic()
+        try:
+            response = await asyncio.wait_for(
+                self._http.post(f"{url}{path}", content=content, headers=headers),
+                self._engine.timeout_s,
+            )
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise self._unreachable(url, error) from None
+        except (httpx2.HTTPError, asyncio.TimeoutError) as error:
+            sample.attempts += 1
+            words = self._target.key.hidden_in(f"{type(error).__name__}: {error}")
+            raise Failed(FAILED, words.rstrip(": ")) from None
+        finally:
+            self._in_flight[url] -= 1
+        sample.attempts += 1
+        self._unreachable_since.clear()
+        now = time.time()
+        try:
+            answered = read_answer(response.status_code, response.content, response.headers, now)
+        except Failed as failed:
+            raise self._hidden(failed, response.headers, now) from None
+        try:
+            check_form(request.sampling_params(self._config), answered.columns)
+        except Failed as failed:
+            failed.usage = answered.usage
+            failed.columns = answered.columns
+            raise
+        self._count(answered, time.monotonic() - began)
+        limits = limit_headers(response.headers, now)
+        remaining, reset_s = limits if limits is not None else (None, None)
+        outcome = AttemptOutcome(
+            tokens=None
+            if answered.usage is None
+            else answered.usage.prompt + answered.usage.output,
+            dollars=self._dollars(answered.usage, permit),
+            remaining=remaining,
+            reset_s=reset_s,
+        )
+        return answered, outcome
+
+    async def _after(self, failed: Failed, sample: HttpSample) -> None:
+        """Return if another attempt may succeed, after a wait. Raises the failure that the row ends with."""
+        if self._check_server is not None and failed.kind in (UNREACHABLE, FAILED):
+            self._check_server()
+        if failed.kind in STOPS:
+            raise AdmissionStopped
+        if failed.kind == UNREACHABLE:
+            await asyncio.sleep(_backoff_s(min(sample.count(UNREACHABLE), 5)))
+            return
+        budgets = {
+            LIMITED: self._engine.attempts.limited,
+            FAILED: self._engine.attempts.failed,
+            INVALID: self._engine.attempts.invalid,
+        }
+        if failed.kind not in budgets:
+            raise failed
+        number = sample.count(failed.kind)
+        if number >= budgets[failed.kind]:
+            kind = INVALID_FORM if failed.kind == INVALID else ENDPOINT_FAILED
+            words = f"{number} attempts: {failed}" if number > 1 else str(failed)
+            raise Failed(kind, words, None, failed.usage, failed.columns)
+        if failed.kind == FAILED:
+            await asyncio.sleep(max(_backoff_s(number), failed.retry_after_s or 0.0))
+
+    def _unreachable(self, url: str, error: Exception) -> Failed:
+        """Return the failure of a request that got no connection: the endpoint is gone once that lasts."""
+        now = time.monotonic()
+        since = self._unreachable_since.setdefault(url, now)
+        words = self._target.key.hidden_in(f"{url}: {type(error).__name__}: {error}")
+        are_all = len(self._unreachable_since) == len(self._target.urls)
+        if are_all and now - since >= self._engine.gone_after_s:
+            return Failed(GONE, f"no connection for {now - since:.0f} s: {words}")
+        return Failed(UNREACHABLE, words)
+
+    def _free_url(self) -> str:
+        """Return the URL with the fewest requests in flight, of those that could be reached."""
+        urls = list(self._target.urls)
+        reachable = [url for url in urls if url not in self._unreachable_since]
+        return min(reachable or urls, key=lambda url: self._in_flight[url])
+
+    def _hidden(self, failed: Failed, headers: httpx2.Headers, now: float) -> Failed:
+        """Return the failure without the key, and with the time that the endpoint wants to be left alone."""
+        wait = failed.retry_after_s
+        if failed.kind == LIMITED and wait is None:
+            wait = retry_after(headers, now)
+        words = self._target.key.hidden_in(str(failed))
+        return Failed(failed.kind, words, wait, failed.usage, failed.columns)
+
+    def _demand(self, content: bytes, body: Body) -> Demand:
+        """Return what a request may take: its prompt as its bytes tell, and all of its output."""
+        prompt = len(content) / BYTES_PER_TOKEN
+        output = body.get("max_tokens") or body.get("max_completion_tokens") or 0
+        price = self._engine.price
+        dollars = 0.0
+        if price is not None:
+            dollars = (prompt * price.input + output * price.output) / 1e6
+        return Demand(prompt + output, dollars)
+
+    def _dollars(self, usage: TokenUsage | None, permit: Permit) -> float:
+        """Return the price of an attempt; without a usage, the most that it can be."""
+        price = self._engine.price
+        if price is None:
+            return 0.0
+        return permit.demand.dollars if usage is None else dollars_of(usage, price)
+
+    def _outcome_of(self, failed: Failed, permit: Permit) -> AttemptOutcome:
+        usage = failed.usage
+        return AttemptOutcome(
+            tokens=None if usage is None else usage.prompt + usage.output,
+            dollars=0.0 if usage is None else self._dollars(usage, permit),
+            is_limited=failed.kind == LIMITED,
+            is_good=False,
+            retry_after_s=failed.retry_after_s,
+        )
+
+    def _write(
+        self,
+        request: Request,
+        key: str,
+        kind: str,
+        usage: TokenUsage | None,
+        dollars: float,
+        columns: dict[str, Any] | None,
+    ) -> None:
+        price = None if self._engine.price is None else dollars
+        attempt = Attempt(key, str(request.id), kind, usage, price, columns)
+        self._spend.append(attempt)
+
+    def _count(self, answered: Answered, seconds: float) -> None:
+        counters = self._counters
+        counters.busy_s += seconds
+        if answered.usage is not None:
+            counters.num_output_tokens += answered.usage.output
+            counters.num_prefill_tokens += answered.usage.prompt - answered.usage.cached
+            counters.num_reused_tokens += answered.usage.cached
+
+    def _facts(self, sample: HttpSample, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns that the worker knows of a sample."""
+        now = time.monotonic()
+        admitted = sample.admitted_at or now
+        finished = time.time()
+        prompt, output = columns.get("prompt_tokens"), columns.get("completion_tokens")
+        cost = None
+        if self._engine.price is not None and prompt is not None and output is not None:
+            cached = columns.get("cached_prompt_tokens") or 0
+            cost = dollars_of(TokenUsage(prompt, output, cached), self._engine.price)
+        return {
+            "engine": self._engine.kind,
+            "engine_version": self._target.version,
+            "determinism": determinism_of(self._target.dialect, columns),
+            "http_attempts": sample.attempts,
+            "throttled_s": sample.throttled_s,
+            "cost_dollars": cost,
+            "queue_s": admitted - sample.began_at,
+            "e2e_s": now - sample.began_at,
+            "started_at": finished - (now - admitted),
+            "finished_at": finished,
+        }
+
+
+def _key_of(request: Request, index: int, path: str, content: bytes) -> str:
+    parts = (str(request.id), str(index), str(request.turn_index), path)
+    digest = hashlib.blake2b("\x1f".join(parts).encode() + b"\x1e" + content, digest_size=16)
+    return digest.hexdigest()
+
+
+def _with_times(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns with times as the output has them; they are written down as Unix times."""
+    times = {
+        name: datetime.fromtimestamp(columns[name], timezone.utc)
+        for name in ("started_at", "finished_at")
+    }
+    return columns | times
+
+
+def _backoff_s(number: int) -> float:
+    seconds = min(BACKOFF_S * 2 ** (number - 1), MAX_BACKOFF_S)
+    return seconds * random.uniform(0.5, 1.0)

@@ -1,0 +1,78 @@
+"""One real row before a job: what an endpoint's answer has, and what it lacks.
+
+preflight(request, config, target)
+# ["answer   12 output tokens of 3 prompt tokens, finish_reason stop", "returned usage, system_fingerprint", ...]
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx2
+
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.json_text import dump_json
+from eagle_ray.port.dialects import body_of
+from eagle_ray.port.endpoint_answers import Answered, Failed, dollars_of, read_answer
+from eagle_ray.port.http_rows import check_form
+from eagle_ray.port.http_target import Target
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.request_seeds import seed_of
+
+# What an answer may have, by a column that shows it.
+PARTS = {
+    "token ids": "output_token_ids",
+    "log-probabilities": "token_logprobs",
+    "reasoning": "reasoning_content",
+    "tool calls": "tool_calls",
+    "system_fingerprint": "system_fingerprint",
+    "acceptance of drafts": "num_spec_steps",
+}
+
+
+def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
+    """Send one row as the job would, and return lines about its answer. Raises ConfigError for none, RequestError."""
+    path, body = body_of(request, config, target.dialect, seed_of(request, config.seed, 0))
+    url = f"{target.urls[0]}{path}"
+    headers = {**target.key.headers, "content-type": "application/json"}
+    try:
+        response = httpx2.post(
+            url, content=dump_json(body).encode(), headers=headers, timeout=config.engine.timeout_s
+        )
+        answered = read_answer(
+            response.status_code, response.content, response.headers, time.time()
+        )
+        check_form(request.sampling_params(config), answered.columns)
+    except httpx2.HTTPError as error:
+        words = target.key.hidden_in(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"engine.base_url: {url} does not answer ({words})") from None
+    except Failed as failed:
+        words = target.key.hidden_in(str(failed))
+        raise ConfigError(
+            f"engine: the first row was not answered ({failed.kind}: {words}). Correct that first"
+        ) from None
+    return _lines(answered, config, body)
+
+
+def _lines(answered: Answered, config: JobConfig, body: dict[str, Any]) -> list[str]:
+    columns = answered.columns
+    usage = answered.usage
+    if usage is None:
+        tokens = "no usage, so neither tokens nor dollars are known"
+    else:
+        tokens = f"{usage.output} output tokens after {usage.prompt} prompt tokens"
+    price = config.engine.price
+    cost = "" if usage is None or price is None else f", {dollars_of(usage, price):.6f} dollars"
+    has = [name for name, column in PARTS.items() if columns.get(column) is not None]
+    lacks = [name for name in PARTS if name not in has]
+    lines = [
+        f"answer   {tokens}, finish_reason {columns['finish_reason']}{cost}",
+        f"has      {', '.join(has) or 'nothing but a text'}",
+        f"lacks    {', '.join(lacks) or 'nothing'}",
+    ]
+    limit = body.get("max_tokens") or body.get("max_completion_tokens")
+    if usage is not None and limit is not None and usage.output > limit:
+        lines.append(f"warning  max_tokens {limit} was not heeded: set engine.dialect")
+    return lines
