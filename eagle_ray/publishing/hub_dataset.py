@@ -1,0 +1,135 @@
+"""A dataset of the Hugging Face hub: one commit for each publication, with its record and a card in it.
+
+    OWNER/NAME/data/part-001-000000.parquet ...
+    OWNER/NAME/_published.json
+    OWNER/NAME/README.md
+
+Files are uploaded first, and belong to nothing until the commit names them. The commit names its
+parent, so it is refused (412) if another one came first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.core.json_text import dump_json
+from eagle_ray.publishing.publication import PUBLICATION_RECORD, Commit, LostRace
+from eagle_ray.runs.job_errors import PublishError
+
+Result = TypeVar("Result")
+LOST = (409, 412)  # status of a commit whose parent is not the last one
+ACCESS_DENIED = (401, 403)
+LOG_IN = "Log in with a token that may write there (hf auth login, or HF_TOKEN)"
+
+
+class HubDataset:
+    """A dataset, or a folder of one.
+
+    Args:
+        name: as it was given.
+        repo: OWNER/NAME.
+        folder: a path in it; "" is the whole of it.
+        private: whether a dataset that is made is private.
+    """
+
+    def __init__(self, name: str, repo: str, folder: str, private: bool):
+        from huggingface_hub import HfApi
+
+        self._name, self._repo, self._private = name, repo, private
+        self._prefix = f"{folder}/" if folder else ""
+        self._api = HfApi()
+        # The last commit when the record was read; None if there is no dataset yet.
+        self._parent: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def check(self) -> None:
+        """Raise ConfigError unless this user may write the dataset, or create it."""
+        self._call(self._check_rights)
+
+    def record(self) -> dict[str, Any] | None:
+        return self._call(self._read_record)
+
+    def commit(self, commit: Commit, card: str) -> None:
+        self._call(lambda: self._commit(commit, card))
+
+    def _check_rights(self) -> None:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        self._api.whoami()
+        with suppress(RepositoryNotFoundError):  # it will be made
+            self._api.auth_check(self._repo, repo_type="dataset", write=True)
+
+    def _make(self) -> None:
+        self._api.create_repo(self._repo, repo_type="dataset", private=self._private, exist_ok=True)
+
+    def _read_record(self) -> dict[str, Any] | None:
+        """Return the record in the last commit."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            self._parent = self._api.dataset_info(self._repo).sha
+        except RepositoryNotFoundError:
+            self._parent = None
+            return None
+        try:
+            path = self._api.hf_hub_download(
+                self._repo,
+                self._prefix + PUBLICATION_RECORD,
+                repo_type="dataset",
+                revision=self._parent,
+            )
+        except RemoteEntryNotFoundError:  # the local one says that the hub does not answer
+            return None
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+    def _commit(self, commit: Commit, card: str) -> None:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        if self._parent is None:
+            self._make()
+            self._parent = self._api.dataset_info(self._repo).sha
+        added = []
+        for name in commit.written:
+            data = commit.files[name].read_bytes()
+            file = CommitOperationAdd(f"{self._prefix}data/{name}", data)
+            # Frees the bytes.
+            self._api.preupload_lfs_files(self._repo, [file], repo_type="dataset")
+            added.append(file)
+        removed = [
+            CommitOperationDelete(f"{self._prefix}data/{name}") for name in sorted(commit.removed)
+        ]
+        texts = {PUBLICATION_RECORD: dump_json(commit.after.as_json(), indent=1), "README.md": card}
+        pages = [
+            CommitOperationAdd(self._prefix + name, text.encode()) for name, text in texts.items()
+        ]
+        self._api.create_commit(
+            self._repo,
+            [*added, *removed, *pages],
+            commit_message=commit.summary,
+            repo_type="dataset",
+            parent_commit=self._parent,
+        )
+
+    def _call(self, work: Callable[[], Result]) -> Result:
+        """Call the hub. Raises LostRace, ConfigError or PublishError for its errors."""
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        try:
+            return work()
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", None)
+            if status in LOST:
+                raise LostRace("another commit came first") from error
+            if status in ACCESS_DENIED:
+                raise ConfigError(f"{self._name}: the hub refuses this user. {LOG_IN}") from error
+            raise PublishError(f"{self._name}: {one_line(error)}") from error
+        except (HTTPError, OSError) as error:
+            raise PublishError(f"{self._name}: {one_line(error)}") from error
