@@ -34,7 +34,9 @@ NEEDED = ("input.path=a.jsonl", "output.path=runs/a")
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-def load(*sets: str, path: Path | None = None, env: dict[str, str] | None = None, **overrides: object) -> JobConfig:
+def load(
+    *sets: str, path: Path | None = None, env: dict[str, str] | None = None, **overrides: object
+) -> JobConfig:
     return load_config(path, sets=[*NEEDED, *sets], env=env or {}, overrides=overrides)
 
 
@@ -50,11 +52,23 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_later_sources_win(tmp_path):
-    job = write(tmp_path / "job.yaml", "seed: 1\nsampling: {temperature: 0.1, top_p: 0.5, top_k: 1, max_tokens: 1}")
-    env = {"EAGLE_RAY__SAMPLING__TEMPERATURE": "0.2", "EAGLE_RAY__SAMPLING__TOP_P": "0.6", "OTHER": "1"}
+    job = write(
+        tmp_path / "job.yaml",
+        "seed: 1\nsampling: {temperature: 0.1, top_p: 0.5, top_k: 1, max_tokens: 1}",
+    )
+    env = {
+        "EAGLE_RAY__SAMPLING__TEMPERATURE": "0.2",
+        "EAGLE_RAY__SAMPLING__TOP_P": "0.6",
+        "OTHER": "1",
+    }
     config = load("sampling.temperature=0.3", path=job, env=env, **{"sampling.top_k": 9})
     sampling = config.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.3, 0.6, 9, 1)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (
+        0.3,
+        0.6,
+        9,
+        1,
+    )
     assert (config.seed, sampling.n) == (1, 1)
 
 
@@ -64,11 +78,19 @@ def test_rows_are_not_decoded_again_over_ranks(key):
         f"{key}: rows are decoded again in one process"
     )
     for ranks in ("auto", 1):
-        assert load(f"{key}=3", f"execution.tensor_parallel={ranks}").execution.tensor_parallel == ranks
+        assert (
+            load(f"{key}=3", f"execution.tensor_parallel={ranks}").execution.tensor_parallel
+            == ranks
+        )
 
 
 def test_values_are_yaml_and_what_is_no_yaml_is_itself():
-    config = load("sampling.min_p=1e-3", "sampling.stop=[a, b]", "input.path=*.x", "execution.actors={min: 1, max: 2}")
+    config = load(
+        "sampling.min_p=1e-3",
+        "sampling.stop=[a, b]",
+        "input.path=*.x",
+        "execution.actors={min: 1, max: 2}",
+    )
     assert config.sampling.min_p == 0.001
     assert config.sampling.stop == ["a", "b"]
     assert config.input.path == "*.x"
@@ -78,19 +100,33 @@ def test_values_are_yaml_and_what_is_no_yaml_is_itself():
 @pytest.mark.parametrize("source", ["file", "env", "set"])
 def test_a_key_that_takes_a_text_gets_it_whatever_yaml_reads(tmp_path, source):
     """YAML reads off as false, 2024 as a number and 2024-01-31 as a date."""
-    texts = {"name": "off", "input.path": "2024-01-31", "output.path": "2024", "model.chat_template": "none"}
+    texts = {
+        "name": "off",
+        "input.path": "2024-01-31",
+        "output.path": "2024",
+        "model.chat_template": "none",
+    }
     config = load_from(source, load_config, texts, tmp_path)
     assert (config.name, config.input.path, config.output.path) == ("off", "2024-01-31", "2024")
-    lists = {"input.path": "[2024, 2025.jsonl]", "output.path": "a", "sampling.choice": "[yes, no, 1.10]"}
+    lists = {
+        "input.path": "[2024, 2025.jsonl]",
+        "output.path": "a",
+        "sampling.choice": "[yes, no, 1.10]",
+    }
     config = load_from(source, load_config, lists, tmp_path)
-    assert (config.input.path, config.sampling.choice) == (["2024", "2025.jsonl"], ["yes", "no", "1.10"])
+    assert (config.input.path, config.sampling.choice) == (
+        ["2024", "2025.jsonl"],
+        ["yes", "no", "1.10"],
+    )
     if source != "file":  # where YAML's own quotes are at hand
         for template in ("{question}", "Q: {question}", "Q: {messages[0].content}\nA: {text}"):
             texts = {"input.path": "a", "output.path": "b", "input.template": template}
             assert load_from(source, load_config, texts, tmp_path).input.template == template
     train = {"data.path": "a.jsonl", "output.path": "head", "data.feature_cache": "off"}
     assert load_from(source, load_train_config, train, tmp_path).data.feature_cache == "off"
-    sections = write(tmp_path / "head.yaml", "data:\n  path: a.jsonl\n  feature_cache: off\noutput: {path: 2024}")
+    sections = write(
+        tmp_path / "head.yaml", "data:\n  path: a.jsonl\n  feature_cache: off\noutput: {path: 2024}"
+    )
     config = load_train_config(sections, env={})
     assert config.data.feature_cache == "off" and config.output.path.endswith("/2024")
 
@@ -113,7 +149,23 @@ NEEDED_WITH = {  # what else a key needs, or one value of it
     "speculative.method": {"model.draft": "org/head"},
     "speculative.method: rest": {"speculative.datastore": "runs/a"},
     "speculative.draft_vocab_size": {"speculative.draft_vocab": "ids.txt"},
-    "chat.tool_choice: required": {"chat.tools": '[{"type": "function", "function": {"name": "f"}}]'},
+    "embedding.prompt_name": {"task": "embed"},
+    "embedding.dimensions": {"task": "embed"},
+    "embedding.dtype": {"task": "embed"},
+    "execution.on_late: scale": {"execution.finish_by": "4h", "execution.workers": "{max: 4}"},
+    "execution.on_late: on_demand": {"execution.finish_by": "4h", "execution.workers": "{max: 4}"},
+    "engine.kind: http": {"engine.model": "m", "engine.base_url": "http://h/v1"},
+    "engine.kind: vllm": {"engine.model": "m"},
+    "engine.kind: sglang": {"engine.model": "m"},
+    "engine.kind: llama_server": {"engine.model": "m"},
+    "chat.tool_choice: required": {
+        "chat.tools": '[{"type": "function", "function": {"name": "f"}}]'
+    },
+}
+ANOTHER_ENGINE = {
+    "engine.kind": "http",
+    "engine.model": "m",
+    "engine.base_url": "http://127.0.0.1:1/v1",
 }
 SLURM = {f"SLURM_ARRAY_TASK_{name}": "1" for name in ("ID", "MIN", "MAX", "COUNT")}
 
@@ -141,17 +193,26 @@ ROOTS = {
     ServeConfig: (load_serve_config, {}),
     TrainConfig: (load_train_config, {"data.path": "a.jsonl", "output.path": "head"}),
 }
-VALUES = [(root, key, value) for root in ROOTS for key, text in keys_of(root) for value in documented(text)]
+VALUES = [
+    (root, key, value)
+    for root in ROOTS
+    for key, text in keys_of(root)
+    for value in documented(text)
+]
 
 
 @pytest.mark.parametrize("source", ["file", "env", "set"])
 def test_every_documented_value_can_be_set_as_it_is_documented(source, tmp_path):
-    assert len(VALUES) > 200 and {"off", "none", "auto", "null", "true"} <= {value for _, _, value in VALUES}
+    assert len(VALUES) > 200 and {"off", "none", "auto", "null", "true"} <= {
+        value for _, _, value in VALUES
+    }
     wrong = []
     for root, key, value in VALUES:
         load, needed = ROOTS[root]
         try:
             others = NEEDED_WITH.get(key, {}) | NEEDED_WITH.get(f"{key}: {value}", {})
+            if key.startswith("engine.") and key != "engine.kind" and value != "null":
+                others = ANOTHER_ENGINE | others
             load_from(source, load, needed | others | {key: value}, tmp_path)
         except ConfigError as error:
             wrong.append(str(error))
@@ -171,7 +232,8 @@ def test_null_is_the_default_of_every_sampling_key():
 
 def test_a_limit_that_a_number_exceeds_is_named():
     assert refusal("sampling.max_tokens=10000000000").startswith(
-        "sampling.max_tokens: must be an integer, 1 or more, at most 2147483647, got 10000000000"
+        "sampling.max_tokens: must be an integer, 1 or more, or 0 where something is scored, at most 2147483647, "
+        "got 10000000000"
     )
 
 
@@ -212,20 +274,22 @@ def test_a_file_of_the_other_kind_is_told_by_its_sections():
         ("sampling.temperature=.inf", "got inf"),
         ("input.on_unknown=ignore", "refuse, warn or carry, got 'ignore'"),
         ("sampling.temperature=.nan", "got nan"),
-        ("sampling.max_tokens=true", "an integer, 1 or more, got True"),
+        ("sampling.max_tokens=true", "or 0 where something is scored, got True"),
         ("sampling.top_p=0", "above 0, at most 1"),
         ("sampling.stop=['']", "a list of strings, none of them empty, got ['']"),
         ("sampling=4", "a section with keys of its own, got 4"),
         ("sampling.n=1025", "a number of samples per row, 1 to 1024, got 1025"),
         ("speculative.max_nodes=0", "an integer, 1 or more, got 0"),
-        ("speculative.method=eagle4", "eagle2, eagle3"),
-        ("speculative.method=eagle1+sequoia", "eagle1"),
-        ("execution.actors={min: 3, max: 1}", "{min: A, max: B} with A at most B, got {'min': 3, 'max': 1}"),
-        ("execution.actors=0", "auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B, got 0"),
+        (
+            "execution.actors={min: 3, max: 1}",
+            "{min: A, max: B} with A at most B, got {'min': 3, 'max': 1}",
+        ),
+        (
+            "execution.actors=0",
+            "auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B, got 0",
+        ),
         ("seed=18446744073709551616", "a 64-bit integer"),
         ("input.passthrough=some", "all, none or a list of column names, got 'some'"),
-        ("model.chat_template=nowhere.jinja", "got 'nowhere.jinja'"),
-        ("model.target=" + "a" * 5000, "a local directory"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(setting, allowed):
@@ -236,17 +300,36 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(setting, allowed):
 
 
 @pytest.mark.parametrize(
-    ("setting", "cause"),
+    ("setting", "cause", "allowed"),
     [
-        ("speculative.method=eagl2", "('eagl2' is no method; did you mean eagle2?)"),
-        ("speculative.method=ddd+suffix", "(ddd decides its tree alone, so it cannot be merged)"),
-        ("speculative.sources=[grammar, grammar]", "(grammar is named twice)"),
-        ("execution.shard=3/2", "('3/2' is not i/n with i from 1 to n"),
-        ("chat.tools=[{type: function, function: {name: a b}}]", "(tools[0].function.name: must be 1 to 64 letters"),
+        ("speculative.method=eagl2", "'eagl2' is no method; did you mean eagle2?", "eagle2"),
+        (
+            "speculative.method=ddd+suffix",
+            "ddd decides its tree alone, so it cannot be merged.",
+            "eagle2",
+        ),
+        ("speculative.sources=[grammar, grammar]", "grammar is named twice.", "head, suffix"),
+        ("execution.shard=3/2", "'3/2' is not i/n with i from 1 to n", "i/n with i from 1"),
+        (
+            "chat.tools=[{type: function, function: {name: a b}}]",
+            "tools[0].function.name: must be 1 to 64 letters",
+            "a list of tools",
+        ),
+        (
+            "model.chat_template=nowhere.jinja",
+            "'nowhere.jinja' cannot be read (No such file or directory).",
+            "auto (the target's own)",
+        ),
+        ("model.target=nowhere.gguf", "there is no nowhere.gguf.", "embedded:tiny"),
+        ("model.target=a\0.gguf", "'a\\x00.gguf' cannot be opened", "embedded:tiny"),
+        ("model.draft=./nowhere/head", "there is no ./nowhere/head.", "embedded:tiny"),
     ],
 )
-def test_an_error_says_why_a_value_is_not_among_the_allowed(setting, cause):
-    assert cause in refusal(setting)
+def test_the_cause_stands_before_what_is_allowed(setting, cause, allowed):
+    message = refusal(setting)
+    assert message.startswith(f"{setting.partition('=')[0]}: {cause}")
+    assert allowed in message.partition("It must be ")[2]
+    assert message.count("\n") == 0
 
 
 def test_an_error_says_where_the_value_came_from(tmp_path):
@@ -265,7 +348,10 @@ def test_every_wrong_key_has_a_line_of_its_own():
 def test_input_and_output_are_needed():
     with pytest.raises(ConfigError, match=r"^input.path: missing; .*\noutput.path: missing; "):
         load_config(None, env={})
-    with pytest.raises(ConfigError, match=r"^output.path: missing; it must be a directory for the run \(also: -o\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^output.path: missing; it must be a directory for the run \(also: -o\)$",
+    ):
         load_config(None, sets=["input.path=a", "output.compression=zstd"], env={})
 
 
@@ -291,7 +377,9 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, text, wanted):
 def test_path_not_readable_in_the_locale_is_refused_with_reason(monkeypatch, encoding):
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
     with pytest.raises(ConfigError) as error:
-        load_config(None, env={}, overrides={"input.path": "sp\udcc3\udcbc.jsonl", "output.path": "out"})
+        load_config(
+            None, env={}, overrides={"input.path": "sp\udcc3\udcbc.jsonl", "output.path": "out"}
+        )
     message = str(error.value)
     assert message.startswith(r"input.path: 'sp\udcc3\udcbc.jsonl' is not UTF-8 text")
     assert ("Set LC_ALL=C.UTF-8" in message) == (encoding == "ascii")
@@ -322,15 +410,22 @@ def test_the_embedded_head_goes_with_the_embedded_target_only():
 
 def test_sources_list_drafters_and_a_merged_method_is_the_same():
     job = load("speculative.sources=[head, suffix]")
-    assert (job.speculative.merged_methods, job.speculative.drafts_grammars) == ("head+suffix", False)
+    assert (job.speculative.merged_methods, job.speculative.drafts_grammars) == (
+        "head+suffix",
+        False,
+    )
     assert load().method_name == "head+suffix+ngram"
     assert load("model.target=org/model").method_name == "suffix+ngram"
     assert load("speculative.sources=[]").method_name == "none"
     both = load("speculative.method=eagle2+suffix", "speculative.sources=[eagle2, suffix, grammar]")
     assert both.method_name == "eagle2+suffix" and both.speculative.drafts_grammars
-    assert "of no use with method eagle2" in refusal("speculative.method=eagle2", "speculative.sources=[suffix]")
-    assert "speculative.sources: must be head, suffix, ngram" in refusal("speculative.sources=[sufix]")
-    assert "model.draft: missing" in refusal("model.target=org/model", "speculative.sources=[head, suffix]")
+    assert "of no use with method eagle2" in refusal(
+        "speculative.method=eagle2", "speculative.sources=[suffix]"
+    )
+    assert "'sufix' is no method; did you mean suffix?" in refusal("speculative.sources=[sufix]")
+    assert "model.draft: missing" in refusal(
+        "model.target=org/model", "speculative.sources=[head, suffix]"
+    )
 
 
 def test_another_attempt_may_draft_from_other_sources():
@@ -354,11 +449,13 @@ def test_a_section_that_holds_itself_is_refused(tmp_path):
 
 def test_a_chat_template_is_a_readable_text(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"\xff")
-    assert "which is not UTF-8 text" in refusal(f"model.chat_template={tmp_path}/bad.jinja")
+    assert "bad.jinja is not UTF-8 text" in refusal(f"model.chat_template={tmp_path}/bad.jinja")
     for encoding in ("utf-16", "utf-16-be", "utf-32-le"):
         (tmp_path / "wide.jinja").write_text("{{ messages }}", encoding)
         named = encoding[:6].upper()
-        assert f"which is {named} text. Write it as UTF-8" in refusal(f"model.chat_template={tmp_path}/wide.jinja")
+        assert f"wide.jinja is {named} text. Write it as UTF-8" in refusal(
+            f"model.chat_template={tmp_path}/wide.jinja"
+        )
     assert "(Is a directory)" in refusal(f"model.chat_template={tmp_path}")
     assert "(No such file or directory)" in refusal(f"model.chat_template={tmp_path}/nowhere.jinja")
 
@@ -385,7 +482,9 @@ def test_a_name_that_can_be_no_model_is_refused_with_the_nearest(tmp_path):
     assert message.endswith("did you mean embedded:tiny?")
     (tmp_path / "target").mkdir()
     assert f"did you mean {tmp_path}/target?" in refusal(f"model.target={tmp_path}/targte")
-    assert "model.draft: must be embedded:tiny" in refusal("model.target=org/model", f"model.draft={tmp_path}/head")
+    assert f"model.draft: there is no {tmp_path}/head; did you mean {tmp_path}/target?" in refusal(
+        "model.target=org/model", f"model.draft={tmp_path}/head"
+    )
 
 
 @pytest.mark.parametrize("name", EMBEDDED_HEADS)
@@ -395,7 +494,8 @@ def test_every_embedded_head_is_a_draft(name):
 
 
 def test_an_embedded_head_is_no_target():
-    assert "model.target: must be embedded:tiny" in refusal("model.target=embedded:smollm2/eagle2")
+    message = refusal("model.target=embedded:smollm2/eagle2")
+    assert message.startswith("model.target: there is no embedded:smollm2/eagle2; did you mean")
 
 
 def test_local_models_are_made_absolute(tmp_path, monkeypatch):
@@ -437,12 +537,16 @@ def test_run_recorded_before_a_key_has_the_same_configuration():
 )  # fmt: skip
 def test_a_resume_compares_the_rest_and_names_it(setting, key):
     assert config_hash(load(setting)) != config_hash(load())
-    assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == [key]
+    assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == [
+        key
+    ]
 
 
 def test_the_shipped_configurations_are_valid():
     for path in sorted(CONFIGS.glob("*.yaml")):
-        load = {"serve": load_serve_config, "train": load_train_config}.get(path.stem.partition("_")[0], load_config)
+        load = {"serve": load_serve_config, "train": load_train_config}.get(
+            path.stem.partition("_")[0], load_config
+        )
         load(path, env={})
 
 
@@ -451,13 +555,23 @@ def test_the_example_shows_every_key_at_its_default():
     default = load("input.path=embedded:prompts", "output.path=runs/example").model_dump()
     assert example == default
     shown = (CONFIGS / "example.yaml").read_text(encoding="utf-8")
-    assert all(f"{key}:" in shown for section in default.values() if isinstance(section, dict) for key in section)
+    assert all(
+        f"{key}:" in shown
+        for section in default.values()
+        if isinstance(section, dict)
+        for key in section
+    )
 
 
 def test_reading_a_configuration_loads_nothing_heavy():
     modules = "eagle_ray.cli.main, eagle_ray.batch.driver.input_plan"
     code = f"import {modules}, sys; print(*{{'torch', 'ray', 'jinja2'}} & {{*sys.modules}})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )
 
 
 def test_keys_missing_from_an_old_record_do_not_change_the_job():
@@ -473,7 +587,11 @@ def test_what_on_finish_holds_is_not_recorded_and_not_printed():
     config = load(f"on_finish.webhook={secret}", "on_finish.command=tell 'a b' hunter2")
     assert config.on_finish.command == ["tell", "a b", "hunter2"]
     assert "hunter2" not in str(recorded(config))
-    for wrong in (f"on_finish.webhook=ftp{secret}", f"on_finish.webhook={secret}  x", "on_finish.command='hunter2"):
+    for wrong in (
+        f"on_finish.webhook=ftp{secret}",
+        f"on_finish.webhook={secret}  x",
+        "on_finish.command='hunter2",
+    ):
         with pytest.raises(ConfigError, match=r"on_finish\.\w+: must be a") as error:
             load(wrong)
         assert "hunter2" not in str(error.value)
@@ -509,7 +627,9 @@ def test_old_keys_are_upgraded_in_records_and_refused_elsewhere(old, ranking):
         assert words in refusal("output.format=delta")
 
 
-@pytest.mark.parametrize("record", [{}, {"output": 3}, {"speculative": None}, {"input": {"path": "a"}, "x": 1}])
+@pytest.mark.parametrize(
+    "record", [{}, {"output": 3}, {"speculative": None}, {"input": {"path": "a"}, "x": 1}]
+)
 def test_records_that_are_none_are_left_as_they_are(record):
     assert upgrade_config(record) == record
 

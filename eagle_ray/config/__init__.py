@@ -3,6 +3,7 @@
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import (
     ColumnsConfig,
+    EmbeddingConfig,
     ExecutionConfig,
     InputConfig,
     JobConfig,
@@ -28,6 +29,7 @@ from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
     "ColumnsConfig",
+    "EmbeddingConfig",
     "ExecutionConfig",
     "InputConfig",
     "JobConfig",

@@ -1,7 +1,8 @@
 """Loading of a JobConfig, ServeConfig or TrainConfig from a YAML file, the environment and the command line.
 
-Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value keeps its origin,
-so an error message states the key, the wrong value, its origin and the allowed values.
+Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every
+value keeps its origin, so an error message states the key, the wrong value, its origin and the
+allowed values.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import SLURM, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
+from eagle_ray.config.tasks import for_engine, for_task
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.strict_json import is_utf8
@@ -40,21 +42,31 @@ REMOVED_KEYS = {
 }
 ENV_PREFIX = "EAGLE_RAY__"
 COMMAND_LINE = "the command line"
-SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
-COMMANDS: dict[type[BaseModel], str] = {
+SECRET_KEYS = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
+# The command that reads each kind of file.
+COMMAND_OF_CONFIG: dict[type[BaseModel], str] = {
     JobConfig: "run",
     ServeConfig: "serve",
     TrainConfig: "train",
-}  # the command that reads each kind of file
-NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
+}
+# PyYAML raises these, for 2024-99-99 and !!bool maybe.
+NO_YAML = (
+    yaml.YAMLError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
     """Value of one dotted key, and its origin for error messages.
 
-    text: the value as it was written, if it is a YAML scalar or a list; a list has those of its scalars.
-    whole: key and text of the --set or variable that it is a part of, if YAML read a text as a mapping.
+    text: the value as it was written, if it is a YAML scalar or a list; a list has those of its
+        scalars.
+    whole: key and text of the --set or variable that it is a part of, if YAML read a text as a
+        mapping.
     """
 
     key: str
@@ -81,15 +93,19 @@ def load_config(
         origin: origin of the overrides, for error messages.
         defaults: values of keys that no source names, in place of the schema's.
     """
-    settings = [s for key, value in (defaults or {}).items() for s in _flatten(key, value, origin)]
+    settings: list[ConfigSetting] = []
+    for key, value in (defaults or {}).items():
+        settings += _flatten(key, value, origin)
     settings += _settings(path, sets, env, overrides, origin)
     config = _validated(JobConfig, settings)
     _check_storage(config)
+    config = for_task(config, _values(settings))
     config = resolve_paths(config)
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
     config = config.model_copy(update={"output": output})
     check_model_names(config)
     _check_report(config)
+    config = for_engine(config, _values(settings))
     return _with_slurm_shard(config, env)
 
 
@@ -101,17 +117,22 @@ def _with_slurm_shard(config: JobConfig, env: Mapping[str, str]) -> JobConfig:
         shard = slurm_shard(env)
     except ValueError as error:
         raise ConfigError(f"execution.shard: {SLURM}: {error}") from None
-    return config.model_copy(update={"execution": config.execution.model_copy(update={"shard": shard})})
+    return config.model_copy(
+        update={"execution": config.execution.model_copy(update={"shard": shard})}
+    )
 
 
 def slurm_shard(env: Mapping[str, str]) -> str:
     """Return the shard of this task of a SLURM array, for example ``2/3`` for task 1 of ``--array=0-2``.
 
-    Raises ValueError if there is no array, or if its task ids have gaps: a task could not know its place then.
+    Raises ValueError if there is no array, or if its task ids have gaps: a task could not know its
+    place then.
     """
     names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
     if missing := [name for name in names if not env.get(name, "").isdecimal()]:
-        raise ValueError(f"{', '.join(missing)} is not set to a number. Start it in a SLURM array, or give i/n.")
+        raise ValueError(
+            f"{', '.join(missing)} is not set to a number. Start it in a SLURM array, or give i/n."
+        )
     task, first, last, count = (int(env[name]) for name in names)
     if last - first + 1 != count:
         raise ValueError(
@@ -127,12 +148,18 @@ def load_serve_config(
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
 ) -> ServeConfig:
-    """Return one validated endpoint configuration. Its arguments and errors are those of ``load_config``."""
+    """Return one validated endpoint configuration. Takes the arguments of ``load_config`` and raises its errors."""
     settings = _settings(path, sets, env, overrides)
     _refuse_keys(settings)
-    config = resolve_paths(_validated(ServeConfig, settings))
+    config = for_task(_validated(ServeConfig, settings), _values(settings))
+    config = resolve_paths(config)
     check_model_names(config)
     return config
+
+
+def _values(settings: list[ConfigSetting]) -> dict[str, Any]:
+    """Return the value of each key that is set; later settings win."""
+    return {setting.key: setting.value for setting in settings}
 
 
 def load_train_config(
@@ -141,11 +168,13 @@ def load_train_config(
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """Return one validated training configuration. Its arguments and errors are those of ``load_config``."""
+    """Return one validated training configuration. Takes the arguments of ``load_config`` and raises its errors."""
     config = _validated(TrainConfig, _settings(path, sets, env, overrides))
     data, model = config.data, config.model
     if (data.path is None) != bool(data.user_turns.count):
-        raise ConfigError("data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count")
+        raise ConfigError(
+            "data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count"
+        )
     if data.user_turns.count and data.answers.by == "given":
         data = data.model_copy(update={"answers": data.answers.model_copy(update={"by": "target"})})
     model = _with_absolute(model, "target", "chat_template")
@@ -153,16 +182,24 @@ def load_train_config(
     data = data.model_copy(update={"answers": _with_absolute(data.answers, "draft")})
     output = config.output
     if "://" not in output.path:
-        output = output.model_copy(update={"path": os.path.abspath(os.path.expanduser(output.path))})
+        output = output.model_copy(
+            update={"path": os.path.abspath(os.path.expanduser(output.path))}
+        )
     elif not output.path.startswith("s3://"):
-        raise ConfigError(f"output.path: unsupported storage {output.path!r}. Use a local path or s3://bucket/key.")
+        raise ConfigError(
+            f"output.path: unsupported storage {output.path!r}. Use a local path or s3://bucket/key."
+        )
     return config.model_copy(update={"data": data, "model": model, "output": output})
 
 
 def _with_absolute(section: Section, *names: str) -> Section:
     """Return the section with these keys as absolute paths, if they name files or directories that exist."""
-    values = {name: os.path.expanduser(value) for name in names if (value := getattr(section, name))}
-    absolute = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
+    values = {
+        name: os.path.expanduser(value) for name in names if (value := getattr(section, name))
+    }
+    absolute = {
+        name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)
+    }
     return section.model_copy(update=absolute)
 
 
@@ -186,7 +223,12 @@ def _settings(
 ) -> list[ConfigSetting]:
     """Collect the settings of all sources in ascending precedence: later settings win."""
     flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, origin)]
-    return [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
+    return [
+        *(_from_file(Path(path)) if path is not None else ()),
+        *_from_env(env),
+        *_from_sets(sets),
+        *flags,
+    ]
 
 
 def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
@@ -226,11 +268,16 @@ def _check_text(setting: ConfigSetting) -> None:
     """Raise ConfigError for text that is not Unicode, as names on a command line are in a locale without UTF-8."""
     values = setting.value if isinstance(setting.value, list) else [setting.value]
     for value in values:
-        if isinstance(value, str) and not is_utf8(value):  # half a surrogate stands for a byte that was not read
+        # Half a surrogate stands for a byte that was not read.
+        if isinstance(value, str) and not is_utf8(value):
             encoding = sys.getfilesystemencoding()
             raise ConfigError(
                 f"{setting.key}: {value!a} is not UTF-8 text"
-                + ("" if encoding == "utf-8" else f", because the locale's encoding is {encoding}. Set LC_ALL=C.UTF-8")
+                + (
+                    ""
+                    if encoding == "utf-8"
+                    else f", because the locale's encoding is {encoding}. Set LC_ALL=C.UTF-8"
+                )
             )
 
 
@@ -241,13 +288,17 @@ class _Loader(yaml.SafeLoader):
         mapping, seen = super().construct_mapping(node, deep), set()
         for key_node, _ in node.value:
             if (key := self.construct_object(key_node, deep=True)) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
             seen.add(key)
         return mapping
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
 )
 
 
@@ -259,13 +310,19 @@ def _from_file(path: Path) -> list[ConfigSetting]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except NO_YAML as error:
-        raise ConfigError(f"{path} is not valid YAML: {error} (quote what is meant as text)") from None
+        raise ConfigError(
+            f"{path} is not valid YAML: {error} (quote what is meant as text)"
+        ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections such as input: and output:, got {type(tree).__name__}")
+        raise ConfigError(
+            f"{path} must hold sections such as input: and output:, got {type(tree).__name__}"
+        )
     try:
         return list(_flatten("", tree, str(path), node))
     except RecursionError:
-        raise ConfigError(f"{path}: a section holds itself, through a YAML alias (*name); write it out") from None
+        raise ConfigError(
+            f"{path}: a section holds itself, through a YAML alias (*name); write it out"
+        ) from None
 
 
 def _from_env(env: Mapping[str, str]) -> list[ConfigSetting]:
@@ -287,7 +344,8 @@ def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
 def _flatten_text(key: str, text: str, origin: str) -> Iterator[ConfigSetting]:
     """Yield a setting for each leaf of a YAML text, such as `{a: 1}`.
 
-    A template such as `{question}` or `Q: {question}` is a mapping to YAML, too. It is a text if its key takes one.
+    A template such as `{question}` or `Q: {question}` is a mapping to YAML, too. It is a text if
+    its key takes one.
     """
     value, _, node = _yaml_value(text, origin)
     for setting in _flatten(key, value, origin, node):
@@ -322,12 +380,16 @@ def _read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _flatten(key: str, value: Any, origin: str, node: yaml.Node | None = None) -> Iterator[ConfigSetting]:
+def _flatten(
+    key: str, value: Any, origin: str, node: yaml.Node | None = None
+) -> Iterator[ConfigSetting]:
     """Yield a setting for each leaf. node: of the value, if it is of a YAML text."""
     if isinstance(value, dict):
         nodes = {k.value: v for k, v in node.value} if isinstance(node, yaml.MappingNode) else {}
         for name, inner in value.items():
-            yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin, nodes.get(str(name)))
+            yield from _flatten(
+                f"{key}.{name}" if key else str(name), inner, origin, nodes.get(str(name))
+            )
     else:
         yield ConfigSetting(key, value, origin, _texts_of(node))
 
@@ -345,7 +407,8 @@ def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str,
     An empty section of a YAML file (``sampling:``) keeps its defaults.
     """
     required = [name for name, field in root.model_fields.items() if field.is_required()]
-    tree: dict[str, Any] = {section: {} for section in required}  # so that errors name the missing keys in them
+    # Errors name the missing keys in them.
+    tree: dict[str, Any] = {section: {} for section in required}
     for setting in settings:
         *sections, name = setting.key.split(".")
         if setting.value is None and _model_at(root, setting.key) is not None:
@@ -373,7 +436,8 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
     """Return the class of a section from the annotation of its field, None for that of a value."""
-    is_class = isinstance(annotation, type) and get_origin(annotation) is None  # Python 3.10 calls list[str] a type
+    # Python 3.10 calls list[str] a type.
+    is_class = isinstance(annotation, type) and get_origin(annotation) is None
     return annotation if is_class and issubclass(annotation, BaseModel) else None
 
 
@@ -389,14 +453,20 @@ def _needs_text(detail: ErrorDetails) -> bool:
     return detail["type"] == "string_type" if wrong is None else wrong.needs_text
 
 
-def _explain(root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]) -> list[str]:
+def _explain(
+    root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]
+) -> list[str]:
     """Return one line per wrong key, in schema order, even if a value failed several validators."""
     lines: dict[str, str] = {}
     details = error.errors()
     for detail in details:
         key, unknown = _key_of(root, detail)
         alike = [other for other in details if _key_of(root, other)[0] == key]
-        line = _unknown_key(root, key, settings) if unknown else _wrong_value(root, key, alike, settings)
+        line = (
+            _unknown_key(root, key, settings)
+            if unknown
+            else _wrong_value(root, key, alike, settings)
+        )
         lines.setdefault(key, line)
     return list(lines.values())
 
@@ -420,16 +490,23 @@ def _unknown_key(root: type[BaseModel], key: str, settings: list[ConfigSetting])
     section, _, name = key.rpartition(".")
     here = _model_at(root, section) or root
     siblings = {field: f"{section}.{field}" if section else field for field in here.model_fields}
+
+    # A key of this section that is spelled alike, or this name in another section.
     near = [siblings[field] for field in difflib.get_close_matches(name, siblings, 1)]
-    near = near or [other for other in _all_keys(root) if other.rpartition(".")[2] == name][:1]
-    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings.values())}"
-    for kind, command in COMMANDS.items():
+    if not near:
+        near = [other for other in _all_keys(root) if other.rpartition(".")[2] == name]
+    hint = f"valid keys: {', '.join(siblings.values())}"
+    if near:
+        hint = f"did you mean {near[0]}?"
+    for kind, command in COMMAND_OF_CONFIG.items():
         if kind is not root and not section and name in kind.model_fields:
             hint = f"it is for `eagle-ray {command}`"
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 
-def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], settings: list[ConfigSetting]) -> str:
+def _wrong_value(
+    root: type[BaseModel], key: str, details: list[ErrorDetails], settings: list[ConfigSetting]
+) -> str:
     """Return the line of a wrong value. details: all its errors."""
     detail, allowed = details[0], allowed_text(_allowed(root, key), details)
     if detail["type"] == "missing":
@@ -439,16 +516,21 @@ def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], s
     value = detail["input"] if wrong is None else wrong.value
     if given and given[-1].key == key:
         value = given[-1].value
-    if key in SECRET:
+    if key in SECRET_KEYS:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
-    why = _why_refused(detail) if wrong is None else wrong.why
-    return f"{key}: must be {allowed}, got {value!r}{why}{_origin(key, settings)}"
+    why = "" if wrong is None else wrong.why
+    cause = _why_refused(detail) if wrong is None else ""
+    got = f"{value!r}{why}{_origin(key, settings)}"
+    if cause:
+        end = "" if cause.endswith("?") else "."
+        return f"{key}: {cause}{end} Got {got}. It must be {allowed}"
+    return f"{key}: must be {allowed}, got {got}"
 
 
 def _why_refused(detail: ErrorDetails) -> str:
-    """Return what one of our validators said, in brackets; empty for pydantic's own, which the allowed values say."""
+    """Return the message of one of our own validators; empty for pydantic's errors."""
     error = detail.get("ctx", {}).get("error")
-    return f" ({error})" if isinstance(error, ValueError) else ""
+    return str(error) if isinstance(error, ValueError) else ""
 
 
 def _allowed(root: type[BaseModel], key: str) -> str:
@@ -473,7 +555,9 @@ def _all_keys(root: type[BaseModel], section: str = "") -> Iterator[str]:
 
 def _check_report(config: JobConfig) -> None:
     if config.report.verify_rows and not config.output.store_token_ids:
-        raise ConfigError("report.verify_rows: it compares stored token ids: set output.store_token_ids to true")
+        raise ConfigError(
+            "report.verify_rows: it compares stored token ids: set output.store_token_ids to true"
+        )
     ranks = config.execution.tensor_parallel
     for name in ("baseline_rows", "verify_rows"):
         if ranks not in ("auto", 1) and getattr(config.report, name):
@@ -489,7 +573,9 @@ def _check_storage(config: JobConfig) -> None:
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
     for path in paths:
         if "://" in path and not path.removeprefix("run:").startswith(READABLE):
-            raise ConfigError(f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}.")
+            raise ConfigError(
+                f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}."
+            )
     path = config.output.path
     if "://" in path and not path.startswith("s3://"):
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 Both read only names and directories, before the job reads rows or downloads anything.
 
-    check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))
-    # ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
+    check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...])) # ConfigError:
+    model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eagle_ray.methods.method import (
     ALL_TOKENS,
     ANY_DRAFT,
     AUTO,
-    HEAD,
+    EAGLE_HEAD,
     METHODS,
     draft_parts,
     draft_requirement,
@@ -31,7 +31,12 @@ from eagle_ray.methods.method import (
 from eagle_ray.storage.gguf_names import has_gguf_name, hub_file, is_gguf_file
 from eagle_ray.text.chat_format import TEMPLATE_NAMES, is_template_name
 
-NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
+# Values of model.chat_template that are not file names.
+NO_FILES = (
+    "auto",
+    "none",
+    *TEMPLATE_NAMES,
+)
 Config = TypeVar("Config", JobConfig, ServeConfig)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/].*")
@@ -40,22 +45,30 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/].*")
 def resolve_paths(config: Config) -> Config:
     """Expand ``~`` and make local paths absolute: Ray actors open them from another working directory."""
     model = config.model
-    names = ("target",) if model.chat_template in NO_FILES else ("target", "chat_template")
-    paths: dict[str, Any] = {name: _resolved(getattr(model, name)) for name in names}
-    if model.drafts:
+    paths: dict[str, Any] = {"target": _resolved(model.target)}
+    if model.chat_template not in NO_FILES:
+        paths["chat_template"] = _resolved(model.chat_template)
+    if model.drafts and model.draft != AUTO:
         drafts = [_resolved(name) for name in model.drafts]
         paths["draft"] = drafts[0] if isinstance(model.draft, str) else drafts
+
     speculative = config.speculative
-    given = {name: getattr(speculative, name) for name in ("datastore", "draft_vocab")}
-    files = {name: value for name, value in given.items() if value not in (None, ALL_TOKENS)}
-    files = {name: str(Path(value).expanduser().absolute()) for name, value in files.items()}
-    speculative = speculative.model_copy(update=files)
-    return config.model_copy(update={"model": model.model_copy(update=paths), "speculative": speculative})
+    files = {}
+    for name in ("datastore", "draft_vocab"):
+        value = getattr(speculative, name)
+        if value not in (None, ALL_TOKENS):
+            files[name] = str(Path(value).expanduser().absolute())
+
+    resolved = {
+        "model": model.model_copy(update=paths),
+        "speculative": speculative.model_copy(update=files),
+    }
+    return config.model_copy(update=resolved)
 
 
 def check_model_names(config: JobConfig | ServeConfig) -> None:
-    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template, and
-    for a chat section whose values do not fit together.
+    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or
+    chat template, and for a chat section whose values do not fit together.
     """
     model, method = config.model, config.speculative.merged_methods
     _check_name("target", model.target)
@@ -67,12 +80,16 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
                 "(speculative.method: none decodes without one)"
             )
         check_num_drafts(method, model)
-        for name in model.drafts:
+        for name in model.drafts if model.draft != AUTO else ():
             _check_name("draft", name)
-    if any(part.reads_datastore for part in parts_of(method)) != (config.speculative.datastore is not None):
+    if any(part.reads_datastore for part in parts_of(method)) != (
+        config.speculative.datastore is not None
+    ):
         wrong = "missing" if config.speculative.datastore is None else "of no use"
         readers = " or ".join(each.name for each in METHODS.values() if each.reads_datastore)
-        raise ConfigError(f"speculative.datastore: {wrong}: it is what method {readers} draws on, and {method} is set")
+        raise ConfigError(
+            f"speculative.datastore: {wrong}: it is what method {readers} draws on, and {method} is set"
+        )
     _check_draft_vocab(config.speculative)
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
@@ -80,6 +97,11 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
         config.chat.options({})
     except ValueError as error:
         raise ConfigError(f"chat.{error}") from None
+
+
+def with_draft(config: Config, draft: str | list[str] | None) -> Config:
+    """Return the configuration with this model.draft."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"draft": draft})})
 
 
 def check_num_drafts(method: str, model: ModelConfig) -> None:
@@ -109,6 +131,10 @@ def is_url(name: str) -> bool:
 
 
 def _check_name(part: str, name: str) -> None:
+    if (part, name) == ("draft", AUTO):
+        raise ConfigError(
+            "model.draft: auto stands alone, and a list names every draft. Name the others too, or set auto alone."
+        )
     if name in EMBEDDED_NAMES[part] or is_url(name):
         return
     if os.path.exists(name):
@@ -116,18 +142,21 @@ def _check_name(part: str, name: str) -> None:
     elif not _may_be_of_hub(part, name):
         near = difflib.get_close_matches(name, [*EMBEDDED_NAMES[part], *_siblings(name)], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{_why_missing(name)}{hint}")
+        if cause := _why_missing(name):
+            raise ConfigError(f"model.{part}: {cause}{hint or '.'} It must be {_allowed(part)}")
+        raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 
 
 def _may_be_of_hub(part: str, name: str) -> bool:
-    is_local = has_gguf_name(name) and os.path.isdir(os.path.dirname(name))  # a file that is not there
+    # The file is not there.
+    is_local = has_gguf_name(name) and os.path.isdir(os.path.dirname(name))
     if is_local or os.path.lexists(name):  # or a link to nowhere
         return False
     return HUB_ID.fullmatch(name) is not None or (part == "target" and hub_file(name) is not None)
 
 
 def _check_path(part: str, name: str) -> None:
-    """Raise ConfigError for a file or a device that is no model. What it holds is looked at when it is read."""
+    """Raise ConfigError if the path is a file or a device that cannot be a model. Its content is not read."""
     if os.path.isdir(name) or (part == "target" and is_gguf_file(name)):
         return
     wrong = "is no directory and no GGUF file"
@@ -135,25 +164,30 @@ def _check_path(part: str, name: str) -> None:
         wrong = "is a file that cannot be read (Permission denied)"
     elif part == "draft" and is_gguf_file(name):
         wrong = "is a GGUF file, which only a target can be"
-    remedy = "Name the directory with the model's config.json" + (", or a GGUF file" if part == "target" else "")
+    remedy = "Name the directory with the model's config.json" + (
+        ", or a GGUF file" if part == "target" else ""
+    )
     raise ConfigError(f"model.{part}: {name} {wrong}. {remedy}")
 
 
 def _why_missing(name: str) -> str:
-    """Return why there is no such file, to stand behind a name that looks like a path."""
+    """Return the error for a name that looks like a path and does not exist; empty for any other name."""
     try:
         os.stat(name)
     except FileNotFoundError:
-        target = f"; it is a link to {os.readlink(name)}, which is missing" if os.path.islink(name) else ""
-        is_path = os.sep in name or has_gguf_name(name)
-        return target or (f"; there is no {name}" if is_path else "")
+        if os.path.islink(name):
+            return f"{name}: it is a link to {os.readlink(name)}, which is missing"
+        return f"there is no {name}" if os.sep in name or has_gguf_name(name) else ""
     except (OSError, ValueError) as error:
-        return f" ({getattr(error, 'strerror', error)})"
+        return f"{name!r} cannot be opened ({getattr(error, 'strerror', error)})"
     return ""
 
 
 def _check_sources(speculative: SpeculativeConfig) -> None:
-    if speculative.sources is not None and speculative.method not in (AUTO, speculative.merged_methods):
+    if speculative.sources is not None and speculative.method not in (
+        AUTO,
+        speculative.merged_methods,
+    ):
         raise ConfigError(
             f"speculative.sources: of no use with method {speculative.method}, which names its sources itself. Leave "
             "one of the two out."
@@ -167,8 +201,13 @@ def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
             f"{speculative.draft_vocab or 'null'}"
         )
     method = speculative.merged_methods
-    if speculative.draft_vocab is not None and draft_requirement(method) not in (HEAD, ANY_DRAFT):
-        readers = ", ".join(method.name for method in METHODS.values() if method.draft == HEAD)
+    if speculative.draft_vocab is not None and draft_requirement(method) not in (
+        EAGLE_HEAD,
+        ANY_DRAFT,
+    ):
+        readers = ", ".join(
+            method.name for method in METHODS.values() if method.draft == EAGLE_HEAD
+        )
         raise ConfigError(
             f"speculative.draft_vocab: of no use: it is for heads that read the target's lm_head ({readers}), and "
             f"{method} is set"
@@ -180,22 +219,30 @@ def _siblings(name: str) -> list[str]:
     parent = Path(name).parent
     if not (os.path.isdir(parent) and os.access(parent, os.R_OK | os.X_OK)):
         return []
-    return [str(path) for path in sorted(parent.iterdir()) if os.path.isdir(path) or has_gguf_name(path.name)]
+    return [
+        str(path)
+        for path in sorted(parent.iterdir())
+        if os.path.isdir(path) or has_gguf_name(path.name)
+    ]
 
 
 def _check_template(name: str) -> None:
-    wrong = f"model.chat_template: must be {_allowed('chat_template')}, got {name!r}"
+    allowed = f"It must be {_allowed('chat_template')}"
     try:
         content = Path(name).read_bytes()
         if (encoding := wide_encoding(content[:ENCODING_BYTES])) is not None:
-            raise ConfigError(f"{wrong}, which is {encoding} text. Write it as UTF-8.")
+            raise ConfigError(f"model.chat_template: {name} is {encoding} text. Write it as UTF-8.")
         content.decode()
     except OSError as error:
         if isinstance(error, FileNotFoundError) and is_template_name(name):
             return  # perhaps a name of the target's own, which is read later
-        raise ConfigError(f"{wrong} ({error.strerror})") from None
+        raise ConfigError(
+            f"model.chat_template: {name!r} cannot be read ({error.strerror}). {allowed}"
+        ) from None
     except UnicodeError as error:
-        raise ConfigError(f"{wrong}, which is not UTF-8 text ({error})") from None
+        raise ConfigError(
+            f"model.chat_template: {name} is not UTF-8 text ({error}). {allowed}"
+        ) from None
 
 
 def _allowed(key: str) -> str:

@@ -1,14 +1,15 @@
-"""What the JSON records of an output directory must hold before anything acts on them, and the configuration in them.
+"""Check the JSON records of an output directory before they are used, and read the configuration in them.
 
-Each model names the values that this package reads, with strict types. Other keys are allowed, because a newer minor
-version may write more.
+Each model names the values that this package reads, with strict types. Other keys are allowed,
+because a newer minor version may write more.
 
     >>> check_record(ShardPlanRecord, {"count": "3", "config": {}})
     Traceback (most recent call last):
         ...
     ValueError: count: Input should be a valid integer
 
-A resumed run compares its configuration with the recorded one (`changed_keys`), which may be an older release's.
+A resumed run compares its configuration with the recorded one (`changed_keys`), which may be an
+older release's.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RunIdentity(Record):
 
 
 class ProcessRecord(Record):
-    """A driver's process, as `runs/lease.py` identifies it."""
+    """A driver's process, as `runs/process_identity.py` identifies it."""
 
     host: str
     pids: str
@@ -87,7 +88,7 @@ class _Speculative(Record):
 
 class _Execution(Record):
     slots: int | str
-    price_per_hour: float | None = None
+    price_per_hour: float | dict[str, float] | None = None
 
 
 class _Input(Record):
@@ -114,7 +115,8 @@ class RunRecord(RunIdentity):
     """``_run.json``.
 
     Attributes:
-        attempts: in order. No number is above `attempt`, since files of attempts below the first are deleted.
+        attempts: in order. No number is above `attempt`, since files of attempts below the first
+            are deleted.
     """
 
     format_version: int | None = None
@@ -123,7 +125,10 @@ class RunRecord(RunIdentity):
     @model_validator(mode="after")
     def _check_attempts(self) -> RunRecord:
         numbers = [attempt.attempt for attempt in self.attempts]
-        if any(later <= earlier for earlier, later in pairwise(numbers)) or numbers[-1] > self.attempt:
+        if (
+            any(later <= earlier for earlier, later in pairwise(numbers))
+            or numbers[-1] > self.attempt
+        ):
             raise ValueError(f"attempts {numbers} are not those before attempt {self.attempt}")
         return self
 
@@ -139,7 +144,11 @@ class JobRecord(RunRecord):
 
 
 class InputListRecord(Record):
-    """What ``_run.json`` has of the list of input files. checksum: CRC-32 of the list, None in older records."""
+    """The entry of ``_run.json`` for the list of input files.
+
+    Attributes:
+        checksum: CRC-32 of the list; None in older records.
+    """
 
     files: NonNegativeInt
     bytes: NonNegativeInt
@@ -176,12 +185,13 @@ class ShardPlanRecord(Record):
 
 
 class EstimateRecord(Record):
-    """``_estimate.json``. seconds, dollars: expected, low, high."""
+    """``_estimate.json``. seconds, dollars: expected, low, high. tokens_per_s: of one worker."""
 
     config_hash: str
     rows: NonNegativeInt
     seconds: list[float] = Field(min_length=3, max_length=3)
     dollars: Annotated[list[float], Field(min_length=3, max_length=3)] | None
+    tokens_per_s: float | None = None
 
 
 class UsageRecord(Record):
@@ -190,13 +200,33 @@ class UsageRecord(Record):
     elapsed_s: float
     worker_s: float
     gpus_per_worker: float
+    spot_s: float = 0.0
 
 
 class FallbacksRecord(Record):
-    """Why Triton's kernels or CUDA graphs do not run on a worker's CUDA device; None for what runs."""
+    """Why parts of the fast path do not run on a worker's CUDA device; None for what runs.
+
+    Attributes:
+        kernels: Triton's kernels.
+        graphs: CUDA graphs.
+        sums: sums over ranks by symmetric memory, in the order of the ranks; NCCL adds instead.
+    """
 
     kernels: str | None = None
     graphs: str | None = None
+    sums: str | None = None
+
+
+class ForecastRecord(Record):
+    """The bounds of a run, and how it is foreseen to end: `batch/driver/run_bounds.py`."""
+
+    finish_by: Time | None
+    ends_at: Time | None
+    likely_at: Time | None = None
+    surely_at: Time | None = None
+    max_dollars: float | None
+    spent: float | None
+    dollars: float | None
 
 
 class ProgressRecord(RunIdentity):
@@ -217,8 +247,11 @@ class ProgressRecord(RunIdentity):
     seconds_left: float | None
     engine: dict[str, int] | None = None
     planner_errors: dict[str, str] = {}
+    draft_warnings: dict[str, str] = {}
     fallbacks: dict[str, FallbacksRecord] = {}
     usage: UsageRecord | None = None
+    forecast: ForecastRecord | None = None
+    history: list[list[float | None]] = []
 
 
 class _CountedRows(Record):
@@ -256,7 +289,8 @@ def check_record(kind: RecordKind, value: Any) -> None:
         raise ValueError(": ".join(filter(None, [place, reason]))) from None
 
 
-# A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.
+# A resumed run may change these keys: they affect neither the tokens of a row nor how the row is
+# stored.
 _NOT_COMPARED = (
     "name",
     "execution",
@@ -271,15 +305,31 @@ _NOT_COMPARED = (
     "output.path",
     "output.if_exists",
     "output.compression",
+    "output.publish",
+    "engine",
 )
 
 
-_COMPARED = ("execution.kv_dtype",)  # but for these
+# but for these
+_COMPARED = (
+    "execution.kv_dtype",
+    "engine.kind",
+    "engine.model",
+    "engine.extra_body",
+    "engine.serve_args",
+)
 _ADDED = {  # keys that older hashes lack, and their defaults
     "model.quantization": "none",
     "execution.kv_dtype": "auto",
     "sampling.stop_in_reasoning": False,
     "speculative.sources": None,
+    "task": "generate",
+    "embedding.prompt_name": None,
+    "embedding.dimensions": None,
+    "embedding.dtype": "float32",
+    "sampling.continuations": None,
+    "engine.kind": "own",
+    "engine.model": None,
 }
 _FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft changes a token
 
@@ -300,17 +350,22 @@ def config_hash(config: JobConfig) -> str:
 def hash_of_dump(dump: dict) -> str:
     """Return config_hash of the configuration with this dump, which this release has made."""
     compared = _compared(dump)
-    set_keys = {key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]}
+    set_keys = {
+        key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]
+    }
     return hashlib.sha256(dump_json(set_keys, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_hash_of_another(dump: dict, written_hash: str) -> bool:
-    """Return whether a dump of this release is not the one whose hash was written with it: then it is damaged.
+    """Return whether a dump of this release's keys has another hash than the recorded one, and so is damaged.
 
     A dump with the keys of another release tells nothing, since its hash may be of other keys.
     """
     upgraded = upgrade_config(dump)
-    has_our_keys = upgraded is dump or flatten_config(upgraded | dump).keys() == flatten_config(upgraded).keys()
+    has_our_keys = (
+        upgraded is dump
+        or flatten_config(upgraded | dump).keys() == flatten_config(upgraded).keys()
+    )
     return has_our_keys and hash_of_dump(dump) != written_hash
 
 
@@ -319,7 +374,10 @@ def upgrade_config(dump: dict) -> dict:
 
     A dump that this release cannot validate is returned unchanged.
     """
-    sections = {name: dict(section) if isinstance(section, dict) else section for name, section in dump.items()}
+    sections = {
+        name: dict(section) if isinstance(section, dict) else section
+        for name, section in dump.items()
+    }
     try:
         for name in ("output", "logging"):
             sections.get(name, {}).pop("format", None)  # they had one value
@@ -345,7 +403,8 @@ def _compared(dump: dict) -> dict[str, Any]:
     return {
         key: value
         for key, value in flatten_config(dump).items()
-        if key in _COMPARED or not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
+        if any(key == name or key.startswith(name + ".") for name in _COMPARED)
+        or not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
     }
 
 
@@ -353,5 +412,9 @@ def flatten_config(tree: dict, prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= (
+            flatten_config(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + key: value}
+        )
     return leaves
