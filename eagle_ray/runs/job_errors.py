@@ -1,7 +1,7 @@
 """Outcomes of commands: one table of outcomes, exit codes and the exceptions that lead to them.
 
-A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command
-line and the job both take their exit code from ``outcome_of``.
+A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops
+nothing. The command line and the job both take their exit code from ``outcome_of``.
 
     >>> outcome_of(OutputLocked("runs/a is being written by process 7"))
     Outcome(code=7, name='busy', meaning='another live driver writes this output', is_transient=False)
@@ -25,7 +25,8 @@ class Outcome:
         code: the exit code.
         name: one stable word for programs (EAGLE_RAY_OUTCOME).
         meaning: a description for people.
-        is_transient: the same command may succeed later without a change; ``--keep-going`` restarts these.
+        is_transient: the same command may succeed later without a change; ``--keep-going`` restarts
+            these.
     """
 
     code: int
@@ -36,23 +37,45 @@ class Outcome:
 
 DONE = Outcome(0, "done", "every row of the input is in the output, error rows included")
 DEFECT = Outcome(1, "defect", "an unknown error; the log has its traceback")
-CONFIGURATION = Outcome(2, "configuration", "usage or configuration, or an output that may not be written")
+CONFIGURATION = Outcome(
+    2, "configuration", "usage or configuration, or an output that may not be written"
+)
 ROW_ERRORS = Outcome(3, "row_errors", "rows ended in errors, and --fail-on-row-errors was given")
-TOO_MANY_ERRORS = Outcome(4, "too_many_errors", "more error rows than execution.max_error_rate, or only error rows")
-TRANSIENT = Outcome(5, "transient", "storage, cluster, workers or a device failed for now", is_transient=True)
-MISMATCH = Outcome(6, "mismatch", "the output belongs to another job or is damaged, or the input changed")
+TOO_MANY_ERRORS = Outcome(
+    4, "too_many_errors", "more error rows than execution.max_error_rate, or only error rows"
+)
+TRANSIENT = Outcome(
+    5, "transient", "storage, cluster, workers or a device failed for now", is_transient=True
+)
+MISMATCH = Outcome(
+    6, "mismatch", "the output belongs to another job or is damaged, or the input changed"
+)
 BUSY = Outcome(7, "busy", "another live driver writes this output")
+STOPPED = Outcome(
+    8, "stopped", "execution.finish_by or execution.max_dollars was reached; rows are left"
+)
 INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same command resumes")
-OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
+OUTCOMES = (
+    DONE,
+    DEFECT,
+    CONFIGURATION,
+    ROW_ERRORS,
+    TOO_MANY_ERRORS,
+    TRANSIENT,
+    MISMATCH,
+    BUSY,
+    STOPPED,
+    INTERRUPTED,
+)
 
 RESUME = "Run the same command again to resume."  # how most messages of a transient outcome end
 
 # Another attempt of the same command would end in them again.
-PERMANENT = frozenset({DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, MISMATCH})
+PERMANENT = frozenset({DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, MISMATCH, STOPPED})
 
 
 class JobError(Exception):
-    """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_BY_ERROR."""
+    """A job ended before it was done. Only subclasses are raised; OUTCOME_BY_ERROR has their outcomes."""
 
 
 class TooManyErrors(JobError):
@@ -91,6 +114,22 @@ class Incomplete(JobError):
     """The files do not hold every id that the input has."""
 
 
+class PublishError(JobError):
+    """The place that a run is published to cannot be written now; the rows of the run are safe."""
+
+
+class BoundReached(JobError):
+    """The run has stopped at its deadline or at its limit of dollars, and rows are left."""
+
+
+class EndpointRefused(JobError):
+    """The endpoint refuses the key, the account or the model of the job."""
+
+
+class EndpointGone(JobError):
+    """No connection to the endpoint could be made for long."""
+
+
 class OutputMismatch(JobError):
     """The output directory belongs to another configuration or input."""
 
@@ -114,6 +153,10 @@ OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
     OutputLocked: BUSY,
     FencedError: BUSY,
     Incomplete: TRANSIENT,
+    BoundReached: STOPPED,
+    EndpointRefused: CONFIGURATION,
+    EndpointGone: TRANSIENT,
+    PublishError: TRANSIENT,
     OutputMismatch: MISMATCH,
     OutputDamaged: MISMATCH,
     InputChanged: MISMATCH,
@@ -127,15 +170,30 @@ OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
     OSError: TRANSIENT,
     KeyboardInterrupt: INTERRUPTED,
 }
-EXPECTED_ERRORS = (ConfigError, JobError, FileDamaged, OSError, KeyboardInterrupt)  # every other exception is a defect
-PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}  # those without a class of their own
+# Every other exception is a defect.
+EXPECTED_ERRORS = (
+    ConfigError,
+    JobError,
+    FileDamaged,
+    OSError,
+    KeyboardInterrupt,
+)
+# Numbers of OSErrors that have no class of their own.
+PERMANENT_ERRNOS = {
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+}
 
 
 def outcome_of(error: BaseException) -> Outcome:
     """Return the outcome of a command that raised this error."""
     if isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS:
         return CONFIGURATION
-    return next((OUTCOME_BY_ERROR[cls] for cls in type(error).__mro__ if cls in OUTCOME_BY_ERROR), DEFECT)
+    return next(
+        (OUTCOME_BY_ERROR[cls] for cls in type(error).__mro__ if cls in OUTCOME_BY_ERROR), DEFECT
+    )
 
 
 def outcome_by_code(code: int) -> Outcome:

@@ -1,50 +1,45 @@
-"""The layout of an output directory: its data, its records, and the directories of a job that runs in shards.
+"""Names of the files and directories in an output directory, also of a job in shards.
 
-A shard's record (``_lock``, ``_run.json``, ``_SUCCESS`` ...) is in a directory of its own, so that shards share nothing
-while they run. Its rows are in the output's ``data/``, so that readers find the rows of all shards in one place:
+A shard's record (``_lock``, ``_run.json``, ``_SUCCESS`` ...) is in a directory of its own, so that
+shards share nothing while they run. Its rows are in the output's ``data/``, so that readers find
+the rows of all shards in one place:
 
     OUT/_shards.json                            number of shards and configuration, written once
     OUT/_shards/0002-of-0003/_run.json ...      the record of the second shard
     OUT/data/shard-0002-of-0003/part-*.parquet  its rows
     OUT/_run.json, OUT/_SUCCESS ...             the whole output's, by ``eagle-ray finish``
 
-The first shard writes ``_shards.json`` and never changes it. Every later shard compares its own number and
-configuration with that file before it takes its lease, so an output has one of each.
+The first shard writes ``_shards.json`` and never changes it. Every later shard compares its own
+number and configuration with that file before it takes its lease, so an output has one of each.
 
 A run's code names the record's directory ``output``; `data_of` gives the directory of its rows.
 
-Every JSON record is checked when it is read (``config/records.py``). A record that nothing else says is `OutputDamaged`
-if it is damaged; one that can be made again is left out, with a warning.
-
-``_run.json`` names the list of the input files that a run was made from, with their fingerprints:
-``_inputs-<random>.json``. It is a file of its own because every writer reads ``_run.json`` before it publishes: with a
-hundred thousand input files that would be 22 MB for each part file. Another list is another file with a name that was
-never used. So ``_run.json`` names a list that is there and does not change, also after a kill between the two, and what
-a late driver deletes is never the list of a later one.
-
-    manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}, {})
-    manifest["inputs"]
-    # {'files': 1, 'bytes': 12, 'list': '_inputs-5c1f0a9e2b47.json', 'checksum': 2210316158}
+Every JSON record is checked when it is read (``config/records.py``). A record that nothing else
+says is `OutputDamaged` if it is damaged; one that can be made again is left out, with a warning.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
-from eagle_ray.config import JobConfig, changed_keys, config_hash, is_hash_of_another, recorded, upgrade_config
+from eagle_ray.config import (
+    JobConfig,
+    changed_keys,
+    config_hash,
+    is_hash_of_another,
+    recorded,
+    upgrade_config,
+)
 from eagle_ray.config.job import parse_shard
-from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, ShardPlanRecord, check_record
+from eagle_ray.config.records import RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.core.json_text import dump_json
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
 from eagle_ray.runs.row_index import SIZE, Digests
 from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_json_bytes
@@ -53,8 +48,11 @@ from eagle_ray.storage.store import check_bucket, remedy_of
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
 PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
-ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
-CACHE = "_cache"  # of what starts make again without it; shards share it
+STOPPED_FILE = (
+    "_STOPPED.json"  # why a run ended at a bound with rows left; the next start removes it
+)
+ESTIMATE = "_estimate.json"  # `validate --estimate` writes it before the run
+CACHE = "_cache"  # directory of files that a start makes again without it; shards share it
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 SHARD_PLAN = "_shards.json"
@@ -62,11 +60,6 @@ SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
 PLAN_REMEDY = "delete it, and the next shard writes it again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
 _WORD = 8  # bytes of a digest that are read as a number
-INPUTS = "_inputs-{}.json"
-FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself
-NOT_CONTENT = ("digest", "state")  # keys of a fingerprint that do not say when, or as what, a file was written
-
-Fingerprint = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,11 @@ def root_of(output: StoragePath) -> StoragePath:
 
 def data_of(output: StoragePath) -> StoragePath:
     """Return the directory with the rows of a run or of a shard."""
-    return root_of(output) / DATA / f"{SHARD_DATA_PREFIX}{output.name}" if _is_shard(output) else output / DATA
+    return (
+        root_of(output) / DATA / f"{SHARD_DATA_PREFIX}{output.name}"
+        if _is_shard(output)
+        else output / DATA
+    )
 
 
 def _is_shard(output: StoragePath) -> bool:
@@ -134,19 +131,26 @@ def output_of(config: JobConfig) -> StoragePath:
     It is output.path, or the shard's directory below.
     """
     root = named_path("output.path", config.output.path)
-    return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
+    return (
+        shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
+    )
 
 
 @contextmanager
 def wrap_os_errors(output: StoragePath, key: str = "output.path") -> Iterator[None]:
     """Turn an OSError into a ConfigError, or into StorageUnavailable if it may pass.
 
-    key: key of the configuration, which the message names.
+    Args:
+        key: key of the configuration, which the message names.
     """
     try:
         yield
     except OSError as error:
-        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        reason = (
+            "it is not a directory"
+            if isinstance(error, FileExistsError)
+            else error.strerror or error
+        )
         problem = f"{key}: cannot write to {error.filename or output}: {reason}"
         if outcome_of(error).is_transient:
             raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
@@ -164,7 +168,7 @@ def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, A
 def read_record_with_version(
     file: StoragePath, kind: RecordKind, remedy: str
 ) -> tuple[dict[str, Any], int | str] | tuple[None, None]:
-    """Return what read_record does, and the version of the file that held it."""
+    """Return the result of read_record, and the version of the file that it read."""
     try:
         data, stamp = file.read_with_version()
     except FileNotFoundError as error:
@@ -178,10 +182,13 @@ def read_record_with_version(
     return dict(value), stamp.version
 
 
-def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it is made again") -> dict[str, Any] | None:
+def read_derived_record(
+    file: StoragePath, kind: RecordKind, remedy: str = "it is made again"
+) -> dict[str, Any] | None:
     """Return a record that can be made again, or None, with a warning, if it is damaged.
 
-    remedy: what makes it again.
+    Args:
+        remedy: command that makes the record again.
     """
     try:
         return read_record(file, kind, remedy)
@@ -211,11 +218,16 @@ def claim_output(config: JobConfig) -> None:
         return
     shard = JobShard.of(config.execution.shard)
     with wrap_os_errors(root):
-        plan = {"count": shard.count, "config": recorded(config), "config_hash": config_hash(config)}
+        plan = {
+            "count": shard.count,
+            "config": recorded(config),
+            "config_hash": config_hash(config),
+        }
         (root / SHARD_PLAN).create(json_bytes(plan))
         if read_shard_plan(root) is None:
             raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
-        _check_shard(root, shard, config)  # another shard, or a run without shards, that began after the first look
+        # Another shard, or a run without shards, may have begun after the first look.
+        _check_shard(root, shard, config)
 
 
 def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
@@ -225,7 +237,9 @@ def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
             f"{root} is written in {plan['count']} shards, and --shard {shard} has {shard.count}. Use "
             f"--shard i/{plan['count']}. {SHARDS_REMEDY} with {shard.count} shards."
         )
-    if plan is not None and (keys := changed_keys(upgrade_config(plan["config"]), recorded(config))):
+    if plan is not None and (
+        keys := changed_keys(upgrade_config(plan["config"]), recorded(config))
+    ):
         if (written := plan.get("config_hash")) and is_hash_of_another(plan["config"], written):
             reason = "its config is not what config_hash says"
             raise OutputDamaged(f"{root / SHARD_PLAN} is damaged ({reason}): {PLAN_REMEDY}")
@@ -255,11 +269,17 @@ def read_shard_plan(root: StoragePath) -> dict[str, Any] | None:
 
 def _check_unsharded_rows(root: StoragePath, shard: JobShard) -> None:
     """Refuse rows of a run without shards, and records of another number of shards whose plan is lost."""
-    if (root / DATA).glob("*.parquet") or ((root / RUN).exists() and not (root / SHARDS).is_directory()):
-        raise OutputMismatch(f"{root} holds a run without shards, and --shard {shard} is given. {SHARDS_REMEDY}.")
+    if (root / DATA).glob("*.parquet") or (
+        (root / RUN).exists() and not (root / SHARDS).is_directory()
+    ):
+        raise OutputMismatch(
+            f"{root} holds a run without shards, and --shard {shard} is given. {SHARDS_REMEDY}."
+        )
     others = [name for name in _shard_names(root) if not name.endswith(f"-of-{shard.count:04d}")]
     if others:
-        raise OutputMismatch(f"{root} holds shard {others[0]}, and --shard {shard} is given. {SHARDS_REMEDY}.")
+        raise OutputMismatch(
+            f"{root} holds shard {others[0]}, and --shard {shard} is given. {SHARDS_REMEDY}."
+        )
 
 
 def _shard_names(root: StoragePath) -> list[str]:
@@ -269,92 +289,3 @@ def _shard_names(root: StoragePath) -> list[str]:
 def shard_outputs(root: StoragePath, count: int) -> dict[JobShard, StoragePath]:
     """Return the directory of each shard's record."""
     return {shard: shard_output(root, shard) for shard in JobShard.all_of(count)}
-
-
-def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """Return the fingerprints by path. Raises OutputDamaged if the list is gone or is not the one that was written."""
-    noted = manifest["inputs"]
-    if manifest.get("format_version") == FORMAT_WITH_INPUTS:
-        return _checked(output, output / RUN, FingerprintsRecord, noted)
-    name = _name_in(noted)
-    if name is None:
-        raise _damaged(output, output / RUN, "it names no list of its input files")
-    _checked(output, output / RUN, InputListRecord, noted)
-    try:
-        data = (output / name).read_bytes()
-    except FileNotFoundError as error:
-        check_bucket(error)
-        raise _damaged(output, output / name, "it is gone") from None
-    try:
-        value = parse_json_bytes(data)
-    except ValueError as error:
-        raise _damaged(output, output / name, one_line(error)) from None
-    inputs = _checked(output, output / name, FingerprintsRecord, value)
-    if noted.get("checksum", zlib.crc32(data)) != zlib.crc32(data) or _totals(inputs).items() - noted.items():
-        raise _damaged(output, output / name, "it is not what was written")
-    return inputs
-
-
-def _checked(output: StoragePath, file: StoragePath, kind: RecordKind, value: Any) -> dict[str, Any]:
-    try:
-        check_record(kind, value)
-    except ValueError as error:
-        raise _damaged(output, file, str(error)) from None
-    return dict(value)
-
-
-def _name_in(noted: Any) -> str | None:
-    name = noted.get("list") if isinstance(noted, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def _totals(inputs: Mapping[str, Fingerprint]) -> dict[str, int]:
-    return {"files": len(inputs), "bytes": sum(each["size"] for each in inputs.values())}
-
-
-def _damaged(output: StoragePath, file: StoragePath, reason: str) -> OutputDamaged:
-    return OutputDamaged(
-        f"{file} is damaged ({reason}). It has the input files of {output}: put it back from a copy, record them as "
-        "they are now with eagle-ray repair, or choose another output.path."
-    )
-
-
-def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint], noted: Any) -> dict[str, Any]:
-    """Write the list, unless it is the one that is noted, and return what ``_run.json`` has of it.
-
-    noted: what ``_run.json`` had of the last one.
-    """
-    data = dump_json(inputs, separators=(",", ":")).encode()
-    name = _name_in(noted)
-    if name is None or not (output / name).exists() or (output / name).read_bytes() != data:
-        name = INPUTS.format(uuid4().hex[:12])
-        (output / name).write_atomic(data)
-    return _totals(inputs) | {"list": name, "checksum": zlib.crc32(data)}
-
-
-def input_lists(output: StoragePath) -> list[StoragePath]:
-    """Return the lists that are there: the current one, and those of attempts that were killed."""
-    return output.glob(INPUTS.format("*"))
-
-
-def changed_files(recorded: Mapping[str, Fingerprint], current: Mapping[str, Fingerprint]) -> str:
-    """Return the files that are not as they are recorded, with what changed of each; empty if none. New files are not
-    among them.
-    """
-    changes = {path: what_changed(recorded.get(path, now), now) for path, now in current.items()}
-    return ", ".join(f"{path} ({change})" for path, change in changes.items() if change)
-
-
-def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
-    """Return what changed, or None."""
-    if was["size"] != now["size"]:
-        return f"{was['size']:,} bytes then, {now['size']:,} now"
-    if "digest" in was and "digest" in now:
-        return None if was["digest"] == now["digest"] else "its content"
-    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
-    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
-
-
-def content_of(fingerprint: Fingerprint) -> str:
-    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
-    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"

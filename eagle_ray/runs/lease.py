@@ -1,12 +1,13 @@
 """Lease: one process at a time works on a run directory, a driver on a job's output or an endpoint on its batch.
 
-Locally it is a file lock of the operating system, which ends with its process. In a bucket it is an object that its
-holder rewrites every few seconds (heartbeat). Every change of that object is a compare-and-swap on the version that
-was read.
+Locally it is a file lock of the operating system, which ends with its process. In a bucket it is an
+object that its holder rewrites every few seconds (heartbeat). Every change of that object is a
+compare-and-swap on the version that was read.
 
-A process that finds such an object watches it by its own clock, since no two machines agree on the time. One change may
-be a late PUT of a dead holder, so it only restarts the clock; a second change proves a live holder. An object without a
-change for LEASE_S is taken over; at once if its holder was a process of this machine that has ended.
+A process that finds such an object watches it by its own clock, since no two machines agree on the
+time. One change may be a late PUT of a dead holder, so it only restarts the clock; a second change
+proves a live holder. An object without a change for LEASE_S is taken over; at once if its holder
+was a process of this machine that has ended.
 
 A holder that cannot renew its lease does not stop at once. Why that is safe:
 - To take the lease over, another process must write its own token into the object. So if the object still holds our
@@ -21,7 +22,8 @@ After OUTAGE_S the holder gives up with a transient error.
     with hold(StoragePath.of("s3://bucket/runs/a"), on_loss=interrupt) as lease:
         lease.check()
 
-A start makes its checks before it takes the lease, so that a refusal changes nothing, not even the lock:
+A start makes its checks before it takes the lease, so that a refusal changes nothing, not even the
+lock:
 
     lease = free_lease(output)       # raises OutputLocked
     ...                              # reads, and may raise
@@ -37,19 +39,24 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 
-import psutil
-
-from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
+from eagle_ray.runs.job_errors import (
+    FencedError,
+    JobError,
+    OutputDamaged,
+    OutputLocked,
+    StorageUnavailable,
+)
 from eagle_ray.runs.layout import RUN, wrap_os_errors
+from eagle_ray.runs.process_identity import Process, boot_id
 from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
-from eagle_ray.storage.store import FileVersion, check_bucket, disable_extended_retries, is_bucket_missing
+from eagle_ray.storage.retries import disable_extended_retries
+from eagle_ray.storage.store import FileVersion, check_bucket, is_bucket_missing
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
@@ -57,13 +64,10 @@ LEASE_S = 30.0  # a lease that stays the same for so long is stale
 HEARTBEAT_S = 5.0
 SELF_FENCE_S = 22.0  # a holder that could not renew for so long publishes nothing, before a take-over is possible
 OUTAGE_S = 600.0  # a holder that could not renew for so long stops
-POLL_S = 1.0
+LEASE_POLL_S = 1.0
 CHANGES_OF_THE_LIVING = 2  # a dead holder may have one PUT under way, no more
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
-MAX_LOCK_BYTES = 1024  # of a lock file: the name of a process
-
-SAME_START_S = 1.5  # start times of one process that are read at different times: the system's are rounded
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MAX_LOCK_BYTES = 1024  # bytes of a lock file: the name of a process
 
 
 def do_nothing() -> None:
@@ -72,14 +76,17 @@ def do_nothing() -> None:
 
 @contextmanager
 def hold(
-    output: StoragePath, on_loss: Callable[[], None] = do_nothing, after_loss: Callable[[], None] = do_nothing
+    output: StoragePath,
+    on_loss: Callable[[], None] = do_nothing,
+    after_loss: Callable[[], None] = do_nothing,
 ) -> Iterator[Lease]:
     """Hold the lease of a run directory, which is created if missing. Raises OutputLocked if another process holds it.
 
     If the lease is lost, leaving the context raises the reason.
 
     Args:
-        on_loss: called from another thread when the lease is lost; ends what this process does in the context.
+        on_loss: called from another thread when the lease is lost; ends what this process does in
+            the context.
         after_loss: called right before the reason is raised; ends the effect of on_loss.
     """
     with hold_lease(Lease.of(output, on_loss), after_loss) as lease:
@@ -114,16 +121,17 @@ def hold_lease(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Ite
 class Lease:
     """The lease of one run directory: a file lock.
 
-    Keep the object between tries, because it remembers since when another process has given no sign of life. It can be
-    taken again after its release. Methods block on storage and raise OSError if it fails.
+    Keep the object between tries, because it remembers since when another process has given no sign
+    of life. It can be taken again after its release. Methods block on storage and raise OSError if
+    it fails.
     """
 
     def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
         self.output, self.on_loss = output, on_loss
         self.lost: JobError | None = None
-        self.holder = ""  # of another process, as the last try has found it
+        self.holder = ""  # name of another process, as the last try has found it
         self._handle: int | None = None
-        self._content = b""  # of the lock file before this process took it
+        self._content = b""  # content of the lock file before this process took it
         self._is_new = False  # whether this process has made the lock file
 
     @staticmethod
@@ -131,7 +139,7 @@ class Lease:
         return (Lease if output.is_local else BucketLease)(output, on_loss)
 
     def try_take(self) -> bool:
-        """Take the lease if it is free or stale; return whether this process holds it. Does not wait."""
+        """Take the lease if it is free or stale. Return whether this process holds it. Does not wait."""
         self.output.make_directory()
         path = str(self.output / LOCK)
         is_new = not os.path.exists(path)
@@ -183,11 +191,18 @@ class Lease:
         while not attempt():
             if self.is_holder_alive():
                 holder = self.holder or "another driver"
-                raise OutputLocked(f"{self.output} is being written by {holder}: wait for it to end")
+                raise OutputLocked(
+                    f"{self.output} is being written by {holder}: wait for it to end"
+                )
             if not is_waiting:
-                log.info("%s is held by %s: waiting %.0f s for a sign of life", self.output, self.holder, LEASE_S)
+                log.info(
+                    "%s is held by %s: waiting %.0f s for a sign of life",
+                    self.output,
+                    self.holder,
+                    LEASE_S,
+                )
             is_waiting = True
-            time.sleep(POLL_S)
+            time.sleep(LEASE_POLL_S)
 
     def is_holder_alive(self) -> bool:
         """Return whether the process that the last try has found is known to be alive."""
@@ -199,8 +214,8 @@ class Lease:
     def release(self) -> None:
         """Give the lease back if this process holds it. A bucket that does not answer keeps it until it is stale.
 
-        The lock file has its former content again, and one that was made here goes if no run has begun, so that a start
-        that was refused leaves no trace.
+        The lock file has its former content again, and one that was made here goes if no run has
+        begun, so that a start that was refused leaves no trace.
         """
         if self._handle is not None:
             with suppress(OSError):
@@ -214,7 +229,8 @@ class Lease:
 class BucketLease(Lease):
     """A lease in a bucket. While it is held, one thread renews it and another watches the clock.
 
-    The object is never deleted: when released it names no holder, so every change is a compare-and-swap.
+    The object is never deleted: when released it names no holder, so every change is a
+    compare-and-swap.
     """
 
     def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
@@ -232,14 +248,16 @@ class BucketLease(Lease):
         if not is_free or not self._write(stamp):
             return False
         if self._seen is not None:
-            log.info("%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder)
+            log.info(
+                "%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder
+            )
         return self._begin()
 
     def is_free(self) -> bool:
         return self._look()[0]
 
     def _look(self) -> tuple[bool, FileVersion | None]:
-        """Return whether the lease is free or stale, and its version; None if there is no object."""
+        """Return whether the lease is free or stale, and its version; None if the object does not exist."""
         try:
             record, stamp = self._read()
         except FileNotFoundError as error:
@@ -263,7 +281,7 @@ class BucketLease(Lease):
 
     def check(self) -> None:
         while self.lost is None and self._age() > SELF_FENCE_S:
-            time.sleep(POLL_S)
+            time.sleep(LEASE_POLL_S)
         if self.lost is not None:
             raise self.lost
 
@@ -278,7 +296,9 @@ class BucketLease(Lease):
 
     def _begin(self) -> bool:
         self._seen, self.lost, self._closing = None, None, threading.Event()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)
+        ]
         for thread in self._threads:
             thread.start()
         return True
@@ -293,7 +313,11 @@ class BucketLease(Lease):
             try:
                 record, stamp = self._read()
                 if record["token"] != self._token or not self._write(stamp):
-                    self._lose(FencedError(f"{record['holder'] or 'another driver'} has taken {self.output} over"))
+                    self._lose(
+                        FencedError(
+                            f"{record['holder'] or 'another driver'} has taken {self.output} over"
+                        )
+                    )
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and not is_bucket_missing(error):
                     self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
@@ -302,10 +326,12 @@ class BucketLease(Lease):
 
     def _watch(self) -> None:
         is_waiting = False
-        while not self._closing.wait(POLL_S):
+        while not self._closing.wait(LEASE_POLL_S):
             age = self._age()
             if age > OUTAGE_S:
-                self._lose(StorageUnavailable(f"{self._file} could not be written for {OUTAGE_S:.0f} s"))
+                self._lose(
+                    StorageUnavailable(f"{self._file} could not be written for {OUTAGE_S:.0f} s")
+                )
             elif age > SELF_FENCE_S and not is_waiting:
                 is_waiting = True
                 log.warning(
@@ -320,14 +346,18 @@ class BucketLease(Lease):
                 log.warning("%s is renewed; no other driver has taken it: going on", self._file)
 
     def _write(self, stamp: FileVersion | None) -> bool:
-        """Write our token if the lease is unchanged since it was read (None: if there is no object); return whether it
-        was.
+        """Write our token if the lease is unchanged since it was read (None: if there is no
+        object); return whether it was.
         """
         began = time.monotonic()
         self._beats += 1  # no two beats are the same: each has its own ETag
         facts = {"holder": _myself(), "token": self._token, "beat": self._beats}
         content = json_bytes(facts | {"process": asdict(Process.current()), "boot": boot_id()})
-        written = self._file.create(content) if stamp is None else self._file.replace(content, stamp.version)
+        written = (
+            self._file.create(content)
+            if stamp is None
+            else self._file.replace(content, stamp.version)
+        )
         if written is not None:
             self._version, self._written_at = written.version, began
         return written is not None
@@ -370,89 +400,20 @@ class Watched:
         if stamp != self.stamp:
             self.stamp, self.since = stamp, time.monotonic()
             self.num_changes += 1
-        self.is_alive = self.is_alive or token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING
+        self.is_alive = (
+            self.is_alive or token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING
+        )
 
     def is_stale(self) -> bool:
         return time.monotonic() - self.since >= LEASE_S
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """An identity of a process on a machine, by which another process there can tell whether it still runs.
-
-    PIDs are reused, so a PID alone does not identify a process.
-
-    Attributes:
-        pids: the PID namespace, since containers may share a host's name but not its processes.
-        started: when it started, in ticks since the machine did; None if it had ended then.
-
-    >>> Process.current().is_gone()
-    False
-    """
-
-    host: str
-    pids: str
-    pid: int
-    started: str | None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Process:
-        """Return the process of a record, which a newer version may have written with more in it."""
-        return cls(**{each.name: record[each.name] for each in fields(cls)})
-
-    @classmethod
-    def current(cls) -> Process:
-        return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
-
-    def is_gone(self) -> bool | None:
-        """Return whether the process has ended; None if it runs, or ran, elsewhere, or nothing says when it started."""
-        if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
-            return None
-        now = _start_time(self.pid)
-        if now is None or self.started is None:
-            return now != self.started
-        try:
-            return abs(int(now) - int(self.started)) > SAME_START_S * TICKS_PER_S
-        except ValueError:  # a date: macOS, of an earlier version
-            return None
-
-
-def process_name(pid: int) -> str:
-    """Return the name of a process of this machine, as in rows and messages."""
-    return f"{socket.gethostname()}:{pid}"
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        return ""
-
-
-def _start_time(pid: int) -> str | None:
-    """Return the start time, or None if there is no such process or only a zombie."""
-    try:
-        process = psutil.Process(pid)
-        has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return None if has_ended else str(round((process.create_time() - psutil.boot_time()) * TICKS_PER_S))
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _has_ended_here(record: dict[str, Any]) -> bool:
     """Return whether the holder was a process of this machine, since its last start, that has ended."""
     try:
         return record["boot"] == boot_id() != "" and Process.of(record["process"]).is_gone() is True
-    except (KeyError, TypeError):  # of an earlier version, or not a lease of ours
+    except (KeyError, TypeError):  # a lease of an earlier version, or not one of ours
         return False
-
-
-def boot_id() -> str:
-    """Return what the system names this start of the machine: machines may share a host name. Empty if not Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _is_at(path: str, handle: int) -> bool:

@@ -1,8 +1,8 @@
-"""OutputIndex: which ids are done, read from the files in ``OUT/data``.
+"""OutputIndex: the ids that are complete in the files of ``OUT/data``.
 
-An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the run's index until
-the file changes. Duplicates of an id are removed. Reading changes nothing; `save` writes what was read into the run's
-index.
+An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the
+run's index until the file changes. Duplicates of an id are removed. Reading changes nothing; `save`
+writes what was read into the run's index.
 
     index = OutputIndex.read(run.data, run.output / INDEX)
     count_done(plan.rows, index).num_done                       # 480
@@ -23,7 +23,7 @@ from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.part_files import attempt_of, check_part, open_part, part_files, read_columns
 from eagle_ray.runs.row_index import (
-    EMPTY,
+    NO_DIGESTS,
     Digests,
     IndexDamaged,
     Segment,
@@ -46,10 +46,14 @@ from eagle_ray.runs.row_index import (
 )
 from eagle_ray.storage.path import StoragePath
 
-FILE = "output.json"
-KIND = "output"
-VERSION = 1
-NO_ROWS: Table = {"id": EMPTY, "file": np.empty(0, np.uint32), "rows": np.empty(0, np.uint32)}
+OUTPUT_FILE = "output.json"
+OUTPUT_KIND = "output"
+OUTPUT_VERSION = 1
+NO_OUTPUT_ROWS: Table = {
+    "id": NO_DIGESTS,
+    "file": np.empty(0, np.uint32),
+    "rows": np.empty(0, np.uint32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class OutputIndex:
 
     Attributes:
         files: in the order in which they were made.
-        tables: rows sorted by id within each table: an id, the number of a file, and the rows of the id there.
+        tables: rows sorted by id within each table: an id, the number of a file, and the rows of
+            the id there.
         ranks: by number of a file: its index in `files`, or -1 for a file that changed or is gone.
         unknown: those of `files` that the index did not have, in any state.
         known: the index of the files.
@@ -72,31 +77,51 @@ class OutputIndex:
 
     @classmethod
     def read(
-        cls, data: StoragePath, directory: StoragePath | None = None, ignored: Container[StoragePath] = ()
+        cls,
+        data: StoragePath,
+        directory: StoragePath | None = None,
+        ignored: Container[StoragePath] = (),
     ) -> OutputIndex:
         """Read the files, or from an index directory what it has of them. Nothing is written there.
 
-        Only the ids of a file are read. A file that changed since it was indexed may be damaged, so it is read whole.
+        Only the ids of a file are read. A file that changed since it was indexed may be damaged, so
+        it is read whole.
 
-        ignored: files that are not read. Raises OutputMismatch for a file of another major version or of another
-        program, and OutputDamaged for a damaged file.
+        Args:
+            ignored: files that are not read.
+
+        Raises:
+            OutputMismatch: a file is of another major version or of another program.
+            OutputDamaged: a file is damaged.
         """
         states = data.list_states("**/*.parquet")
         files = [file for file in part_files(data) if file in states and file not in ignored]
         known = KnownFiles() if directory is None else KnownFiles.load(directory, data)
-        numbers = {file: number for file in files if (number := known.number_of(file, states[file])) is not None}
-        new = [file for file in files if file not in numbers]
+
+        # Files that the index has in this state keep their numbers; all others are read.
+        numbers = {}
+        new = []
+        for file in files:
+            number = known.number_of(file, states[file])
+            if number is None:
+                new.append(file)
+            else:
+                numbers[file] = number
         for file in sorted(known.files.keys() & set(new)):
             check_part(file)
         unknown = [file for file in new if file not in known.files]
-        numbers |= {file: known.next_number + i for i, file in enumerate(new)}
+        for i, file in enumerate(new):
+            numbers[file] = known.next_number + i
         next_number = known.next_number + len(new)
+
         added = (rows_by_id(file, numbers[file]) for file in new)
         if directory is None:
-            tables = [sorted_by_id(join(list(added), NO_ROWS))]
+            tables = [sorted_by_id(join(list(added), NO_OUTPUT_ROWS))]
         else:
-            known = known.with_files({file: (numbers[file], states[file]) for file in files}, added)
+            entries = {file: (numbers[file], states[file]) for file in files}
+            known = known.with_files(entries, added)
             tables = known.tables
+
         ranks = np.full(next_number, -1)
         for rank, file in enumerate(files):
             ranks[numbers[file]] = rank
@@ -108,7 +133,9 @@ class OutputIndex:
 
     @property
     def num_rows(self) -> int:
-        return sum(int(table["rows"][self.ranks[table["file"]] >= 0].sum()) for table in self.tables)
+        return sum(
+            int(table["rows"][self.ranks[table["file"]] >= 0].sum()) for table in self.tables
+        )
 
     @property
     def num_entries(self) -> int:
@@ -118,22 +145,24 @@ class OutputIndex:
     def by_range(self, parts: int) -> Iterator[Table]:
         """Yield the entries of each range of ids, sorted by id. Column file is the index in `files`."""
         for tables in ranges(self.tables, parts):
-            whole = sorted_by_id(join(tables, NO_ROWS))
+            whole = sorted_by_id(join(tables, NO_OUTPUT_ROWS))
             whole["file"] = self.ranks[whole["file"]]
             yield take(whole, whole["file"] >= 0)
 
     def find(self, ids: Digests) -> Table:
         """Return the entries of these ids, sorted by id. Column file is the index in `files`."""
         wanted = np.sort(ids)
-        entries = [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
-        whole = sorted_by_id(join(entries, NO_ROWS))
+        entries = (
+            [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
+        )
+        whole = sorted_by_id(join(entries, NO_OUTPUT_ROWS))
         whole["file"] = self.ranks[whole["file"]]
         return take(whole, whole["file"] >= 0)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFiles:
-    """The index on disk, and what was read since.
+    """The index on disk, and the files that were read since it was written.
 
     Attributes:
         files: number and state of each file, by path.
@@ -153,10 +182,10 @@ class KnownFiles:
 
     @classmethod
     def load(cls, directory: StoragePath, data: StoragePath) -> KnownFiles:
-        """Return what the index has; nothing if it cannot be used."""
-        facts = read_index_file(directory / FILE)
+        """Load the index, or an empty one if it is unusable."""
+        facts = read_index_file(directory / OUTPUT_FILE)
         try:
-            if facts is None or facts["version"] != VERSION:
+            if facts is None or facts["version"] != OUTPUT_VERSION:
                 return cls()
             files = {data / name: (number, state) for name, number, state in facts["files"]}
             segments = [(directory, segment) for segment in segments_in(facts["segments"])]
@@ -169,13 +198,15 @@ class KnownFiles:
         number, known_state = self.files.get(file, (None, ""))
         return number if known_state == state else None
 
-    def with_files(self, files: dict[StoragePath, tuple[int, str]], added: Iterable[Table]) -> KnownFiles:
+    def with_files(
+        self, files: dict[StoragePath, tuple[int, str]], added: Iterable[Table]
+    ) -> KnownFiles:
         """Return the index of these files. The rows of those that it lacks are `added`; they go to temporary files."""
         if files == self.files:
             return self
         temporary = tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
         directory = StoragePath.of(temporary.name)
-        new = [(directory, segment) for segment in write_rows(directory, KIND, added)]
+        new = [(directory, segment) for segment in write_rows(directory, OUTPUT_KIND, added)]
         numbers = [number + 1 for number, _ in files.values()]
         return KnownFiles(
             files=files,
@@ -190,22 +221,30 @@ class KnownFiles:
         if self.is_saved:
             return
         segments = self._segments_in(directory)
-        names = [(str(file.text.removeprefix(data.text + "/")), *entry) for file, entry in self.files.items()]
+        names = [
+            (str(file.text.removeprefix(data.text + "/")), *entry)
+            for file, entry in self.files.items()
+        ]
         facts = {
-            "version": VERSION,
+            "version": OUTPUT_VERSION,
             "next_number": self.next_number,
             "files": names,
             "segments": [segment.as_json() for segment in segments],
         }
-        write_facts(directory / FILE, facts)
-        remove_unused(directory, KIND, segments)
+        write_facts(directory / OUTPUT_FILE, facts)
+        remove_unused(directory, OUTPUT_KIND, segments)
 
     def _segments_in(self, directory: StoragePath) -> list[Segment]:
         """Write the segments that are elsewhere into the directory, or all rows as few segments. Return them all."""
-        if has_many_segments(len(self.segments), sum(segment.num_rows for _, segment in self.segments)):
+        if has_many_segments(
+            len(self.segments), sum(segment.num_rows for _, segment in self.segments)
+        ):
             numbers = [number for number, _ in self.files.values()]
-            alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(self.tables, NO_ROWS))
-            return write_rows(directory, KIND, alive)
+            alive = (
+                take(table, np.isin(table["file"], numbers))
+                for table in joined_ranges(self.tables, NO_OUTPUT_ROWS)
+            )
+            return write_rows(directory, OUTPUT_KIND, alive)
         for place, segment in self.segments:
             if place != directory:
                 (directory / segment.name).write_atomic((place / segment.name).read_bytes())
@@ -217,18 +256,25 @@ def _tables_of(segments: Iterable[tuple[StoragePath, Segment]]) -> list[Table]:
 
 
 def excess_in(table: Table, is_complete: np.ndarray) -> Table:
-    """Return the entries to remove so that every id is complete in one file. table: sorted by id.
+    """Return the entries to remove so that every id is complete in one file.
 
     The newest of several complete copies stays; without a complete one, the oldest.
+
+    Args:
+        table: entries sorted by id.
     """
     twice = duplicates(table["id"])  # as a rule none
     some = np.flatnonzero(isin(table["id"], twice))
-    ids, files = table["id"][some], table["file"][some]
+    ids = table["id"][some]
+    files = table["file"][some]
+
+    # The best copy of an id comes last.
     merit = np.where(is_complete[some], files, -1 - files)
     order = np.lexsort((merit, ids))
-    ids, files = ids[order], files[order]
-    extra = np.append(ids[:-1] == ids[1:], False)[: len(ids)]  # all but the last, and best, of each id
-    return {"id": ids[extra], "file": files[extra]}
+    ids = ids[order]
+    files = files[order]
+    has_better = np.append(ids[:-1] == ids[1:], False)[: len(ids)]
+    return {"id": ids[has_better], "file": files[has_better]}
 
 
 def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
@@ -240,11 +286,13 @@ def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
 def error_ids(file: StoragePath) -> Digests:
     """Return the sorted ids of error rows in this file. Raises as OutputIndex.read does."""
     table = _columns_in(file, ["request_id", "status"])
-    return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
+    return np.unique(
+        digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist())
+    )
 
 
 def own_files(data: StoragePath) -> list[StoragePath]:
-    """Return every Parquet file of a run, whatever its version. Raises OutputMismatch for files of other programs."""
+    """Return all Parquet files of a run. Raises OutputMismatch if there are files of other programs."""
     files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
         raise OutputMismatch(

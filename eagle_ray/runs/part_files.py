@@ -1,234 +1,35 @@
-"""The part files of an output: their names, reading their columns, and the directories of Hive partitions.
+"""Names of an output's part files, and functions that read their columns.
 
-A file is named after the attempt and the task that made it. One function opens them all, one file in memory at a time,
-and names a file that is damaged:
+A file is named after the attempt and the task that made it. One function opens them all, one file
+in memory at a time, and names a file that is damaged:
 
     for table in read_tables(run.data, ["request_id", "text"]):
         print(table["text"][0])
 
-It may be in partition directories, named after the values of chosen columns, such as
-``data/split=train/lang=de/part-001-000007.parquet``: values are percent-encoded; null is Hive's own word. A column
-that names a directory is not in the files below it, as in Hive and Spark: DuckDB reads either way, but pandas
-refuses a text column that is in both. Readers guess types from text: DuckDB's ``hive_types_autocast=false`` keeps
-text; pandas needs ``partitioning=pyarrow.dataset.partitioning(flavor="hive")`` for null values. The original type is
-in the file's metadata, and ``read_tables`` restores it. An id's samples are in one file, so only columns
-that are equal for all samples of a row can partition.
-
-    >>> table = pa.table({"text": ["Hallo", "Hi", "?"], "lang": ["de", "en", None]})
-    >>> [(directory, rows.num_rows) for directory, rows in Partitions(("lang",)).split(table)]
-    [('lang=de', 1), ('lang=en', 1), ('lang=__HIVE_DEFAULT_PARTITION__', 1)]
+It may be in partition directories, named after the values of chosen columns (`partitions.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote, unquote
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import location_text
-from eagle_ray.requests.row_schema import ADDED_COLUMNS, JSON, OUTPUT_FIELDS, missing_columns, output_schema
-from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
+from eagle_ray.requests.row_schema import (
+    ADDED_COLUMNS,
+    OUTPUT_FIELDS,
+    missing_columns,
+    output_schema,
+)
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.partitions import partition_types, with_partition_columns
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet, parquet_bytes
 from eagle_ray.storage.path import StoragePath
 
-HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-MAX_NAME_BYTES = 255  # bytes; names are percent-encoded, so as many characters
-TYPES_KEY = b"eagle_ray.partition_types"
-# Of the job's own columns, those that are the same for all samples of a row and tell rows apart usefully.
-PARTITION_COLUMNS = (
-    "source_file",
-    "run_id",
-    "attempt",
-    "status",
-    "error_code",
-    "target_model",
-    "draft_model",
-    "method",
-    "config_hash",
-)
-NAMING_TYPES = (  # carried columns of other types make no names, or names without a way back
-    pa.types.is_null,
-    pa.types.is_boolean,
-    pa.types.is_integer,
-    pa.types.is_decimal,
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_date,
-    pa.types.is_timestamp,
-)
-DROP_COLUMN_REMEDY = "leave the column out, with another output.path"
-CHOOSE_COLUMN_REMEDY = f"choose a carried column or one of {', '.join(PARTITION_COLUMNS)}"
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
-
-
-@dataclass(frozen=True, slots=True)
-class Partitions:
-    """Columns that name directories.
-
-    Attributes:
-        columns: from the outermost directory to the innermost; none for no directories.
-        types: types of carried columns.
-    """
-
-    columns: tuple[str, ...] = ()
-    types: Mapping[str, pa.DataType] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, columns: Iterable[str], carried_types: Mapping[str, pa.DataType]) -> Partitions:
-        """Return the partitions of a job. Raises ConfigError for an unsuitable column."""
-        for name in columns:
-            if name not in PARTITION_COLUMNS:
-                _check_carried(name, carried_types)
-        if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
-            raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
-        return cls(tuple(columns), dict(carried_types))
-
-    def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError naming the first row with a value that makes too long a name, or one that cannot be read.
-
-        Checked before the start, since an error row would be in that very directory.
-        """
-        names = [name for name in self.columns if name not in PARTITION_COLUMNS or name == "source_file"]
-        for request in requests if names else ():
-            for name in names:
-                value = request[name]
-                if isinstance(value, str) and not _is_readable(value, self.types.get(name)):
-                    raise ConfigError(
-                        f"{location_text(request)}: output.partition_by: the value {value} of column {name!r} cannot "
-                        f"be read back from a directory's name: change it, or {DROP_COLUMN_REMEDY}"
-                    )
-                if isinstance(value, str) and _is_too_long(name, value):
-                    raise ConfigError(
-                        f"{location_text(request)}: {_too_long_message(name, value)}: "
-                        f"shorten it, or {DROP_COLUMN_REMEDY}"
-                    )
-
-    def split(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-        """Yield each directory and its rows without partition columns, in the order of first appearance."""
-        if not self.columns:
-            yield "", table
-            return
-        stored = _with_partition_types(table.drop_columns(list(self.columns)), table.schema, self.columns)
-        directories = self._directories(table)
-        for directory in pc.unique(directories).to_pylist():
-            yield directory, stored.filter(pc.equal(directories, directory))
-
-    def _directories(self, table: pa.Table) -> pa.Array:
-        columns = [(quote(name, safe=""), _texts(table[name])) for name in self.columns]
-        parts = [[_directory_name(name, value) for value in values] for name, values in columns]
-        return pa.array(["/".join(row) for row in zip(*parts, strict=True)], pa.string())
-
-
-def partition_values(path: str) -> dict[str, str | None]:
-    """Return the columns and values in a path's directory names."""
-    pairs = [part.partition("=") for part in path.split("/")[:-1] if part.find("=") > 0]
-    return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, _, value in pairs}
-
-
-def partition_types(schema: pa.Schema) -> pa.Schema:
-    """Return the file's partition columns with their types."""
-    noted = (schema.metadata or {}).get(TYPES_KEY)
-    return pa.ipc.read_schema(pa.py_buffer(noted)) if noted else pa.schema([])
-
-
-def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
-    """Return the file's rows with its partition columns in these types. Raises OutputMismatch if its directories do not
-    give their values.
-    """
-    values = partition_values(path)
-    for field in types:
-        try:
-            column = pa.repeat(pa.scalar(values[field.name], pa.string()), len(table)).cast(field.type)
-        except (KeyError, pa.ArrowException):
-            raise OutputMismatch(
-                f"{path}: its directories give its column {field.name!r} no value of type {field.type}. Put it back "
-                "where the run wrote it; if it is there, an older release wrote it, and its run must be made again "
-                "without that column in output.partition_by."
-            ) from None
-        table = table.append_column(field, column)
-    return table
-
-
-def _with_partition_types(table: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
-    types = pa.schema([schema.field(name) for name in columns]).serialize().to_pybytes()
-    return table.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
-
-
-def _texts(column: pa.ChunkedArray) -> list[str | None]:
-    """Return the values as text. Times with a zone are UTC, since a zone's early offsets have seconds."""
-    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
-        column = column.cast(pa.timestamp(column.type.unit, "UTC"))
-    return column.cast(pa.string()).to_pylist()
-
-
-def _is_readable(text: str, type_: pa.DataType | None) -> bool:
-    """Return whether Arrow reads the text of a date or time, as it does for the years 0 to 9999."""
-    if type_ is None or not pa.types.is_temporal(type_):
-        return True
-    try:
-        pa.scalar(text).cast(type_)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _directory_name(name: str, value: str | None) -> str:
-    """Return the encoded directory name. Raises ConfigError if it is too long for file systems."""
-    directory = f"{name}={_encode(value)}"
-    if len(directory) > MAX_NAME_BYTES:
-        raise ConfigError(f"{_too_long_message(unquote(name), value or '')}: {DROP_COLUMN_REMEDY}")
-    return directory
-
-
-def _is_too_long(name: str, value: str) -> bool:
-    return len(f"{quote(name, safe='')}={_encode(value)}") > MAX_NAME_BYTES
-
-
-def _too_long_message(name: str, value: str) -> str:
-    preview = f"{value[:40]!r}..., {len(value)} characters"
-    return f"output.partition_by: a value of column {name!r} is too long for a directory's name ({preview})"
-
-
-def _encode(value: str | None) -> str:
-    """Percent-encode a value, so that it never equals Hive's word for null."""
-    if value is None:
-        return HIVE_NULL
-    return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
-
-
-def _check_carried(name: str, types: Mapping[str, pa.DataType]) -> None:
-    if name in {field.name for field in OUTPUT_FIELDS}:
-        raise ConfigError(
-            f"output.partition_by: {name!r} differs between samples or names too many files: {CHOOSE_COLUMN_REMEDY}"
-        )
-    if name not in types:
-        near = difflib.get_close_matches(name, [*PARTITION_COLUMNS, *types], 1)
-        hint = f"did you mean {near[0]}?" if near else CHOOSE_COLUMN_REMEDY
-        raise ConfigError(f"output.partition_by: the output has no column {name!r}; {hint}")
-    type_ = types[name]
-    if type_ == JSON or pa.types.is_nested(type_):
-        raise ConfigError(f"output.partition_by: {name!r} holds lists, objects or mixed values: {CHOOSE_COLUMN_REMEDY}")
-    if not _comes_back(type_):
-        raise ConfigError(
-            f"output.partition_by: {name!r} is of type {type_}, whose values make no names: {CHOOSE_COLUMN_REMEDY}"
-        )
-
-
-def _comes_back(type_: pa.DataType) -> bool:
-    """Return whether Arrow reads values of this type from their text, which is not so for times of day and bytes."""
-    if pa.types.is_dictionary(type_):
-        return _comes_back(type_.value_type)
-    return any(is_type(type_) for is_type in NAMING_TYPES)
 
 
 def part_name(attempt: int, task: int) -> str:
@@ -243,7 +44,9 @@ def attempt_of(file: StoragePath) -> int | None:
 
 def part_files(data: StoragePath) -> list[StoragePath]:
     """Return every Parquet file below, in the order in which they were made."""
-    return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
+    return sorted(
+        data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file)
+    )
 
 
 @contextmanager
@@ -275,7 +78,7 @@ def read_columns(parquet: pq.ParquetFile, columns: list[str] | None = None) -> p
 
 
 def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield these columns of every file, as read_part returns them."""
+    """Yield these columns of every file, read by read_part."""
     for file in part_files(data):
         yield read_part(file, columns)
 
@@ -285,12 +88,20 @@ def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
 
     Raises OutputDamaged.
     """
-    added = {field.name: field.type for field in OUTPUT_FIELDS if field.name in ADDED_COLUMNS and field.name in columns}
+    added = {
+        field.name: field.type
+        for field in OUTPUT_FIELDS
+        if field.name in ADDED_COLUMNS and field.name in columns
+    }
     with open_part(file) as parquet:
         partition_schema = partition_types(parquet.schema_arrow)
         stored = [name for name in columns if name not in partition_schema.names]
-        part = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
-        wanted = pa.schema([partition_schema.field(name) for name in columns if name in partition_schema.names])
+        part = read_columns(
+            parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added]
+        )
+        wanted = pa.schema(
+            [partition_schema.field(name) for name in columns if name in partition_schema.names]
+        )
     whole = with_partition_columns(part, wanted, file.text)
     for name, type_ in added.items():
         if name not in whole.schema.names:
@@ -299,7 +110,7 @@ def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
 
 
 def stored_schema(data: StoragePath) -> pa.Schema:
-    """Return the columns of the files, partition columns last; all files of a run have the same."""
+    """Return the columns of a run's files, partition columns last."""
     return schema_of(part_files(data))
 
 
@@ -309,12 +120,17 @@ def schema_of(files: Sequence[StoragePath]) -> pa.Schema:
         with open_part(file) as parquet:
             schema = parquet.schema_arrow
             partition_schema = partition_types(schema)
-        return pa.schema([*(field for field in schema if field.name not in partition_schema.names), *partition_schema])
+        return pa.schema(
+            [
+                *(field for field in schema if field.name not in partition_schema.names),
+                *partition_schema,
+            ]
+        )
     return pa.schema([])
 
 
 def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
+    """Return the schema of the run's next file, which has the columns of all its files."""
     return schema_after(stored_schema(data), carried)
 
 

@@ -1,12 +1,12 @@
 """Row index: what a run remembers of its rows on disk, sorted by id, so that a start need not read them again.
 
-The index is in ``OUT/_index`` and is a cache: lost, damaged or older than what it describes, it is built again. A
-segment is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 bytes of digest a row and a few numbers. It
-is mapped into memory, so that a driver holds no copy. Several segments are read together by ranges of the digest,
-which bounds memory whatever the number of rows.
+The index is in ``OUT/_index`` and is a cache: lost, damaged or older than what it describes, it is
+built again. A segment is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 bytes of
+digest a row and a few numbers. It is mapped into memory, so that a driver holds no copy. Several
+segments are read together by ranges of the digest, which bounds memory whatever the number of rows.
 
-An id is known by its digest: a million ids take sixteen megabytes instead of two hundred. A chance collision is
-expected only after some 10^19 ids.
+An id is known by its digest: a million ids take sixteen megabytes instead of two hundred. A chance
+collision is expected only after some 10^19 ids.
 
     >>> index = StoragePath.of("runs/a/_index")
     >>> table = sorted_by_id({"id": digests(["b", "a"]), "file": np.zeros(2, np.uint32)})
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shutil
 import tempfile
 import zlib
@@ -36,7 +37,7 @@ from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 log = logging.getLogger("eagle_ray")
-INDEX = "_index"  # a directory next to data/
+INDEX_DIRECTORY = "_index"  # a directory next to data/
 SEGMENT_ROWS = 1 << 21
 RANGE_ROWS = 1 << 20  # rows in memory at a time
 MAX_SMALL_SEGMENTS = 64  # above those that the rows fill
@@ -44,7 +45,7 @@ PREFIXES = 1 << 16  # ranges are cut at two-byte prefixes of the digest
 SIZE = 16  # bytes of a digest
 DIGEST = np.dtype(f"S{SIZE}")
 Digests = np.ndarray  # one-dimensional, of DIGEST
-EMPTY = np.empty(0, DIGEST)
+NO_DIGESTS = np.empty(0, DIGEST)
 AT_ONCE = 1 << 16  # ids per look-up, so that its memory does not grow with the job
 Table = dict[str, np.ndarray]
 """Columns of equal length; "id" holds digests."""
@@ -56,7 +57,11 @@ class IndexDamaged(OutputDamaged):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file of the index. checksum: CRC-32 of its bytes."""
+    """One file of the index.
+
+    Attributes:
+        checksum: CRC-32 of its bytes.
+    """
 
     name: str
     num_rows: int
@@ -67,7 +72,9 @@ class Segment:
 
 
 def digest(request_id: str) -> bytes:
-    return hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
+    """Return the digest of an id, which may hold half of a surrogate pair."""
+    data = request_id.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=SIZE).digest()
 
 
 def digests(ids: Iterable[str]) -> Digests:
@@ -78,10 +85,15 @@ def digests(ids: Iterable[str]) -> Digests:
 def index_of(ids: Digests, known: Digests) -> np.ndarray:
     """Return for each id its index in `known`, which is sorted, or -1."""
     index = np.full(len(ids), -1)
-    for start in range(0, len(ids) if len(known) else 0, AT_ONCE):
-        some = ids[start : start + AT_ONCE]
-        nearest = np.minimum(np.searchsorted(known, some), len(known) - 1)
-        index[start : start + AT_ONCE] = np.where(known[nearest] == some, nearest, -1)
+    if not len(known):
+        return index
+    for start in range(0, len(ids), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        wanted = ids[some]
+        nearest = np.searchsorted(known, wanted)
+        nearest = np.minimum(nearest, len(known) - 1)
+        is_known = known[nearest] == wanted
+        index[some] = np.where(is_known, nearest, -1)
     return index
 
 
@@ -92,15 +104,18 @@ def isin(ids: Digests, known: Digests) -> np.ndarray:
 
 def duplicates(ids: Digests) -> Digests:
     """Return those of the sorted ids that occur more than once."""
-    return np.unique(ids[1:][ids[1:] == ids[:-1]])
+    later = ids[1:]
+    is_repeated = later == ids[:-1]
+    return np.unique(later[is_repeated])
 
 
 def sorted_by_id(table: Table) -> Table:
-    return take(table, np.argsort(table["id"], kind="stable"))
+    order = np.argsort(table["id"], kind="stable")
+    return take(table, order)
 
 
 def take(table: Table, chosen: np.ndarray) -> Table:
-    """Return the rows at these indices, or those of a mask."""
+    """Return the rows at these indices, or where this mask is true."""
     return {name: column[chosen] for name, column in table.items()}
 
 
@@ -109,14 +124,23 @@ def cut(table: Table, start: int, stop: int) -> Table:
 
 
 def join(tables: Sequence[Table], empty: Table) -> Table:
-    """Return the rows of the tables. empty: a table of the same columns without rows."""
-    return {name: np.concatenate([empty[name], *(table[name] for table in tables)]) for name in empty}
+    """Return the rows of the tables.
+
+    Args:
+        empty: a table of the same columns without rows.
+    """
+    joined = {}
+    for name, column in empty.items():
+        columns = [table[name] for table in tables]
+        joined[name] = np.concatenate([column, *columns])
+    return joined
 
 
 def write_segment(directory: StoragePath, kind: str, table: Table) -> Segment:
     """Write a sorted table as a new file of the index."""
+    columns = {name: _as_arrow(column) for name, column in table.items()}
+    arrow = pa.table(columns)
     sink = pa.BufferOutputStream()
-    arrow = pa.table({name: _as_arrow(column) for name, column in table.items()})
     with pa.ipc.new_file(sink, arrow.schema) as writer:
         writer.write_table(arrow)
     data = sink.getvalue().to_pybytes()
@@ -131,12 +155,16 @@ def read_segment(directory: StoragePath, segment: Segment) -> Table:
     try:
         source = _mapped(file)
         if zlib.crc32(source.read_buffer()) != segment.checksum:
-            raise IndexDamaged(f"{file} is not what was written. Delete {directory}: it is built again.")
+            raise IndexDamaged(
+                f"{file} is not what was written. Delete {directory}: it is built again."
+            )
         source.seek(0)
         arrow = pa.ipc.open_file(source).read_all()
         return {name: _as_numpy(arrow[name]) for name in arrow.column_names}
     except (OSError, pa.ArrowException) as error:
-        raise IndexDamaged(f"{file} cannot be read ({error}). Delete {directory}: it is built again.") from error
+        raise IndexDamaged(
+            f"{file} cannot be read ({error}). Delete {directory}: it is built again."
+        ) from error
 
 
 def _mapped(file: StoragePath) -> pa.MemoryMappedFile:
@@ -160,20 +188,25 @@ def read_index_file(file: StoragePath) -> dict[str, Any] | None:
         facts = read_json_object(file)
     except OSError:
         return None
-    if facts is None or facts.pop("checksum", None) not in (None, _checksum_of(facts)):
+    if facts is None:
         return None
-    return facts
+
+    # Files of earlier releases have no checksum.
+    checksum = facts.pop("checksum", None)
+    is_intact = checksum in (None, _checksum_of(facts))
+    return facts if is_intact else None
 
 
 def _checksum_of(facts: dict[str, Any]) -> int:
-    """Return the CRC-32 of what an index file says without its checksum."""
+    """Return the CRC-32 of an index file's content without its checksum."""
     others = {name: value for name, value in facts.items() if name != "checksum"}
-    return zlib.crc32(dump_json(others, separators=(",", ":")).encode())
+    text = dump_json(others, separators=(",", ":"))
+    return zlib.crc32(text.encode())
 
 
 def free_index_name(output: StoragePath) -> None:
     """Delete a file that has the name of the index's directory. The caller holds the lock."""
-    place = output / INDEX
+    place = output / INDEX_DIRECTORY
     if place.is_local and place.exists():
         log.warning("%s is a file, not a directory: deleted, and the index is built again", place)
         place.remove()
@@ -186,22 +219,26 @@ def write_rows(directory: StoragePath, kind: str, tables: Iterable[Table]) -> li
     num_waiting = 0
     for table in tables:
         for start in range(0, len(table["id"]), SEGMENT_ROWS):
-            waiting.append(cut(table, start, start + SEGMENT_ROWS))
-            num_waiting += len(waiting[-1]["id"])
+            part = cut(table, start, start + SEGMENT_ROWS)
+            waiting.append(part)
+            num_waiting += len(part["id"])
             if num_waiting >= SEGMENT_ROWS:
                 segments.append(_write_joined(directory, kind, waiting))
-                waiting, num_waiting = [], 0
+                waiting = []
+                num_waiting = 0
     if waiting:
         segments.append(_write_joined(directory, kind, waiting))
     return segments
 
 
 def _write_joined(directory: StoragePath, kind: str, tables: list[Table]) -> Segment:
-    return write_segment(directory, kind, sorted_by_id(join(tables, cut(tables[0], 0, 0))))
+    empty = cut(tables[0], 0, 0)
+    rows = join(tables, empty)
+    return write_segment(directory, kind, sorted_by_id(rows))
 
 
 def remove_unused(directory: StoragePath, kind: str, used: Iterable[Segment]) -> None:
-    """Delete segments that the index no longer names, such as those of a killed writer."""
+    """Delete segments that the index does not name, such as those of a killed writer."""
     names = {segment.name for segment in used}
     with suppress(OSError):
         for file in directory.glob(f"{kind}-*.arrow"):
@@ -216,30 +253,47 @@ def has_many_segments(num_segments: int, num_rows: int) -> bool:
 
 def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
     """Write a JSON file of the index with its checksum, without white space: it may list many files and shards."""
-    file.write_atomic(dump_json(facts | {"checksum": _checksum_of(facts)}, separators=(",", ":")).encode())
+    checked = facts | {"checksum": _checksum_of(facts)}
+    text = dump_json(checked, separators=(",", ":"))
+    file.write_atomic(text.encode())
 
 
 def num_ranges(num_rows: int) -> int:
     """Return into how many ranges of the digest this many rows are cut."""
-    return min(PREFIXES, max(1, -(-num_rows // RANGE_ROWS)))
+    needed = math.ceil(num_rows / RANGE_ROWS)
+    return min(PREFIXES, max(1, needed))
 
 
 def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
     """Yield the rows of sorted tables by range of the digest, in ascending order: a list of parts of the tables."""
-    bounds = np.frombuffer(b"".join(_bound(i, parts) for i in range(1, parts)), DIGEST)
-    cuts = [[0, *np.searchsorted(table["id"], bounds).tolist(), len(table["id"])] for table in tables]
+    # Where each table is cut: at the first id that is not below a bound.
+    inner_bounds = b"".join(_bound(i, parts) for i in range(1, parts))
+    bounds = np.frombuffer(inner_bounds, DIGEST)
+    cuts = []
+    for table in tables:
+        inner = np.searchsorted(table["id"], bounds).tolist()
+        cuts.append([0, *inner, len(table["id"])])
+
     for i in range(parts):
-        yield [cut(table, at[i], at[i + 1]) for table, at in zip(tables, cuts, strict=True)]
+        pairs = zip(tables, cuts, strict=True)
+        yield [cut(table, at[i], at[i + 1]) for table, at in pairs]
 
 
 def joined_ranges(tables: Sequence[Table], empty: Table) -> Iterator[Table]:
-    """Yield all rows of sorted tables, those of one range of the digest at a time. empty: as for join."""
-    for parts in ranges(tables, num_ranges(sum(len(table["id"]) for table in tables))):
+    """Yield all rows of sorted tables, those of one range of the digest at a time.
+
+    Args:
+        empty: see join.
+    """
+    num_rows = sum(len(table["id"]) for table in tables)
+    for parts in ranges(tables, num_ranges(num_rows)):
         yield join(parts, empty)
 
 
 def _bound(part: int, parts: int) -> bytes:
-    return (part * PREFIXES // parts).to_bytes(2, "big") + bytes(SIZE - 2)
+    """Return the first digest of a part."""
+    prefix = part * PREFIXES // parts
+    return prefix.to_bytes(2, "big") + bytes(SIZE - 2)
 
 
 def _as_arrow(column: np.ndarray) -> pa.Array:
@@ -251,7 +305,8 @@ def _as_arrow(column: np.ndarray) -> pa.Array:
 
 def _as_numpy(column: pa.ChunkedArray) -> np.ndarray:
     if column.num_chunks == 0:
-        return np.empty(0, DIGEST if column.type == pa.binary(SIZE) else column.type.to_pandas_dtype())
+        is_digest = column.type == pa.binary(SIZE)
+        return np.empty(0, DIGEST if is_digest else column.type.to_pandas_dtype())
     [array] = column.chunks
     if array.type != pa.binary(SIZE):
         return array.to_numpy()

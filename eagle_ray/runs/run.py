@@ -1,14 +1,15 @@
 """Run: one attempt of a process at one output directory; of a batch job, or of a batch of the endpoint.
 
-``_run.json`` is the manifest. It says which run the directory holds, its attempts, and the facts that the caller gives
-(configuration, inputs, versions). Each claim is an attempt with its own number. A writer that finds another number in
-``_run.json`` is fenced off and publishes nothing more.
+``_run.json`` is the manifest. It says which run the directory holds, its attempts, and the facts
+that the caller gives (configuration, inputs, versions). Each claim is an attempt with its own
+number. A writer that finds another number in ``_run.json`` is fenced off and publishes nothing
+more.
 
     with hold(output, on_loss=interrupt) as lease:                  # runs/lease.py
         with Run.claim(lease, Run.inspect(output), facts) as run:
             run.append("part-001-000000.parquet", data)             # by any process: a Run can be pickled
             run.settle()
-            run.commit({"_summary.json": summary})                  # of what is counted now; then _SUCCESS
+            run.commit({"_summary.json": summary})                  # the counts of now; then _SUCCESS
 
 **Stale writers** are those of an earlier attempt that live for seconds after their driver was killed. Every writer
 reads ``_run.json`` right before it publishes, so a stale writer can only do harm between that read and the end of its
@@ -24,8 +25,9 @@ one rename or PUT. That harm is limited:
 - A late file of a run that was overwritten would have another configuration's output. Attempt numbers keep counting,
   so its name is below this run's first attempt, and ``remove_stale_files`` deletes it before each count. The files that
   were there when the run was overwritten go the same way, so a kill at any moment leaves the old run or the new one.
-One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after ``_SUCCESS`` may
-add a file. The next start of the same command removes its duplicates; no row is lost or wrong.
+One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after
+``_SUCCESS`` may add a file. The next start of the same command removes its duplicates; no row is
+lost or wrong.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ from eagle_ray.runs.layout import (
     PROGRESS,
     REPORT,
     RUN,
+    STOPPED_FILE,
     SUCCESS,
     SUMMARY,
     data_of,
@@ -64,24 +67,28 @@ from eagle_ray.runs.layout import (
     root_of,
     wrap_os_errors,
 )
-from eagle_ray.runs.lease import Lease, Process
+from eagle_ray.runs.lease import Lease
 from eagle_ray.runs.output_index import own_files, without_ids
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
-from eagle_ray.runs.row_index import INDEX, Digests
+from eagle_ray.runs.process_identity import Process
+from eagle_ray.runs.row_index import INDEX_DIRECTORY, Digests
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
 from eagle_ray.storage.store import StorageError, check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
-FORMAT_VERSION = 2  # of _run.json
+FORMAT_VERSION = 2  # version of _run.json
 ERASED = "erased"  # files of an overwritten run whose names have no attempt, below data/
-MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
-RUN_REMEDY = "adopt its rows with eagle-ray repair, put it back from a copy, or choose another output.path"
+# Seconds of one try of one PUT: fifteen megabytes at one a second, less where the line is slower.
+MAX_PUT_S = 30.0
+RUN_REMEDY = (
+    "adopt its rows with eagle-ray repair, put it back from a copy, or choose another output.path"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a run directory says of its run, read without a lease.
+    """The state of a run directory, read without a lease.
 
     Attributes:
         output: the directory.
@@ -108,14 +115,16 @@ class RunState:
     def process(self) -> Process | None:
         """Return the process of the last attempt, if it is recorded."""
         process = self.last_attempt.get("process")
-        return Process.of(process) if isinstance(process, dict) else None  # a number in older records
+        # Older records have a number here.
+        return Process.of(process) if isinstance(process, dict) else None
 
     @property
     def is_complete(self) -> bool:
         """Return whether the run has ended with all that it was asked for.
 
-        A start that is killed right after it has recorded its attempt leaves ``_SUCCESS`` of an earlier one, and the
-        summary of that one. An attempt without an outcome has a summary of its own before its ``_SUCCESS``.
+        A start that is killed right after it has recorded its attempt leaves ``_SUCCESS`` of an
+        earlier one, and the summary of that one. An attempt without an outcome has a summary of its
+        own before its ``_SUCCESS``.
         """
         if not (self.output / SUCCESS).exists():
             return False
@@ -132,8 +141,8 @@ class Run:
     Attributes:
         attempt: 1 for the first start; each resume and each overwrite adds one.
         config_hash: hash of the configuration that was asked for.
-        check_lock: in the process that holds the lease, called before each publish; writers in other processes have
-            none (``runs/lease.py`` explains why that is enough).
+        check_lock: in the process that holds the lease, called before each publish; writers in
+            other processes have none (``runs/lease.py`` explains why that is enough).
     """
 
     output: StoragePath
@@ -149,14 +158,18 @@ class Run:
     def inspect(cls, output: StoragePath, kind: RecordKind = JobRecord) -> RunState:
         """Read the manifest, without a lease. Raises OutputDamaged if it is damaged.
 
-        kind: what it must hold; a batch of the endpoint is a RunRecord.
+        Args:
+            kind: kind of record that ``_run.json`` must hold; a batch of the endpoint has a
+                RunRecord.
         """
         manifest, version = read_record_with_version(output / RUN, kind, RUN_REMEDY)
         return RunState(output, version, manifest)
 
     @classmethod
     @contextmanager
-    def claim(cls, lease: Lease, state: RunState, facts: Mapping[str, Any], key: str = "output.path") -> Iterator[Run]:
+    def claim(
+        cls, lease: Lease, state: RunState, facts: Mapping[str, Any], key: str = "output.path"
+    ) -> Iterator[Run]:
         """Begin an attempt at the directory, and record at the end of the context how it ended.
 
         From now on no earlier writer publishes.
@@ -167,8 +180,9 @@ class Run:
             facts: what else the manifest says.
             key: key of the configuration that names the directory, for messages.
 
-        Raises OutputLocked if another process has written the manifest since it was read, ConfigError if the directory
-        cannot be written, StorageUnavailable if it cannot be written for now.
+        Raises OutputLocked if another process has written the manifest since it was read,
+        ConfigError if the directory cannot be written, StorageUnavailable if it cannot be written
+        for now.
         """
         with wrap_os_errors(state.output, key):
             run = replace(begin_attempt(state, facts), check_lock=lease.check)
@@ -191,7 +205,8 @@ class Run:
         """Write facts of this attempt. Do nothing if the manifest is another attempt's or cannot be written."""
         with suppress(JobError, OSError):
             state = Run.inspect(self.output, RunRecord)
-            replace(self, check_lock=None).check_current()  # does not wait for the lease: the write is conditional
+            # Does not wait for the lease: the write is conditional.
+            replace(self, check_lock=None).check_current()
             assert state.manifest is not None
             state.last_attempt.update(facts)
             write_manifest(state)
@@ -204,7 +219,7 @@ class Run:
     @property
     def index(self) -> StoragePath:
         """Return the directory of the run's index."""
-        return self.output / INDEX
+        return self.output / INDEX_DIRECTORY
 
     @property
     def files(self) -> list[StoragePath]:
@@ -226,13 +241,15 @@ class Run:
             )
         if (manifest["run_id"], manifest["attempt"]) != (self.run_id, self.attempt):
             other = f"run {manifest['run_id']} attempt {manifest['attempt']}"
-            raise FencedError(f"{self.output}: {RUN} names {other}, not run {self.run_id} attempt {self.attempt}")
+            raise FencedError(
+                f"{self.output}: {RUN} names {other}, not run {self.run_id} attempt {self.attempt}"
+            )
 
     def append(self, name: str, data: bytes) -> bool:
         """Create a part file, if this is the current attempt; return False, and leave it, if there is one of this name.
 
-        Raises as check_current does, and StorageUnavailable or ConfigError, which name the file, if it cannot be
-        written for now or at all.
+        Raises as check_current does, and StorageUnavailable or ConfigError, which name the file, if
+        it cannot be written for now or at all.
         """
         file = self.data / name
         self.check_current()  # before its directory is made: an output that was deleted stays deleted
@@ -243,11 +260,13 @@ class Run:
         except OSError as error:
             self.check_current()  # if the output was deleted, that is the reason
             kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+            raise kind(
+                f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}"
+            ) from None
 
     def replace(self, file: StoragePath, version: int | str, data: bytes | None) -> None:
-        """Replace a part file that has this version; None deletes it. Raises as check_current does, and FencedError if
-        it has another version.
+        """Replace a part file that has this version; None deletes it. Raises as check_current does,
+        and FencedError if it has another version.
         """
         if data is None:
             self.check_current()
@@ -262,15 +281,19 @@ class Run:
         self.replace(file, version, parquet_bytes(rows, compression) if rows.num_rows else None)
 
     def publish(self, record: str | StoragePath, data: bytes) -> None:
-        """Write one of the run's own records, if this is the current attempt. record: its name, if it is in `output`.
+        """Write one of the run's own records, if this is the current attempt.
 
-        The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
-        attempt's process sends late replaces nothing that a later attempt has written since. Raises as check_current
-        does.
+        The write is a compare-and-swap on the version that was there before the check. So a write
+        that an earlier attempt's process sends late replaces nothing that a later attempt has
+        written since. Raises as check_current does.
+
+        Args:
+            record: name of the record, if it is in `output`.
         """
         file = self.output / record if isinstance(record, str) else record
         written = None
-        while written is None:  # another process wrote in between: the next check says whether it is a later attempt
+        # Another process wrote in between: the next check says whether it is a later attempt.
+        while written is None:
             version = version_of(file)
             self.check_current()  # first: an output that was deleted is not made again
             if version is None:
@@ -284,7 +307,9 @@ class Run:
         What is counted afterwards stays as it is.
         """
         attempts = manifest_of(self.output)["attempts"]
-        fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
+        fenced = [
+            later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed
+        ]
         if fenced and not self.output.is_local:
             age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
             remaining_s = min(MAX_PUT_S, MAX_PUT_S - age.total_seconds())
@@ -311,7 +336,8 @@ class Run:
 def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
     """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage.
 
-    The manifest is the one write that decides. ``_SUCCESS`` goes after it. If either fails, the manifest is as it was.
+    The manifest is the one write that decides. ``_SUCCESS`` goes after it. If either fails, the
+    manifest is as it was.
     """
     output = state.output
     manifest = {**(state.manifest or new_manifest()), **facts}
@@ -324,14 +350,19 @@ def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
         "driver": uuid4().hex[:12],  # no two drivers ever write the same bytes
     }
     manifest["attempts"] = [*manifest["attempts"], this_attempt]
-    if names := [name for name in manifest.pop(ERASED, ()) if (data_of(output) / name).exists()]:
-        manifest[ERASED] = names
+
+    data = data_of(output)
+    erased = [name for name in manifest.pop(ERASED, ()) if (data / name).exists()]
+    if erased:
+        manifest[ERASED] = erased
+
     with _put_back_on_error(output / RUN):
         write_manifest(replace(state, manifest=manifest))
         for directory in (root_of(output), output):  # the whole output's, and the shard's
             (directory / SUCCESS).remove()
-    data_of(output).make_directory()
-    for directory in (output, data_of(output)):
+
+    data.make_directory()
+    for directory in (output, data):
         directory.remove_temporary()
     return Run(output, manifest["run_id"], manifest["attempt"], manifest.get("config_hash", ""))
 
@@ -355,8 +386,17 @@ def is_current(state: RunState) -> bool:
 
 
 def new_manifest(attempt: int = 0) -> dict[str, Any]:
-    """Return the manifest of a run before its first attempt. attempt: the last number that the directory has used."""
-    return {"run_id": uuid4().hex[:12], "created_at": now_text(), "attempt": attempt, "attempts": []}
+    """Return the manifest of a run before its first attempt.
+
+    Args:
+        attempt: the last number that the directory has used.
+    """
+    return {
+        "run_id": uuid4().hex[:12],
+        "created_at": now_text(),
+        "attempt": attempt,
+        "attempts": [],
+    }
 
 
 def write_manifest(state: RunState) -> None:
@@ -369,9 +409,9 @@ def write_manifest(state: RunState) -> None:
 def overwritten(output: StoragePath) -> tuple[RunState, list[StoragePath]]:
     """Return the state from which a claim begins that overwrites what the directory holds, and the part files there.
 
-    Nothing is deleted here. The claim's manifest names a new run, whose attempt numbers go on. From then on the files
-    are those of an overwritten run, which `stale_files` knows by their attempts, or because the manifest names them.
-    Raises OutputMismatch for files of other programs.
+    Nothing is deleted here. The claim's manifest names a new run, whose attempt numbers go on. From
+    then on the files are those of an overwritten run, which `stale_files` knows by their attempts,
+    or because the manifest names them. Raises OutputMismatch for files of other programs.
     """
     version = version_of(output / RUN)
     try:
@@ -388,7 +428,7 @@ def overwritten(output: StoragePath) -> tuple[RunState, list[StoragePath]]:
 
 def remove_overwritten(output: StoragePath, files: Iterable[StoragePath]) -> None:
     """Delete the records and these files of a run that was overwritten."""
-    for file in [*(output / name for name in (SUMMARY, PROGRESS, REPORT)), *files]:
+    for file in [*(output / name for name in (SUMMARY, PROGRESS, REPORT, STOPPED_FILE)), *files]:
         file.remove()
 
 
@@ -399,7 +439,8 @@ def _name_below(data: StoragePath, file: StoragePath) -> str:
 def stale_files(state: RunState) -> list[StoragePath]:
     """Return the files of an overwritten run, also those that its writers published after it was overwritten.
 
-    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
+    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and
+    proves nothing.
     """
     output, record = state.output, state.record
     first = record["attempts"][0]["attempt"] if record["attempts"] else record["attempt"] + 1
@@ -431,7 +472,9 @@ def manifest_of(output: StoragePath) -> dict[str, Any]:
     """Return the manifest of a run that has begun. Raises OutputDamaged if it is gone or damaged."""
     manifest = Run.inspect(output, RunRecord).manifest
     if manifest is None:
-        raise OutputDamaged(f"{output / RUN} is gone: put it back from a copy, or start the job again")
+        raise OutputDamaged(
+            f"{output / RUN} is gone: put it back from a copy, or start the job again"
+        )
     return manifest
 
 

@@ -1,41 +1,53 @@
-"""What a machine keeps between runs, below ~/.cache/eagle_ray; EAGLE_RAY_CACHE names another place.
+"""The cache directory of a machine: ~/.cache/eagle_ray, or EAGLE_RAY_CACHE.
 
     directory = made_once(cache_home() / "models" / "llama-5b3c", convert)
 
-Processes that start together make a directory once: the first one holds a file lock, the others wait. A directory
-appears under its name only when it is complete.
+Processes that start together make a directory once: the first one holds a file lock, the others
+wait. A directory appears under its name only when it is complete.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import log_while_waiting
 
 log = logging.getLogger("eagle_ray")
-ASK_AGAIN_S = 0.1  # for a lock that has a time limit
+ASK_AGAIN_S = 0.1  # seconds between two tries of a lock that has a time limit
 
 
 def cache_home() -> Path:
-    """Return the directory of what is kept between runs."""
+    """Return the cache directory of this machine."""
     return Path(os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray")
+
+
+def cached_file(folder: str, key: Mapping[str, object], suffix: str) -> Path:
+    """Return the cache file for a key.
+
+    Args:
+        key: JSON values, or objects with a text form.
+    """
+    text = dump_json(key, default=str, sort_keys=True)
+    return cache_home() / folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
 
 
 @contextmanager
 def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[bool]:
     """Hold an exclusive lock on a file, and tell whether it is held. The system releases it if the process is killed.
 
-    Without a lock in limit_s, or on a file system that has none, go on without it: the caller's result must be right if
-    several processes make it.
+    Without a lock in limit_s, or on a file system that has none, go on without it: the caller's
+    result must be right if several processes make it.
 
     Args:
         waiting: what a log line says while another process holds the lock.
@@ -66,7 +78,10 @@ def _lock(file: BinaryIO, limit_s: float | None) -> bool:
 def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Path:
     """Return the directory. If it is not there, call `make` with an empty directory that gets its name afterwards.
 
-    waiting: as for `locked`. Raises OSError and what `make` raises; then nothing is left.
+    Raises OSError and what `make` raises; then nothing is left.
+
+    Args:
+        waiting: see `locked`.
     """
     if directory.is_dir():
         return directory
@@ -74,9 +89,12 @@ def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Pa
     with locked(directory.with_name(f".{directory.name}.lock"), waiting) as is_alone:
         if directory.is_dir():
             return directory
-        for unfinished in directory.parent.glob(f".{directory.name}.*.tmp") if is_alone else ():  # of killed processes
+        # Killed processes leave such files.
+        for unfinished in directory.parent.glob(f".{directory.name}.*.tmp") if is_alone else ():
             shutil.rmtree(unfinished, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
+        temporary = Path(
+            tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent)
+        )
         try:
             make(temporary)
             temporary.chmod(0o755)

@@ -1,17 +1,15 @@
-"""Parquet files: opened so that no thread of Arrow's ever holds a Python object, and compared with their checksums.
+"""Open Parquet files so that no Arrow thread holds a Python object, and verify their checksums.
 
-Arrow reads a Python file object on threads of its own. If such a thread still holds the object when the interpreter
-ends, it asks for a lock that is gone, and the process aborts after its work is done: "terminate called without an
-active exception", exit code 134. So Arrow opens local files itself, and objects in S3 are read on the calling thread.
+Arrow reads a Python file object on threads of its own. If such a thread still holds the object when
+the interpreter ends, it asks for a lock that is gone, and the process aborts after its work is
+done: "terminate called without an active exception", exit code 134. So Arrow opens local files
+itself, and objects in S3 are read on the calling thread.
 
-Arrow's errors name no file, and those of damaged pages are OSErrors like those of a storage that is away. `is_damage`
-tells the two apart.
+Arrow's errors name no file, and those of damaged pages are OSErrors like those of a storage that is
+away. `is_damage` tells the two apart.
 
     with open_parquet(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:
         parquet.read(columns=["request_id"])
-
-`speculative.datastore` names token ids of earlier outputs, to draft from by retrieval: the outputs in the data files of
-a run directory, or the column token_ids or output_token_ids of a Parquet file.
 """
 
 from __future__ import annotations
@@ -20,35 +18,35 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import StorageError
 
-FOOTER_MARK = b"footer checksum:"  # in a Parquet file, before the CRC-32 of its footer
+FOOTER_MARK = b"footer checksum:"  # bytes of a Parquet file before the CRC-32 of its footer
 MAGIC_BYTES = 4  # Parquet's magic number, which begins the file
 FOOTER_END_BYTES = 8  # the footer's size and Parquet's magic number, which end the file
 CHECKSUM_BYTES = len(FOOTER_MARK) + 4
 TAIL_BYTES = 64 << 10  # read at once, like Arrow's first read of a file
-COLUMNS = ("token_ids", "output_token_ids")
-KEY = "speculative.datastore"
 
 
 def parquet_bytes(table: pa.Table, compression: str) -> bytes:
     """Return a table as a whole Parquet file in memory. Each page has a checksum.
 
-    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look there.
+    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look
+    there.
     """
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression=compression, write_page_checksum=True)
     data = buffer.getvalue().to_pybytes()
     start = len(data) - FOOTER_END_BYTES - int.from_bytes(data[-FOOTER_END_BYTES:-4], "little")
-    return data[:start] + FOOTER_MARK + zlib.crc32(data[start:]).to_bytes(4, "little") + data[start:]
+    return (
+        data[:start] + FOOTER_MARK + zlib.crc32(data[start:]).to_bytes(4, "little") + data[start:]
+    )
 
 
 @contextmanager
@@ -80,32 +78,45 @@ def _check_footer(opened: BinaryIO) -> int | None:
     num_bytes = opened.seek(0, io.SEEK_END)
     opened.seek(max(0, num_bytes - TAIL_BYTES))
     tail = opened.read()
+
+    # The last bytes have the footer's size. A large footer is read again, whole.
     size = FOOTER_END_BYTES + int.from_bytes(tail[-FOOTER_END_BYTES:-4], "little")
-    if len(tail) < size + CHECKSUM_BYTES and size + CHECKSUM_BYTES <= num_bytes:
-        opened.seek(num_bytes - size - CHECKSUM_BYTES)
+    size_with_mark = size + CHECKSUM_BYTES
+    if len(tail) < size_with_mark <= num_bytes:
+        opened.seek(num_bytes - size_with_mark)
         tail = opened.read()
     opened.seek(0)
-    mark, footer = tail[-size - CHECKSUM_BYTES : -size], tail[-size:]
+
+    mark = tail[-size_with_mark:-size]
+    footer = tail[-size:]
     if not mark.startswith(FOOTER_MARK):
         return None
-    if mark[len(FOOTER_MARK) :] != zlib.crc32(footer).to_bytes(4, "little"):
+    checksum = zlib.crc32(footer).to_bytes(4, "little")
+    if mark[len(FOOTER_MARK) :] != checksum:
         raise pa.ArrowInvalid("its footer is not the one that was written")
-    return num_bytes - size - CHECKSUM_BYTES
+    return num_bytes - size_with_mark
 
 
 def _check_length(metadata: pq.FileMetaData, num_bytes: int | None) -> None:
     """Raise ArrowInvalid if the pages that the footer names do not fill the bytes before it.
 
-    A file that stands twice in one, for instance, has a whole footer, and pages whose checksums are right.
+    A file that stands twice in one, for instance, has a whole footer, and pages whose checksums are
+    right.
     """
     if num_bytes is None:
         return
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    ends = [_start_of(column) + column.total_compressed_size for column in columns if column.total_compressed_size]
+    ends = [
+        _start_of(column) + column.total_compressed_size
+        for column in columns
+        if column.total_compressed_size
+    ]
     end = max(ends, default=MAGIC_BYTES)
     if end != num_bytes:
-        raise pa.ArrowInvalid(f"it has {num_bytes:,} bytes before its footer, and {end:,} were written")
+        raise pa.ArrowInvalid(
+            f"it has {num_bytes:,} bytes before its footer, and {end:,} were written"
+        )
 
 
 def _start_of(column: pq.ColumnChunkMetaData) -> int:
@@ -124,7 +135,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def damage_text(file: object, error: Exception) -> str:
-    """Return what is wrong with a part file of a run, and what to do."""
+    """Return the error text for a damaged part file, with advice."""
     return (
         f"{file} is damaged ({one_line(error)}): put it back from a copy, or delete it, and the command of its run "
         "makes its rows again"
@@ -139,60 +150,3 @@ class SingleThreadedParquetFile(pq.ParquetFile):
 
     def iter_batches(self, **options: Any) -> Iterator[pa.RecordBatch]:
         return super().iter_batches(use_threads=False, **options)
-
-
-def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
-    """Return the texts, in the files' order. Raises ConfigError if there are none, or none of this vocabulary."""
-    texts = [ids for column in columns_of(name, KEY) for ids in column.to_pylist() if ids]
-    if not texts:
-        raise ConfigError(f"{KEY}: there are no token ids in {name}; output.store_token_ids keeps them")
-    largest = max(map(max, texts))
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"{KEY}: {name} holds token id {largest} and the target's vocabulary has {vocab_size}: it "
-            "was made with another target"
-        )
-    return texts
-
-
-def check_datastore(name: str) -> None:
-    """Check names and columns without reading texts. Raises ConfigError."""
-    for file in _files(name, KEY):
-        with _parquet(file, KEY) as parquet:
-            _column_name(parquet, file, KEY)
-
-
-def columns_of(name: str, key: str) -> Iterator[pa.ChunkedArray]:
-    """Yield the lists of token ids of every file, in order. key: the configuration key of the name, for errors."""
-    for file in _files(name, key):
-        with _parquet(file, key) as parquet:
-            yield parquet.read(columns=[_column_name(parquet, file, key)]).column(0)
-
-
-def _files(name: str, key: str) -> list[Path]:
-    path = Path(name)
-    files = [path] if path.is_file() else sorted((path / "data").rglob("*.parquet"))
-    if not files:
-        raise ConfigError(f"{key}: {name} is neither a run directory with data in it nor a file")
-    return files
-
-
-@contextmanager
-def _parquet(file: Path, key: str) -> Iterator[pq.ParquetFile]:
-    """Open a file. Raises ConfigError naming it if it or what the body reads of it is damaged."""
-    try:
-        with open_parquet(StoragePath.of(file)) as parquet:
-            yield parquet
-    except Exception as error:
-        if not (isinstance(error, OSError) or is_damage(error)):
-            raise
-        raise ConfigError(f"{key}: {file} cannot be read as Parquet: {one_line(error)}") from None
-
-
-def _column_name(parquet: pq.ParquetFile, file: Path, key: str) -> str:
-    schema = parquet.schema_arrow
-    for name in COLUMNS:
-        kind = schema.field(name).type if name in schema.names else pa.null()
-        if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):
-            return name
-    raise ConfigError(f"{key}: {file} has no column {' or '.join(COLUMNS)} of lists of integers")

@@ -1,10 +1,11 @@
-"""What a file is by its first bytes, and the command that makes it a file that is read here.
+"""Identify a file by its first bytes, and suggest the command that converts it to a readable one.
 
 A file that is named as something else, such as a gzip file without .gz, is refused with both.
 
     >>> kind = foreign_kind(b"PK\\x03\\x04" + bytes(26) + b"a.jsonl")
     >>> print(advice(kind, StoragePath.of("/data/a.jsonl")))
-    it is a ZIP archive. Unpack it: mv /data/a.jsonl /data/a.jsonl.zip && unzip -p /data/a.jsonl.zip > /data/a.jsonl
+    it is a ZIP archive. Unpack it: mv /data/a.jsonl /data/a.jsonl.zip && unzip -p /data/a.jsonl.zip
+        > /data/a.jsonl
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ import shlex
 from dataclasses import dataclass
 
 from eagle_ray.core.errors import ENCODING_BYTES, wide_encoding
-from eagle_ray.storage.path import CODECS, StoragePath
+from eagle_ray.storage.decompressed import CODECS
+from eagle_ray.storage.path import StoragePath
 
-START_BYTES = 64 << 10  # of a file's start that tell what it is
+START_BYTES = 64 << 10  # bytes of a file's start that tell what it is
 PARQUET_EXTENSION = ".parquet"
 _ARROW = "from pyarrow import {module} as f, parquet; parquet.write_table(f.read_table(sys.argv[1]), sys.argv[2])"
 _EXCEL = "import pandas; pandas.read_excel(sys.argv[1]).to_csv(sys.argv[2], index=False)"
-_SEPARATED = "import csv; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={separator!r}))"
+_SEPARATED = (
+    "import csv; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={separator!r}))"
+)
 _MOVE = {"s3": "aws s3 mv", "gs": "gcloud storage mv"}  # by scheme
 _COPY = {"s3": "aws s3 cp", "gs": "gcloud storage cp"}
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file that is not what its name or the configuration says.
+    """A kind of file that differs from what its name or the configuration states.
 
     Attributes:
         about: what such a file is, after "it is".
-        extension: ending of such files. A command that makes another file keeps the old one under a name with it.
+        extension: ending of such files. A command that makes another file keeps the old one under a
+            name with it.
         what_to_do: a sentence without its end.
         command: makes the file {new} from the file {old}; none if another name is enough.
         result: the extension of {new}, if a file of this kind always becomes another format.
@@ -53,7 +58,9 @@ def _python(code: str, **values: str) -> str:
     return f"python3 -c {shlex.quote('import sys; ' + code.format(**values))}"
 
 
-_OFFICE = FileKind("an Excel workbook", ".xlsx", "Save it as CSV", f"{_python(_EXCEL)} {{old}} {{new}}", ".csv")
+_OFFICE = FileKind(
+    "an Excel workbook", ".xlsx", "Save it as CSV", f"{_python(_EXCEL)} {{old}} {{new}}", ".csv"
+)
 _ZIP = FileKind("a ZIP archive", ".zip", command="unzip -p {old} > {new}")
 _TAR = FileKind("a tar archive", ".tar", command="tar -xOf {old} > {new}")
 _TO_PARQUET = "Write it as Parquet"
@@ -65,13 +72,21 @@ _IPC = FileKind(
     PARQUET_EXTENSION,
 )
 _ORC = FileKind(
-    "an ORC file", ".orc", _TO_PARQUET, f"{_python(_ARROW, module='orc')} {{old}} {{new}}", PARQUET_EXTENSION
+    "an ORC file",
+    ".orc",
+    _TO_PARQUET,
+    f"{_python(_ARROW, module='orc')} {{old}} {{new}}",
+    PARQUET_EXTENSION,
 )
 _AVRO = FileKind("an Avro file", ".avro", _TO_PARQUET, has_remedy=False)
 _PARQUET = FileKind("a Parquet file", PARQUET_EXTENSION, "Name it so, with input.format auto")
 _PAGE = FileKind("a web page", what_to_do="Download the file itself", has_remedy=False)
-_XML = FileKind("XML, as storage answers with an error", what_to_do="Download the file itself", has_remedy=False)
-_LFS = FileKind("a Git LFS pointer", what_to_do="Run `git lfs pull` where it lies", has_remedy=False)
+_XML = FileKind(
+    "XML, as storage answers with an error", what_to_do="Download the file itself", has_remedy=False
+)
+_LFS = FileKind(
+    "a Git LFS pointer", what_to_do="Run `git lfs pull` where it lies", has_remedy=False
+)
 _SIGNATURES = {
     b"\x1f\x8b": FileKind("a gzip file", ".gz", "Name it so"),
     b"\x28\xb5\x2f\xfd": FileKind("a Zstandard file", ".zst", "Name it so"),
@@ -87,11 +102,17 @@ _SIGNATURES = {
     b"FEA1": _IPC,
     b"ORC": _ORC,
     b"Obj\x01": _AVRO,
-    b"SQLite format 3\0": FileKind("an SQLite database", what_to_do="Export a table as CSV", has_remedy=False),
+    b"SQLite format 3\0": FileKind(
+        "an SQLite database", what_to_do="Export a table as CSV", has_remedy=False
+    ),
     b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file", what_to_do=_TO_PARQUET, has_remedy=False),
     b"\x93NUMPY": FileKind("a NumPy array", what_to_do=_TO_PARQUET, has_remedy=False),
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": FileKind(
-        "an old Excel workbook", ".xls", "Save it as CSV", f"{_python(_EXCEL)} {{old}} {{new}}", ".csv"
+        "an old Excel workbook",
+        ".xls",
+        "Save it as CSV",
+        f"{_python(_EXCEL)} {{old}} {{new}}",
+        ".csv",
     ),
     b"%PDF-": FileKind("a PDF document", what_to_do="Write its texts as JSONL", has_remedy=False),
     b"{\\rtf": FileKind("an RTF document", what_to_do="Save it as plain text", has_remedy=False),
@@ -101,7 +122,11 @@ _BROTLI = FileKind("a Brotli file", ".br", command="brotli -dc {old} > {new}")  
 UNPACKED = {  # files compressed in other ways than CODECS, by extension
     ".br": _BROTLI,
     ".zip": _ZIP,
-    **{kind.extension: kind for kind in _SIGNATURES.values() if kind.extension in (".bz2", ".xz", ".lz4", ".7z")},
+    **{
+        kind.extension: kind
+        for kind in _SIGNATURES.values()
+        if kind.extension in (".bz2", ".xz", ".lz4", ".7z")
+    },
 }
 _CARRIAGE_RETURNS = FileKind(
     "text whose lines end in carriage returns alone",
@@ -109,10 +134,18 @@ _CARRIAGE_RETURNS = FileKind(
     command=r"tr '\r' '\n' < {old} > {new}",
 )
 _JSON_ARRAY = FileKind(
-    "one JSON array", ".json", "Write one object a line", "jq -c '.[]' {old} > {new}", result=".jsonl"
+    "one JSON array",
+    ".json",
+    "Write one object a line",
+    "jq -c '.[]' {old} > {new}",
+    result=".jsonl",
 )
 _INDENTED = FileKind(
-    "JSON objects of several lines", ".json", "Write one object a line", "jq -c . {old} > {new}", result=".jsonl"
+    "JSON objects of several lines",
+    ".json",
+    "Write one object a line",
+    "jq -c . {old} > {new}",
+    result=".jsonl",
 )
 _JSON_LINES = FileKind("JSONL", ".jsonl", "Name it so")
 _CSV = FileKind("CSV", ".csv", "Name it so")
@@ -141,7 +174,11 @@ def _signed_kind(start: bytes) -> FileKind | None:
         if start.startswith(signature):
             return kind
     if start.startswith(b"PK\x03\x04"):
-        return _OFFICE if start[30:].startswith((b"[Content_Types]", b"xl/", b"_rels/", b"docProps/")) else _ZIP
+        return (
+            _OFFICE
+            if start[30:].startswith((b"[Content_Types]", b"xl/", b"_rels/", b"docProps/"))
+            else _ZIP
+        )
     return _TAR if start[257:262] == b"ustar" else None
 
 
@@ -149,7 +186,9 @@ def _wide_text(start: bytes, encoding: str) -> FileKind:
     codec = json.detect_encoding(start[:ENCODING_BYTES]).upper()
     name = re.sub("-(LE|BE)$", r"\1", codec)  # as iconv spells UTF-16LE, without a byte order mark
     return FileKind(
-        f"{encoding} text", what_to_do="Write it as UTF-8", command=f"iconv -f {name} -t UTF-8 {{old}} > {{new}}"
+        f"{encoding} text",
+        what_to_do="Write it as UTF-8",
+        command=f"iconv -f {name} -t UTF-8 {{old}} > {{new}}",
     )
 
 
@@ -198,12 +237,16 @@ def _kind_of_csv(lines: list[bytes]) -> FileKind | None:
         return _JSON_ARRAY
     if _EXCEL_HINT.match(lines[0]) and len(lines) > 1:
         return FileKind(
-            "CSV with Excel's line 'sep=' first", what_to_do="Delete it", command="tail -n +2 {old} > {new}"
+            "CSV with Excel's line 'sep=' first",
+            what_to_do="Delete it",
+            command="tail -n +2 {old} > {new}",
         )
     for separator, name in _SEPARATORS.items():
         if _is_separated_by(separator, lines):
             command = f"{_python(_SEPARATED, separator=separator)} < {{old}} > {{new}}"
-            return FileKind(f"CSV separated by {name}", what_to_do="Separate it by commas", command=command)
+            return FileKind(
+                f"CSV separated by {name}", what_to_do="Separate it by commas", command=command
+            )
     return None
 
 
@@ -212,7 +255,9 @@ def _is_separated_by(separator: str, lines: list[bytes]) -> bool:
     texts = [line.decode(errors="replace") for line in lines[:50]]
     try:
         [by_comma] = csv.reader(texts[:1])
-        names, values = [row for _, row in zip(range(2), csv.reader(texts, delimiter=separator), strict=False)]
+        names, values = [
+            row for _, row in zip(range(2), csv.reader(texts, delimiter=separator), strict=False)
+        ]
     except (csv.Error, ValueError):  # no second row
         return False
     return len(by_comma) == 1 < len(names) == len(values) and all(names)
@@ -233,7 +278,7 @@ def _is_json_text(line: bytes) -> bool:
 
 
 def advice(kind: FileKind, file: StoragePath) -> str:
-    """Return what the file is and how it becomes one that is read, as two sentences without the last full stop."""
+    """Return the kind of the file and how to convert it, as two sentences without the last full stop."""
     about = f"it is {kind.about}. {kind.what_to_do}"
     if not kind.has_remedy:
         return about
@@ -266,7 +311,11 @@ def _command(kind: FileKind, file: StoragePath, stem: str, extension: str) -> st
     old = file.text if has_name else f"{file.text}{kind.extension}"
     inner = stem if has_name else file.text
     stem, extension = os.path.splitext(inner)
-    new = inner if kind.result in (None, extension.lower()) else f"{stem if extension else inner}{kind.result}"
+    new = (
+        inner
+        if kind.result in (None, extension.lower())
+        else f"{stem if extension else inner}{kind.result}"
+    )
     if kind.result is None and not extension:
         new = f"{inner}.jsonl"
     if file.is_local:
@@ -284,7 +333,7 @@ def _move(file: StoragePath, new: str) -> str:
 
 
 def _remote_command(command: str, file: StoragePath, old: str, new: str) -> str:
-    """Return a command that copies an object here, and what it makes of it back."""
+    """Return a command that downloads an object and converts it."""
     here, made = (shlex.quote(text.rpartition("/")[2]) for text in (old, new))
     mend = command.format(old=here, new=made)
     copy = _COPY.get(file.text.partition("://")[0])

@@ -1,8 +1,10 @@
 """How a GGUF file is named: as a local file, below a URL, or in a hub repository.
 
-is_gguf_file("blobs/sha256-1a2b")                      # by its first bytes, whatever its name; a name may do, too
-has_gguf_name("https://host/A.GGUF?download=true")     # True
-hub_file("org/name/q4/model.gguf")                     # ("org/name", "q4/model.gguf")
+    is_gguf_file("blobs/sha256-1a2b")                      # by its name or its first bytes
+    has_gguf_name("https://host/A.GGUF?download=true")     # True
+    hub_file("org/name/q4/model.gguf")                     # ("org/name", "q4/model.gguf")
+
+Only a local file is opened.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 
 MAGIC = b"GGUF"  # how the files begin
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(.+)")
 
 
@@ -25,7 +27,7 @@ def is_gguf_file(path: str) -> bool:
 
 def has_gguf_name(name: str) -> bool:
     """Return whether a path or a URL ends as the name of a GGUF file."""
-    return file_name(name).lower().endswith(SUFFIX)
+    return file_name(name).lower().endswith(GGUF_SUFFIX)
 
 
 def file_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """Local files with atomic writes: the local half of ``storage.StoragePath``.
 
-A reader never sees a partly written file, also after a kill: bytes go to a hidden temporary file in the same directory,
-are flushed to disk, and are then renamed.
+A reader never sees a partly written file, also after a kill: bytes go to a hidden temporary file in
+the same directory, are flushed to disk, and are then renamed.
 
     >>> write_atomic("runs/a/_progress.json", b"{}").size
     2
@@ -23,7 +23,8 @@ from uuid import uuid4
 
 from eagle_ray.storage.store import DISK_FULL, FileVersion, Precondition
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
+# Names of our temporary files; other programs may keep hidden files where a run writes.
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 class Modes(NamedTuple):
@@ -34,7 +35,7 @@ class Modes(NamedTuple):
 
 
 BY_UMASK = Modes(0o666, 0o777)
-PRIVATE = Modes(0o600, 0o700)  # for their owner alone
+PRIVATE = Modes(0o600, 0o700)  # modes of files for their owner alone
 
 
 def is_file(path: str) -> bool:
@@ -66,11 +67,13 @@ def open_file(path: str) -> BinaryIO:
 
 def list_files(directory: str) -> dict[str, FileVersion]:
     """Return every file below a directory; linked directories are skipped."""
-    return _versions(os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+    return _versions(
+        os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names
+    )
 
 
 def _versions(paths: Iterable[str]) -> dict[str, FileVersion]:
-    """Return the versions of those paths that are files."""
+    """Return the versions of the paths that are files."""
     versions = {}
     for path in paths:
         with suppress(OSError):  # a link to nowhere
@@ -89,12 +92,16 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     return _versions(os.path.join(directory, name) for name in names)
 
 
-def write_atomic(path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK) -> FileVersion:
+def write_atomic(
+    path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK
+) -> FileVersion:
     """Replace path by data in one step, creating its directory if missing."""
     return _publish(path, data, precondition, modes, os.replace)
 
 
-def create(path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK) -> FileVersion | None:
+def create(
+    path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK
+) -> FileVersion | None:
     """Write a new file in one step; return None, and leave the file unchanged, if it exists."""
     try:
         return _publish(path, data, precondition, modes, _link)
@@ -105,7 +112,11 @@ def create(path: str, data: bytes, precondition: Precondition = None, modes: Mod
 
 
 def replace(
-    path: str, data: bytes, version: int | str, precondition: Precondition = None, modes: Modes = BY_UMASK
+    path: str,
+    data: bytes,
+    version: int | str,
+    precondition: Precondition = None,
+    modes: Modes = BY_UMASK,
 ) -> FileVersion | None:
     """Replace a file of this version; return None if it has another. Check and rename are two steps: hold the lock."""
     with suppress(FileNotFoundError):
@@ -160,7 +171,11 @@ def check_writable(directory: str) -> None:
 
 
 def _publish(
-    path: str, data: bytes, precondition: Precondition, modes: Modes, rename: Callable[[str, str], None]
+    path: str,
+    data: bytes,
+    precondition: Precondition,
+    modes: Modes,
+    rename: Callable[[str, str], None],
 ) -> FileVersion:
     directory, name = os.path.split(path)
     make_directory(directory, modes)
@@ -209,7 +224,7 @@ def _link(temp: str, path: str) -> None:
 
 
 def _sync_directory(path: str) -> None:
-    """Flush the directory, since a rename is on disk only after that."""
+    """Flush the directory to disk, so that a rename survives a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
 """StoragePath: a local file or directory, one in an S3 bucket, or an input elsewhere, with all operations on it.
 
-Writes are atomic. The work is done by ``local``, ``s3`` and ``remote`` (gs://, hf://, https://: input only), which have
-the same functions. Nothing is cached between calls, so changes by other machines are visible. All failures are
-OSErrors; on S3 a StorageError, within a time limit.
+Writes are atomic. The work is done by ``local``, ``s3`` and ``remote`` (gs://, hf://, https://:
+input only), which have the same functions. Nothing is cached between calls, so changes by other
+machines are visible. All failures are OSErrors; on S3 a StorageError, within a time limit.
 
     output = StoragePath.of("s3://bucket/runs/a")
     (output / "data").glob("*.parquet")
@@ -11,33 +11,20 @@ OSErrors; on S3 a StorageError, within a time limit.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
-import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.storage import local, remote
-from eagle_ray.storage.store import (
-    FileVersion,
-    Precondition,
-    ReadOnlyFile,
-    check_bucket,
-)
+from eagle_ray.storage.store import FileVersion, Precondition, check_bucket
 
 S3 = "s3://"
-SCHEMES = ("s3", *remote.PACKAGES)
-CODECS = {".gz": "gzip", ".zst": "zstd"}  # by extension
-BUFFER_BYTES = 1 << 20
+PATH_SCHEMES = ("s3", *remote.PACKAGE_OF_SCHEME)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,8 +33,8 @@ class StoragePath:
 
     Attributes:
         text: an absolute local path or a URL such as s3://bucket/key, without a trailing slash.
-        is_private: whether the local files and directories that are made here are for their owner alone. Paths below
-            have it, too.
+        is_private: whether the local files and directories that are made here are for their owner
+            alone. Paths below have it, too.
     """
 
     text: str
@@ -60,10 +47,16 @@ class StoragePath:
         if "\0" in text:
             raise ValueError(f"{text!r} has a null byte, which no path can have")
         scheme, separator, rest = text.partition("://")
-        if separator and (scheme not in SCHEMES or not rest.partition("/")[0]):
-            schemes = ", ".join(f"{name}://" for name in SCHEMES)
-            raise ValueError(f"{text!r} is neither a local path nor a URL of {schemes} with a bucket or host")
-        if separator and scheme in remote.PACKAGES and (package := remote.missing_package(text)):
+        if separator and (scheme not in PATH_SCHEMES or not rest.partition("/")[0]):
+            schemes = ", ".join(f"{name}://" for name in PATH_SCHEMES)
+            raise ValueError(
+                f"{text!r} is neither a local path nor a URL of {schemes} with a bucket or host"
+            )
+        if (
+            separator
+            and scheme in remote.PACKAGE_OF_SCHEME
+            and (package := remote.missing_package(text))
+        ):
             raise ValueError(
                 f"{text!r} needs the package {package}, which is not installed. Run `pip install {package}` on every "
                 "node, or copy the files to local storage or S3."
@@ -103,13 +96,19 @@ class StoragePath:
         """Return the parent directory; the root, or a bucket, is its own parent."""
         if self.is_local:
             return StoragePath(os.path.dirname(self.text))
-        return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.partition("://")[2] else self
+        return (
+            StoragePath(self.text.rpartition("/")[0])
+            if "/" in self.text.partition("://")[2]
+            else self
+        )
 
     def relative_to(self, directory: StoragePath) -> str | None:
-        """Return the path below a directory, "" for the directory itself, None if it is elsewhere. Follows
-        local links.
+        """Return the path below a directory, "" for the directory itself, None if it is elsewhere.
+        Follows local links.
         """
-        here, there = (os.path.realpath(x.text) if x.is_local else x.text for x in (self, directory))
+        here, there = (
+            os.path.realpath(x.text) if x.is_local else x.text for x in (self, directory)
+        )
         if here == there:
             return ""
         start = there.rstrip("/") + "/"
@@ -157,7 +156,9 @@ class StoragePath:
     def list_versions(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
         """Return the matching files below, or all of them, sorted, with their versions."""
         store = self._store
-        versions = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
+        versions = (
+            store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
+        )
         return {StoragePath(text): versions[text] for text in sorted(versions)}
 
     def list_names(self) -> list[str]:
@@ -165,14 +166,20 @@ class StoragePath:
         return self._store.list_names(self.text)
 
     def write_atomic(self, data: bytes, precondition: Precondition = None) -> FileVersion:
-        """Replace the file in one step. precondition: called right before; if it raises, nothing changes."""
+        """Replace the file in one step.
+
+        Args:
+            precondition: called right before; if it raises, nothing changes.
+        """
         return self._store.write_atomic(self.text, data, precondition, **self._modes)
 
     def create(self, data: bytes, precondition: Precondition = None) -> FileVersion | None:
-        """Write a new file in one step; return None if it exists."""
+        """Write a new file in one step. Return None if it already exists."""
         return self._store.create(self.text, data, precondition, **self._modes)
 
-    def replace(self, data: bytes, version: int | str, precondition: Precondition = None) -> FileVersion | None:
+    def replace(
+        self, data: bytes, version: int | str, precondition: Precondition = None
+    ) -> FileVersion | None:
         """Replace the file if it still has this version; return None otherwise."""
         return self._store.replace(self.text, data, version, precondition, **self._modes)
 
@@ -184,7 +191,7 @@ class StoragePath:
         self._store.remove_tree(self.text)
 
     def make_directory(self) -> None:
-        """Make the directory and its parents; nothing to do on S3."""
+        """Create the directory and its parents. Does nothing on S3."""
         self._store.make_directory(self.text, **self._modes)
 
     def restrict(self) -> None:
@@ -210,7 +217,10 @@ class StoragePath:
             return local
         if not self.is_s3:
             return remote
-        from eagle_ray.storage import s3  # its libraries take a second to import: local jobs do without
+        # Its libraries take a second to import, which local jobs do without.
+        from eagle_ray.storage import (
+            s3,
+        )
 
         return s3
 
@@ -258,63 +268,3 @@ def read_json_object(file: StoragePath) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def open_decompressed(open_source: Callable[[], BinaryIO], codec: str) -> BinaryIO:
-    """Return the content of a compressed file as if it were not. codec: gzip or zstd, also of several members.
-
-    with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:
-        lines.readline()
-    """
-    return io.BufferedReader(DecompressedFile(open_source, codec), BUFFER_BYTES)
-
-
-class DecompressedFile(ReadOnlyFile):
-    """The content of a compressed file. A seek reads up to its position; backwards, from the start of the file.
-
-    Zeros behind the last member of a gzip file, which tapes and block devices add, are not content. Reading raises
-    OSError if the file is damaged or cut.
-    """
-
-    def __init__(self, open_source: Callable[[], BinaryIO], codec: str):
-        self._open_source, self._codec = open_source, codec
-        self._open()
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            raise io.UnsupportedOperation("the length of a compressed file is not known")
-        target = offset + (self._position if whence == io.SEEK_CUR else 0)
-        if target < self._position:
-            self._close_stream()
-            self._open()
-        while self._position < target and self._read(min(BUFFER_BYTES, target - self._position)):
-            pass
-        return self._position
-
-    def close(self) -> None:
-        if not self.closed:
-            self._close_stream()
-        super().close()
-
-    def _read(self, size: int) -> bytes:
-        try:
-            data: bytes = self._stream.read(size)
-        except (EOFError, zlib.error) as error:
-            raise OSError(f"the {self._codec} stream is damaged or cut: {error}") from error
-        self._position += len(data)
-        return data
-
-    def _open(self) -> None:
-        self._source = self._open_source()
-        if self._codec == "gzip":
-            self._stream: Any = gzip.GzipFile(fileobj=self._source)
-        else:
-            self._stream = pa.CompressedInputStream(pa.PythonFile(self._source, "r"), self._codec)
-        self._position = 0
-
-    def _close_stream(self) -> None:
-        self._stream.close()
-        self._source.close()  # a GzipFile leaves it open

@@ -1,7 +1,8 @@
 """Files of other storage, read through fsspec: the gs://, hf:// and http(s):// half of ``storage.StoragePath``.
 
-They are input only: without conditional writes, an output could not be exactly-once. Credentials are those of the file
-system's own package. A file's version is its ETag or what the file system has for one, else its size.
+They are input only: without conditional writes, an output could not be exactly-once. Credentials
+are those of the file system's own package. A file's version is its ETag or what the file system has
+for one, else its size.
 
     stat("https://host/prompts.jsonl")      # FileVersion(size=4096, version='"5f3e..."')
 """
@@ -17,16 +18,39 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, BinaryIO, NoReturn
 
-from eagle_ray.storage.store import FileVersion, NotAllowed, NotFound, NotSupported, ReadOnlyFile, StorageError
+from eagle_ray.storage.store import (
+    FileVersion,
+    NotAllowed,
+    NotFound,
+    NotSupported,
+    ReadOnlyFile,
+    StorageError,
+)
 
-PACKAGES = {"gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}  # by scheme
-VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "oid", "mtime", "updated", "last_modified")
-BUFFER_BYTES = 256 << 10
+# Packages by scheme.
+PACKAGE_OF_SCHEME = {
+    "gs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "blob_id",
+    "oid",
+    "mtime",
+    "updated",
+    "last_modified",
+)
+REMOTE_BUFFER_BYTES = 256 << 10
 
 
 def missing_package(url: str) -> str | None:
     """Return the package that the URL's scheme needs and this environment lacks, or None."""
-    package = PACKAGES[url.partition("://")[0]]
+    package = PACKAGE_OF_SCHEME[url.partition("://")[0]]
     return None if find_spec(package) is not None else package
 
 
@@ -64,14 +88,15 @@ def open_file(url: str) -> BinaryIO:
     with _storage_errors(url):
         if url.startswith("http") and not system.info(url).get("partial"):
             return _copy(system, url)
-        return io.BufferedReader(RemoteFile(url, system.open(url, "rb")), BUFFER_BYTES)
+        return io.BufferedReader(RemoteFile(url, system.open(url, "rb")), REMOTE_BUFFER_BYTES)
 
 
 def list_files(directory: str) -> dict[str, FileVersion]:
     with _storage_errors(directory):
         system = _file_system(directory)
         infos = system.find(directory, detail=True)
-        if not infos:  # find leaves out what it cannot list; ls raises if the server does not answer
+        # `find` leaves out what it cannot list; `ls` raises if the server does not answer.
+        if not infos:
             with suppress(FileNotFoundError):
                 system.ls(directory, detail=False)
         return _versions(directory, infos)
@@ -79,20 +104,29 @@ def list_files(directory: str) -> dict[str, FileVersion]:
 
 def list_names(directory: str) -> list[str]:
     with _storage_errors(directory):
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in _file_system(directory).ls(directory, False))
+        return sorted(
+            name.rstrip("/").rpartition("/")[2]
+            for name in _file_system(directory).ls(directory, False)
+        )
 
 
 def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     with _storage_errors(directory):
-        return _versions(directory, _file_system(directory).glob(f"{directory}/{pattern}", detail=True))
+        return _versions(
+            directory, _file_system(directory).glob(f"{directory}/{pattern}", detail=True)
+        )
 
 
 def refuse_write(url: str, *arguments: Any, **options: Any) -> NoReturn:
     """Raise NotSupported: every write of this storage."""
-    raise NotSupported(f"{url}: this storage is read only here. Write to a local path or to s3://bucket/key.")
+    raise NotSupported(
+        f"{url}: this storage is read only here. Write to a local path or to s3://bucket/key."
+    )
 
 
-write_atomic = create = replace = remove = make_directory = remove_temporary = check_writable = refuse_write
+write_atomic = create = replace = remove = make_directory = remove_temporary = check_writable = (
+    refuse_write
+)
 
 
 class RemoteFile(ReadOnlyFile):
@@ -127,7 +161,12 @@ def file_system_of(scheme: str) -> Any:
 def _file_system(url: str) -> Any:
     try:
         return file_system_of(url.partition("://")[0])
-    except (ImportError, ValueError, TypeError) as error:  # no package, no such scheme, no URL alone
+    except (
+        ImportError,
+        ValueError,
+        TypeError,
+    ) as error:
+        # No package, no such scheme, no URL alone.
         words = f"{url}: fsspec has no file system for it here ({error}). Install its package, or use another storage."
         raise NotSupported(words) from error
 
@@ -135,7 +174,7 @@ def _file_system(url: str) -> Any:
 def _copy(system: Any, url: str) -> BinaryIO:
     copy = tempfile.TemporaryFile(prefix="eagle-ray-")  # noqa: SIM115 (the caller closes it)
     with system.open(url, "rb", block_size=0) as stream:
-        shutil.copyfileobj(stream, copy, BUFFER_BYTES)
+        shutil.copyfileobj(stream, copy, REMOTE_BUFFER_BYTES)
     copy.seek(0)
     return copy
 
@@ -143,9 +182,16 @@ def _copy(system: Any, url: str) -> BinaryIO:
 def _versions(directory: str, infos: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
     """Return the versions by URL. A listing of an HTTP server has no sizes, so each file is asked for."""
     scheme = directory.partition("://")[0]
-    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in infos.items()}
-    files = {url: info for url, info in urls.items() if info.get("type") == "file"}
-    return {url: _version(info) if info.get("size") is not None else stat(url) for url, info in files.items()}
+    infos_by_url = {}
+    for name, info in infos.items():
+        if info.get("type") == "file":
+            url = name if "://" in name else f"{scheme}://{name}"
+            infos_by_url[url] = info
+
+    versions = {}
+    for url, info in infos_by_url.items():
+        versions[url] = stat(url) if info.get("size") is None else _version(info)
+    return versions
 
 
 def _version(info: dict[str, Any]) -> FileVersion:
@@ -161,9 +207,14 @@ def _storage_errors(url: str) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        # fsspec says the same of a server that does not answer, and keeps the reason as the cause.
+        if isinstance(error.__cause__, OSError):
+            raise StorageError(f"{url}: {error.__cause__}") from error
         raise NotFound(f"{url}: there is no such file") from None
     except PermissionError as error:
-        raise NotAllowed(f"{url}: {error}. Check the credentials of the file system's package.") from error
+        raise NotAllowed(
+            f"{url}: {error}. Check the credentials of the file system's package."
+        ) from error
     except Exception as error:
         raise StorageError(f"{url}: {type(error).__name__}: {str(error) or 'no answer'}") from error

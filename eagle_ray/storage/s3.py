@@ -1,8 +1,8 @@
 """S3 objects with atomic and conditional writes: the s3:// half of ``storage.StoragePath``.
 
-Every request goes through one function with limits on time and retries; failures are OSErrors with the object and
-the endpoint. A write is one PUT, because leaving an output stream by an exception would publish a partial object.
-Endpoint, credentials and region come from the standard environment.
+Every request goes through one function with limits on time and retries; failures are OSErrors with
+the object and the endpoint. A write is one PUT, because leaving an output stream by an exception
+would publish a partial object. Endpoint, credentials and region come from the standard environment.
 
     create("s3://bucket/runs/a/_lock", b"mine", None)      # FileVersion(size=4, version='"8fcb0a1ec9e8ba3e..."')
 """
@@ -25,6 +25,7 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
+from eagle_ray.storage.retries import extended_waits
 from eagle_ray.storage.store import (
     ConditionFailed,
     FileVersion,
@@ -36,14 +37,13 @@ from eagle_ray.storage.store import (
     ReadOnlyFile,
     StorageError,
     StorageTimeout,
-    extended_waits,
     glob_matches,
 )
 
 SCHEME = "s3://"
 CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
 MIN_BYTES_PER_S = 32 << 10  # bytes per second, below which a transfer is given up
-WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between the tries, of which there is one more
 RETRYABLE_CODES = {
     "InternalError",
     "SlowDown",
@@ -52,7 +52,12 @@ RETRYABLE_CODES = {
     "ServiceUnavailable",
     "OperationAborted",
 }
-TIMEOUT_ERRORS = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
+TIMEOUT_ERRORS = (
+    boto.ReadTimeoutError,
+    boto.ConnectTimeoutError,
+    asyncio.TimeoutError,
+    TimeoutError,
+)
 RETRYABLE_ERRORS = (
     *TIMEOUT_ERRORS,
     boto.HTTPClientError,
@@ -62,8 +67,18 @@ RETRYABLE_ERRORS = (
     ConnectionError,
     ResponseParserError,
 )
-EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "RequestExpired"}
-CREDENTIAL_ERRORS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)
+EXPIRED_CODES = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "RequestExpired",
+}
+CREDENTIAL_ERRORS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+)
 REQUEST_ERRORS = (*RETRYABLE_ERRORS, boto.ClientError, boto.BotoCoreError)
 NO_BUCKET = "NoSuchBucket"
 PAGE_SIZE = 1000  # names in one answer to a listing
@@ -83,7 +98,9 @@ def is_file(url: str) -> bool:
 
 def is_directory(url: str) -> bool:
     bucket, prefix = _prefix(url)
-    return bool(_request(url, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents"))
+    return bool(
+        _request(url, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents")
+    )
 
 
 def stat(url: str) -> FileVersion:
@@ -95,7 +112,11 @@ def stat(url: str) -> FileVersion:
 
 
 def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
-    """Return the bytes and the version of the object that held them. size: expected bytes, for the time limit."""
+    """Return the bytes and the version of the object that held them.
+
+    Args:
+        size: expected bytes, for the time limit.
+    """
     bucket, key = split_url(url)
     response = _request(url, "get_object", size, Bucket=bucket, Key=key)
     return response["Body"], FileVersion(len(response["Body"]), response["ETag"])
@@ -123,7 +144,9 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     parts, start = pattern.split("/"), len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return {
-        url: stamp for url, stamp in _list_objects(directory, literal) if glob_matches(parts, url[start:].split("/"))
+        url: stamp
+        for url, stamp in _list_objects(directory, literal)
+        if glob_matches(parts, url[start:].split("/"))
     }
 
 
@@ -137,8 +160,10 @@ def create(url: str, data: bytes, precondition: Precondition) -> FileVersion | N
     return _put_if(url, data, precondition, IfNoneMatch="*")
 
 
-def replace(url: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
-    """Replace an object of this version; return None if it has another."""
+def replace(
+    url: str, data: bytes, version: int | str, precondition: Precondition
+) -> FileVersion | None:
+    """Replace an object of this version. Return None if it has another version."""
     return _put_if(url, data, precondition, IfMatch=version)
 
 
@@ -166,7 +191,9 @@ def check_writable(directory: str) -> None:
     """Raise OSError if nothing can be written, or if the server ignores conditional writes. Leaves no object."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
-    is_conditional = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
+    is_conditional = (
+        create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
+    )
     remove(probe, missing_ok=True)
     if not is_conditional:
         raise NotSupported(
@@ -186,7 +213,10 @@ class RangeFile(ReadOnlyFile):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
+        self._position = (
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
+        )
         return self._position
 
     def _read(self, size: int) -> bytes:
@@ -202,8 +232,13 @@ class RangeFile(ReadOnlyFile):
 
     def _fetch(self, wanted: int) -> None:
         in_order = self._position == self._start + len(self._chunk)
-        self._readahead = min(2 * self._readahead, MAX_READAHEAD_BYTES) if in_order else MIN_READAHEAD_BYTES
-        start, stop = self._position, min(self._version.size, self._position + max(wanted, self._readahead))
+        self._readahead = (
+            min(2 * self._readahead, MAX_READAHEAD_BYTES) if in_order else MIN_READAHEAD_BYTES
+        )
+        start, stop = (
+            self._position,
+            min(self._version.size, self._position + max(wanted, self._readahead)),
+        )
         if self._version.size <= SMALL_OBJECT_BYTES:
             start, stop = 0, self._version.size
         self._chunk = self._get(start, stop)
@@ -211,11 +246,18 @@ class RangeFile(ReadOnlyFile):
 
     def _get(self, start: int, stop: int) -> bytes:
         bucket, key = split_url(self._url)
-        span: dict[str, Any] = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._version.version}
+        span: dict[str, Any] = {
+            "Range": f"bytes={start}-{stop - 1}",
+            "IfMatch": self._version.version,
+        }
         try:
-            return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)["Body"]
+            return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)[
+                "Body"
+            ]
         except ConditionFailed as error:
-            raise ObjectChanged(f"{self._url} changed while it was read: run the job again") from error
+            raise ObjectChanged(
+                f"{self._url} changed while it was read: run the job again"
+            ) from error
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -234,28 +276,39 @@ def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion
     bucket, _ = _prefix(directory)
     for page in _pages(directory, start):
         for entry in page.get("Contents", ()):
-            if not entry["Key"].endswith("/"):  # what consoles make for an empty directory
+            if not entry["Key"].endswith("/"):  # consoles make such a key for an empty directory
                 yield f"{SCHEME}{bucket}/{entry['Key']}", FileVersion(entry["Size"], entry["ETag"])
 
 
 def _pages(directory: str, start: str, **options: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the pages of the listing of what is below the directory and begins with start."""
     bucket, prefix = _prefix(directory)
-    arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE_SIZE, **options}
+    arguments: dict[str, Any] = {
+        "Bucket": bucket,
+        "Prefix": prefix + start,
+        "MaxKeys": PAGE_SIZE,
+        **options,
+    }
     while arguments:
         page = _request(directory, "list_objects_v2", **arguments)
         yield page
         token = page.get("NextContinuationToken")
-        arguments = arguments | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
+        arguments = (
+            arguments | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
+        )
 
 
 def _put(url: str, data: bytes, precondition: Precondition, **condition: Any) -> FileVersion:
     bucket, key = split_url(url)
-    response = _request(url, "put_object", len(data), precondition, Bucket=bucket, Key=key, Body=data, **condition)
+    response = _request(
+        url, "put_object", len(data), precondition, Bucket=bucket, Key=key, Body=data, **condition
+    )
     return FileVersion(len(data), response["ETag"])
 
 
-def _put_if(url: str, data: bytes, precondition: Precondition, **condition: Any) -> FileVersion | None:
+def _put_if(
+    url: str, data: bytes, precondition: Precondition, **condition: Any
+) -> FileVersion | None:
     try:
         return _put(url, data, precondition, **condition)
     except (ConditionFailed, NotFound):
@@ -274,9 +327,12 @@ def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
 def _request(
     url: str, method: str, size: int = 0, precondition: Precondition = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Return the response to one request, with its body read. size: bytes to move, which extend the time limit.
+    """Return the response to one request, with its body read.
 
     While a job works, a refusal is retried, too: new credentials are not known everywhere at once.
+
+    Args:
+        size: bytes to move, which extend the time limit.
     """
     kind = _endpoint(), split_url(url)[0], method
     for wait in (*WAITS_S, *extended_waits(), None):
@@ -292,7 +348,9 @@ def _request(
             is_refused = bool(extended_waits()) and _is_refusal(error)
             if wait is None or not (is_refused or _is_retryable(error)):
                 where = f"{url} at {_endpoint() or 'the default endpoint'}"
-                raise _as_storage_error(error, where, is_refused and kind in answered_requests) from error
+                raise _as_storage_error(
+                    error, where, is_refused and kind in answered_requests
+                ) from error
             if is_refused:
                 session_of.cache_clear()  # a client keeps the credentials that it began with, or none
         time.sleep(wait)
@@ -328,7 +386,9 @@ def session_of(process: int, endpoint: str | None) -> S3FileSystem:
         config["s3"] = {"addressing_style": "path"}
     region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION only
     client = {"region_name": region} if region else {}
-    session = S3FileSystem(endpoint_url=endpoint, config_kwargs=config, client_kwargs=client, skip_instance_cache=True)
+    session = S3FileSystem(
+        endpoint_url=endpoint, config_kwargs=config, client_kwargs=client, skip_instance_cache=True
+    )
     try:
         session.connect()
     except ValueError as error:
@@ -339,21 +399,28 @@ def session_of(process: int, endpoint: str | None) -> S3FileSystem:
 def _is_refusal(error: Exception) -> bool:
     """Return whether the credentials are missing, refused or too old, or the bucket is not there."""
     if isinstance(error, boto.ClientError):
-        return _status(error) in (401, 403) or _code(error) in EXPIRED_CODES or _code(error) == NO_BUCKET
+        return (
+            _status(error) in (401, 403)
+            or _code(error) in EXPIRED_CODES
+            or _code(error) == NO_BUCKET
+        )
     return isinstance(error, CREDENTIAL_ERRORS)
 
 
 def _is_retryable(error: Exception) -> bool:
     """Return whether a retry may succeed: no connection, no response, a partial response, or a server error."""
     if isinstance(error, boto.ClientError):
-        return _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in RETRYABLE_CODES
+        return (
+            _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in RETRYABLE_CODES
+        )
     return isinstance(error, RETRYABLE_ERRORS)
 
 
 def _as_storage_error(error: Exception, where: str, was_answered: bool) -> StorageError:
     """Return the failure as an OSError that names the object and the endpoint.
 
-    was_answered: such requests were answered before and are refused now, which may pass.
+    Args:
+        was_answered: such requests were answered before and are refused now, which may pass.
     """
     failure = _failure(error, where)
     if was_answered and isinstance(failure, (NotAllowed, NotFound)):
@@ -365,14 +432,20 @@ def _failure(error: Exception, where: str) -> StorageError:
     if isinstance(error, boto.ClientError):
         return _response_error(error, where)
     if isinstance(error, CREDENTIAL_ERRORS):
-        return NotAllowed(f"{where}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return NotAllowed(
+            f"{where}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     if isinstance(error, TIMEOUT_ERRORS):
-        return StorageTimeout(f"{where}: no answer in time, {len(WAITS_S) + len(extended_waits()) + 1} times")
+        return StorageTimeout(
+            f"{where}: no answer in time, {len(WAITS_S) + len(extended_waits()) + 1} times"
+        )
     return StorageError(f"{where}: {str(error).strip() or type(error).__name__}")
 
 
 def _response_error(error: boto.ClientError, where: str) -> StorageError:
-    message = f"{where}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
+    message = (
+        f"{where}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
+    )
     if _code(error) == NO_BUCKET:
         missing = NotFound(f"{where}: there is no such bucket")
         missing.of_bucket = True

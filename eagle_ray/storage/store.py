@@ -1,39 +1,31 @@
-"""What ``local``, ``s3`` and ``remote`` share: versions of files, errors, globs and how long requests are retried.
+"""What ``local``, ``s3`` and ``remote`` share: versions of files, errors and globs.
 
-An error of object storage is a request that failed after all retries. Its message names the object and the endpoint.
-Local files raise the system's own OSError.
-
-A report should fail within seconds if the storage is away. A job that has run for hours should outlast a server that is
-away for a minute:
-
-    with extended_retries():
-        file.create(data)
+An error of object storage is a request that failed after all retries. Its message names the object
+and the endpoint. Local files raise the system's own OSError.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-Precondition = Callable[[], None] | None  # the last look before a write: what it raises leaves everything as it was
-EXTENDED_WAITS_S = (16.0, 30.0, 30.0)  # between further tries: with the shorter waits before them, a minute and a half
-
-_lock = threading.Lock()
-_num_extended = 0
-_this_thread = threading.local()
+# The last look before a write: what it raises leaves everything as it was.
+Precondition = Callable[[], None] | None
 
 
 def remedy_of(error: OSError) -> str:
-    """Return what to do about a write that failed, as the last sentence of a message."""
+    """Return advice for a failed write, as the last sentence of a message."""
     again = "run the same command again to resume"
-    return f"Free some space there, then {again}." if error.errno in DISK_FULL else f"{again.capitalize()}."
+    return (
+        f"Free some space there, then {again}."
+        if error.errno in DISK_FULL
+        else f"{again.capitalize()}."
+    )
 
 
 class StorageError(OSError):
@@ -41,7 +33,11 @@ class StorageError(OSError):
 
 
 class NotFound(StorageError, FileNotFoundError):
-    """The object does not exist. of_bucket: neither does its bucket, so nothing is known of the object."""
+    """The object does not exist.
+
+    Attributes:
+        of_bucket: its bucket does not exist either.
+    """
 
     of_bucket = False
 
@@ -89,8 +85,8 @@ class FileVersion:
         size: bytes.
         version: time of the last change in nanoseconds (local), or the ETag (S3).
         inode: inode of a local file, None elsewhere.
-        changed_ns: ctime of a local file, which the system sets at each change of the content or the inode, and which
-            no program can set; None elsewhere.
+        changed_ns: ctime of a local file, which the system sets at each change of the content or
+            the inode, and which no program can set; None elsewhere.
 
     >>> FileVersion(12, 1700000000000000000).as_json()
     {'size': 12, 'mtime_ns': 1700000000000000000}
@@ -109,7 +105,10 @@ class FileVersion:
         return f"{self.inode}-{self.size}-{self.version}-{self.changed_ns}"
 
     def as_json(self) -> dict[str, int | str]:
-        return {"size": self.size, "etag" if isinstance(self.version, str) else "mtime_ns": self.version}
+        return {
+            "size": self.size,
+            "etag" if isinstance(self.version, str) else "mtime_ns": self.version,
+        }
 
 
 class ReadOnlyFile(io.RawIOBase):
@@ -140,33 +139,9 @@ def glob_matches(pattern: list[str], name: list[str]) -> bool:
     """
     if not pattern:
         return not name
-    visible = bool(name) and (pattern[0].startswith(".") or not name[0].startswith("."))
-    if pattern[0] == "**":
-        return glob_matches(pattern[1:], name) or (visible and glob_matches(pattern, name[1:]))
-    return visible and fnmatchcase(name[0], pattern[0]) and glob_matches(pattern[1:], name[1:])
-
-
-@contextmanager
-def extended_retries() -> Iterator[None]:
-    """While open, retry every request of this process for longer, except in threads that opted out."""
-    _add(1)
-    try:
-        yield
-    finally:
-        _add(-1)
-
-
-def disable_extended_retries() -> None:
-    """Opt out this thread: it repeats its requests anyway, and only the latest matters."""
-    _this_thread.hurries = True
-
-
-def extended_waits() -> tuple[float, ...]:
-    """Return the additional waits after the ordinary ones."""
-    return EXTENDED_WAITS_S if _num_extended > 0 and not hasattr(_this_thread, "hurries") else ()
-
-
-def _add(number: int) -> None:
-    global _num_extended
-    with _lock:
-        _num_extended += number
+    first, *rest = pattern
+    is_hidden = bool(name) and name[0].startswith(".") and not first.startswith(".")
+    has_part = bool(name) and not is_hidden
+    if first == "**":
+        return glob_matches(rest, name) or (has_part and glob_matches(pattern, name[1:]))
+    return has_part and fnmatchcase(name[0], first) and glob_matches(rest, name[1:])

@@ -50,7 +50,11 @@ def flags(tmp_path) -> list[str]:
 def start(*flags: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     return subprocess.Popen(
-        [*COMMAND, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -115,7 +119,9 @@ def heard_sighup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard_sighup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_the_wait_for_a_restart_can_be_interrupted(flags, tmp_path, number):
     run = start(*flags, *no_cluster(), "--set", "execution.restarts.backoff_s=300")
     for line in run.stderr:
@@ -176,7 +182,9 @@ def test_killed_ray_or_driver_is_restarted_with_each_id_once(flags, tmp_path, na
     assert run.returncode == 0, said
     assert said.count("eagle-ray: restart 1 of 1 in ") == 1
     assert kept <= {file.name for file in data.glob("*.parquet")}
-    rows = duckdb.sql(f"select count(*), count(distinct request_id) from '{data}/*.parquet'").fetchall()
+    rows = duckdb.sql(
+        f"select count(*), count(distinct request_id) from '{data}/*.parquet'"
+    ).fetchall()
     assert rows == [(24, 24)] and (tmp_path / "out" / "_SUCCESS").exists()
     told = json.loads((tmp_path / "told").read_text())
     assert (told["exit_code"], told["restarts"], told["rows"]) == (0, 1, 24)

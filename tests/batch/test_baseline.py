@@ -14,7 +14,7 @@ from eagle_ray.batch.worker import baseline as module
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
 from eagle_ray.models.graphs import GRAPHS
 from eagle_ray.parallel.lockstep import ALONE
-from eagle_ray.sampling.sampler import gumbel_noise
+from eagle_ray.sampling.noise import gumbel_noise
 from tests.support.jobs import PAIR, token_rows, with_changes
 from tests.support.workers import answers
 
@@ -31,7 +31,8 @@ def rows(job) -> list[ChosenRow]:
     """Both samples of six finished rows."""
     requests = {request.id: request for request in requests_of(plan_input(job))}
     return [
-        ChosenRow(requests[row["request_id"]], row["sample_index"], row["output_token_ids"]) for row in answers(job)
+        ChosenRow(requests[row["request_id"]], row["sample_index"], row["output_token_ids"])
+        for row in answers(job)
     ]
 
 
@@ -51,8 +52,17 @@ def test_rows_of_several_ranks_are_verified_in_one_process(job, rows):
 def test_neither_pass_finds_the_other_ones_prompts(job, rows):
     twin = BaselineComparison(job, WorkerPlan())
     before = twin.plain_engine.counters.num_reused_tokens
-    twin.measure([ChosenRow(replace(r.request, prompt_token_ids=list(range(1, 100))), 0, None) for r in rows[:1]])
-    assert twin.plain_engine.counters.num_reused_tokens == before == twin.draft_engine.counters.num_reused_tokens
+    twin.measure(
+        [
+            ChosenRow(replace(r.request, prompt_token_ids=list(range(1, 100))), 0, None)
+            for r in rows[:1]
+        ]
+    )
+    assert (
+        twin.plain_engine.counters.num_reused_tokens
+        == before
+        == twin.draft_engine.counters.num_reused_tokens
+    )
 
 
 def test_plain_decoding_is_replayed_and_overlapped_like_drafts(job, rows, monkeypatch):
@@ -69,14 +79,24 @@ def test_stored_outputs_are_plain_decodings_and_others_are_named(job, rows):
     assert twin.verify(rows) == {"rows": 12, "identical": 12, "differing": []}
     row = rows[3]
     other = 1 + row.output_ids[2] % 500
-    wrong = ChosenRow(row.request, row.sample_index, [*row.output_ids[:2], other, *row.output_ids[3:]])
+    wrong = ChosenRow(
+        row.request, row.sample_index, [*row.output_ids[:2], other, *row.output_ids[3:]]
+    )
     short = ChosenRow(rows[4].request, rows[4].sample_index, rows[4].output_ids[:-1])
     found = twin.verify([*rows[:3], wrong, short])
     assert (found["rows"], found["identical"]) == (5, 3)
     first, second = found["differing"]
     assert (first["request_id"], first["sample_index"], first["position"]) == (row.request.id, 1, 2)
-    assert (first["token"], first["plain_token"], first["near_tie"]) == (other, row.output_ids[2], False)
-    assert second["position"] == len(short.output_ids) and second["token"] is None and not second["near_tie"]
+    assert (first["token"], first["plain_token"], first["near_tie"]) == (
+        other,
+        row.output_ids[2],
+        False,
+    )
+    assert (
+        second["position"] == len(short.output_ids)
+        and second["token"] is None
+        and not second["near_tie"]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -91,7 +111,8 @@ def test_the_gap_is_how_far_plain_decodings_token_led(make_job, monkeypatch, tem
     if temperature:
         position = torch.tensor([len(prompt) + 4])
         scores = (
-            scores / temperature + gumbel_noise(torch.tensor([row["seed"]]), position, torch.arange(len(scores)))[0]
+            scores / temperature
+            + gumbel_noise(torch.tensor([row["seed"]]), position, torch.arange(len(scores)))[0]
         )
     assert scores.argmax() == ids[4]
     nearest = scores.topk(2).indices[1].item()

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 6
 STRUCT = pa.struct([("a", pa.int64()), ("b", pa.list_(pa.struct([("c", pa.binary())])))])
 COLUMNS = {
-    "nested": pa.array([{"a": 1, "b": [{"c": b"\xff"}, None]}, None, {"a": None, "b": []}] * 2, STRUCT),
+    "nested": pa.array(
+        [{"a": 1, "b": [{"c": b"\xff"}, None]}, None, {"a": None, "b": []}] * 2, STRUCT
+    ),
     "map": pa.array([[("k", 1)], [], None] * 2, pa.map_(pa.string(), pa.int64())),
     "blob": pa.array([b"\x00\xff", b"", None] * 2),
     "digest": pa.array([b"ab", None, b"cd"] * 2, pa.binary(2)),
@@ -39,7 +41,11 @@ def finished_tables(ray_session, tmp_path_factory) -> tuple[pa.Table, pa.Table]:
         table = table.append_column(name, values)
     for i in range(2):
         pq.write_table(table.slice(i * 3, 3), directory / f"{i}.parquet")
-    settings = {"input.path": str(directory / "*.parquet"), "output.partition_by": ["category"], "sampling.n": 2}
+    settings = {
+        "input.path": str(directory / "*.parquet"),
+        "output.partition_by": ["category"],
+        "sampling.n": 2,
+    }
     assert exit_code(small_job(directory, None, **settings)) == 0
     return table, read_output(directory / "out" / "data").sort_by("request_id")
 

@@ -19,7 +19,7 @@ from pyarrow.csv import write_csv
 from eagle_ray.batch.driver import settle
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.row_index import INDEX
+from eagle_ray.runs.row_index import INDEX_DIRECTORY
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
     DriverKilled,
@@ -32,7 +32,9 @@ from tests.support.starts import (
 )
 
 
-def test_a_file_after_the_count_is_counted_at_the_next_start(make_job: MakeJob, engine, tmp_path, monkeypatch):
+def test_a_file_after_the_count_is_counted_at_the_next_start(
+    make_job: MakeJob, engine, tmp_path, monkeypatch
+):
     config = make_job(rows(*"abcdefg"))
     summarize = settle.summarize_run
 
@@ -58,7 +60,7 @@ def test_damaged_index_of_a_finished_run_is_rebuilt_if_needed(
     config = make_job(rows(*"abcdefg"), **{"execution.max_error_rate": 1.0})
     engine.bad = {"c"}
     run_job(config)
-    damage(tmp_path / "out" / INDEX)
+    damage(tmp_path / "out" / INDEX_DIRECTORY)
     run_job(config)  # needs no row
     engine.bad = set()
     assert run_job(config, retry_errors=True)["total"]["errors"] == 0
@@ -92,14 +94,19 @@ def test_a_file_that_moved_may_grow(make_job: MakeJob, engine, tmp_path, num_sta
         run_job(config)
 
 
-def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob, engine, tmp_path, caplog):
+def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(
+    make_job: MakeJob, engine, tmp_path, caplog
+):
     caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job(rows(*"abc"))
     path = tmp_path / "in.jsonl"
     *lines, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + last[:12])
     run_job(config)
-    assert answered_prompts(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
+    assert (
+        answered_prompts(tmp_path).keys() == {"a", "b"}
+        and "line 3: the last line is not whole" in caplog.text
+    )
     with path.open("a") as file:
         file.write(last[12:] + json.dumps({"id": "d", "prompt": "Hi d"}))
     run_job(config)
@@ -135,7 +142,9 @@ def test_a_file_of_any_format_may_grow(make_job: MakeJob, engine, tmp_path, name
         else:
             pq.write_table(table, path)
         if names == "abcx":
-            with pytest.raises(OutputMismatch, match=r"1 rows of .*: d \(row 3 of .*, which is gone\)"):
+            with pytest.raises(
+                OutputMismatch, match=r"1 rows of .*: d \(row 3 of .*, which is gone\)"
+            ):
                 run_job(config)
         else:
             run_job(config)
@@ -153,7 +162,7 @@ def test_a_file_of_equal_content_is_the_same_file(make_job: MakeJob, engine, tmp
     os.utime(path, (1, 1))
     run_job(config)
     run_job(make_job(**{"input.path": str(moved)}))
-    shutil.rmtree(tmp_path / "out" / INDEX)
+    shutil.rmtree(tmp_path / "out" / INDEX_DIRECTORY)
     path.unlink()
     run_job(make_job(**{"input.path": str(moved)}))
     assert engine.made == list("abc")
@@ -174,18 +183,25 @@ def test_a_row_may_move_to_another_file(make_job: MakeJob, engine, tmp_path):
     run_job(config)
     assert sorted(engine.made) == list("abcxyz")
     append(inputs / "b.jsonl", rows(*"xyz", text="Other"))
-    with pytest.raises(OutputMismatch, match=r"4 rows of .*b.jsonl are other rows now: x, y, z, c \(row 3"):
+    with pytest.raises(
+        OutputMismatch, match=r"4 rows of .*b.jsonl are other rows now: x, y, z, c \(row 3"
+    ):
         run_job(config)
 
 
-def test_answered_rows_keep_carried_columns_and_the_log_says_so(make_job: MakeJob, engine, tmp_path, caplog):
+def test_answered_rows_keep_carried_columns_and_the_log_says_so(
+    make_job: MakeJob, engine, tmp_path, caplog
+):
     caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job([row | {"category": "one"} for row in rows(*"abc")])
     run_job(config)
     path = tmp_path / "in.jsonl"
     path.write_text(path.read_text().replace("one", "two"))
     run_job(config)
-    assert "in.jsonl was rewritten" in caplog.text and "answered ones keep their carried columns" in caplog.text
+    assert (
+        "in.jsonl was rewritten" in caplog.text
+        and "answered ones keep their carried columns" in caplog.text
+    )
 
 
 def test_rows_that_are_gone_are_named_by_their_ids(make_job: MakeJob, engine, tmp_path):

@@ -12,20 +12,18 @@ import ray
 from ray._private import process_watcher
 from ray.exceptions import RayError
 
-from eagle_ray.batch.driver import cluster
+from eagle_ray.batch.driver import cluster, cluster_watch
 from eagle_ray.batch.driver.cluster import (
-    GcsWatch,
-    RayletWatch,
     RayMessages,
-    check_alive,
     check_answers,
     connect,
-    describe_error,
     start_error,
     take_ray_messages,
 )
+from eagle_ray.batch.driver.cluster_watch import GcsWatch, RayletWatch, check_alive
 from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.driver.stream_errors import describe_error
 from eagle_ray.batch.worker.crash_isolation import SMALLER, as_config_error
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError, outcome_of
@@ -84,7 +82,9 @@ def own_node(tmp_path, monkeypatch) -> OwnNode:
 
 def test_agents_of_a_raylet_that_has_ended_do_not_wait_for_the_gcs(own_node, monkeypatch):
     published = []
-    monkeypatch.setattr(ray._private.utils, "publish_error_to_driver", lambda *args, **named: published.append(args))
+    monkeypatch.setattr(
+        ray._private.utils, "publish_error_to_driver", lambda *args, **named: published.append(args)
+    )
     (own_node.session / "logs" / "raylet.out").write_text("")
     process_watcher.report_raylet_error_logs(own_node.get_logs_dir_path(), None)
     assert len(published) == 1  # which takes a minute without a GCS
@@ -109,10 +109,14 @@ def test_an_address_where_nothing_listens_is_refused_at_once(form):
         check_answers(address)
 
 
-@pytest.mark.parametrize(("gone", "says"), [("gcs_server", "gcs_server has ended"), ("raylet", "raylet has ended")])
+@pytest.mark.parametrize(
+    ("gone", "says"), [("gcs_server", "gcs_server has ended"), ("raylet", "raylet has ended")]
+)
 def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
     dead = [("monitor", None), (gone, None)]
-    node = SimpleNamespace(dead_processes=lambda: dead[:1], get_logs_dir_path=lambda: "/tmp/ray/logs")
+    node = SimpleNamespace(
+        dead_processes=lambda: dead[:1], get_logs_dir_path=lambda: "/tmp/ray/logs"
+    )
     for there in (None, node):
         monkeypatch.setattr(ray._private.worker, "_global_node", there)
         check_alive()
@@ -122,8 +126,8 @@ def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
 
 
 def test_cluster_is_lost_after_its_gcs_stops_answering(monkeypatch):
-    monkeypatch.setattr(cluster, "ASK_GCS_EVERY_S", 0.0)
-    monkeypatch.setattr(cluster, "LOST_AFTER_S", 1.0)
+    monkeypatch.setattr(cluster_watch, "ASK_GCS_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster_watch, "LOST_AFTER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         watch = GcsWatch(address)
@@ -131,7 +135,9 @@ def test_cluster_is_lost_after_its_gcs_stops_answering(monkeypatch):
         watch.check()
     watch.check()  # it may come back
     time.sleep(1.1)
-    with pytest.raises(ClusterError, match=f"the Ray cluster at {address} is lost: .*Run the same command again"):
+    with pytest.raises(
+        ClusterError, match=f"the Ray cluster at {address} is lost: .*Run the same command again"
+    ):
         watch.check()
     GcsWatch(None).check()
 
@@ -182,7 +188,10 @@ This task will not be retried: set max_retries to let Ray retry it."""
 
 def test_described_error_is_the_exception_line_without_advice():
     assert describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
-    assert describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert (
+        describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X"))
+        == "The actor died unexpectedly."
+    )
     assert describe_error(KeyError()) == "KeyError: KeyError"
 
 
@@ -191,7 +200,10 @@ def test_described_error_is_the_exception_line_without_advice():
     [
         (MemoryError(), SMALLER),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), SMALLER),
-        (IndexError("list index out of range"), "a worker cannot start: IndexError: list index out of range"),
+        (
+            IndexError("list index out of range"),
+            "a worker cannot start: IndexError: list index out of range",
+        ),
     ],
 )
 def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
@@ -214,12 +226,18 @@ def test_ray_output_is_suppressed_and_out_of_memory_is_one_line(capsys, monkeypa
     monkeypatch.setattr(cluster, "ray_messages", received)
     take_ray_messages()
     worker._unhandled_error_handler(KeyError("dataset_1"))
-    worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
+    worker.print_to_stdstream(
+        {"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False
+    )
     assert not received.lacks_memory(time.monotonic()) and messages == []
     for _ in range(3):
         text = "2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed\nRefer to the advice"
-        worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
-    assert received.lacks_memory(time.monotonic()) and not received.lacks_memory(time.monotonic() + 1000)
+        worker.print_to_stdstream(
+            {"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False
+        )
+    assert received.lacks_memory(time.monotonic()) and not received.lacks_memory(
+        time.monotonic() + 1000
+    )
     assert messages == [cluster.NO_MEMORY] and capsys.readouterr() == ("", "")
 
 
@@ -241,8 +259,16 @@ def test_killed_worker_is_not_called_lack_of_memory(messages):
     ("error", "code", "words"),
     [
         (TimeoutError(), 5, "the machine is overloaded or has no memory left"),
-        (Exception("The current node timed out during startup."), 5, "the machine is overloaded or has no memory left"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x/ray"), 2, "Set RAY_TMPDIR to a directory"),
+        (
+            Exception("The current node timed out during startup."),
+            5,
+            "the machine is overloaded or has no memory left",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x/ray"),
+            2,
+            "Set RAY_TMPDIR to a directory",
+        ),
         (RuntimeError("no\nluck"), 5, "Ray did not start on this machine: no luck."),
     ],
 )
@@ -261,7 +287,9 @@ def test_a_cluster_that_cannot_be_joined_is_given_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with (
-            pytest.raises(ClusterError, match=f"cluster at '{address}' could not be joined within 0 s"),
+            pytest.raises(
+                ClusterError, match=f"cluster at '{address}' could not be joined within 0 s"
+            ),
             interruptible(),
         ):
             connect(address)

@@ -40,9 +40,20 @@ ROWS = [
         "frequency_penalty": 0.5,
         "repetition_penalty": 1.1,
     },
-    {"id": "sampled", "messages": STORY, "temperature": 0.9, "frequency_penalty": 1.0, "min_tokens": 10},
+    {
+        "id": "sampled",
+        "messages": STORY,
+        "temperature": 0.9,
+        "frequency_penalty": 1.0,
+        "min_tokens": 10,
+    },
     {"id": "words", "messages": STORY, "bad_words": ["fox", "the", " a"]},
-    {"id": "allowed", "messages": STORY, "allowed_token_ids": list(range(200, 400)), "max_tokens": 20},
+    {
+        "id": "allowed",
+        "messages": STORY,
+        "allowed_token_ids": list(range(200, 400)),
+        "max_tokens": 20,
+    },
     {"id": "bias", "prompt": "The", "logit_bias": {"300": 5.5}, "temperature": 0.7},
     {"id": "stop", "messages": STORY, "stop": ["."], "include_stop_str_in_output": True},
     {"id": "free", "messages": STORY},
@@ -67,13 +78,26 @@ def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
 
 
 def test_a_row_overrides_the_jobs_controls(make_job):
-    job = make_job(**{"sampling.presence_penalty": 1.0, "sampling.min_tokens": 2, "sampling.logit_bias": {"5": 1}})
-    row = request(prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4])
+    job = make_job(
+        **{
+            "sampling.presence_penalty": 1.0,
+            "sampling.min_tokens": 2,
+            "sampling.logit_bias": {"5": 1},
+        }
+    )
+    row = request(
+        prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4]
+    )
     (sequence,) = sequences_of(row, job, None)
     own = {"max_tokens": 12, "seed": sequence.sampling.seed}
-    assert sequence.sampling == SamplingParams(min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], **own)
+    assert sequence.sampling == SamplingParams(
+        min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], **own
+    )
     (free,) = sequences_of(request(prompt_token_ids=[1]), make_job(), None)
-    assert free.sampling == SamplingParams(max_tokens=12, seed=free.sampling.seed) and free.bad_word_ids == ()
+    assert (
+        free.sampling == SamplingParams(max_tokens=12, seed=free.sampling.seed)
+        and free.bad_word_ids == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,8 +116,16 @@ def test_values_that_contradict_each_other_are_refused(make_job, columns, messag
 
 
 def test_drafting_rows_are_plain_decodings(make_job):
-    job = {**TINY, "sampling.logprobs": True, "sampling.top_logprobs": 2, "sampling.prompt_logprobs": True}
-    drafted, plain = answers(make_job(ROWS, **job)), answers(make_job(ROWS, **job | {"speculative.method": "none"}))
+    job = {
+        **TINY,
+        "sampling.logprobs": True,
+        "sampling.top_logprobs": 2,
+        "sampling.prompt_logprobs": True,
+    }
+    drafted, plain = (
+        answers(make_job(ROWS, **job)),
+        answers(make_job(ROWS, **job | {"speculative.method": "none"})),
+    )
     for row, other in zip(drafted, plain, strict=True):
         assert row["status"] == other["status"] == "ok", row["error_message"]
         assert broken_invariants(row) == []
@@ -115,7 +147,13 @@ def _check_effects(rows: dict[str, dict]) -> None:
         ids = row["output_token_ids"]
         assert [len(top) for top in row["token_top_logprobs"]] == [2] * len(ids)
         likeliest = [top[0]["logprob"] for top in row["token_top_logprobs"]]
-        assert all(best >= own - 1e-3 for best, own in zip(likeliest, row["token_logprobs"], strict=True))
+        assert all(
+            best >= own - 1e-3 for best, own in zip(likeliest, row["token_logprobs"], strict=True)
+        )
         assert row["prompt_token_logprobs"][0] is None
-        assert len(row["prompt_token_logprobs"]) == len(row["prompt_top_logprobs"]) == row["prompt_tokens"]
+        assert (
+            len(row["prompt_token_logprobs"])
+            == len(row["prompt_top_logprobs"])
+            == row["prompt_tokens"]
+        )
     assert text.decode(rows["free"]["output_token_ids"]) == rows["free"]["text"]

@@ -52,7 +52,11 @@ class FragileEngine:
         if self.actor_killers & set(self.in_flight):
             self.is_actor_gone = True
             raise ActorKilled
-        if self.is_dead or self.killers & set(self.in_flight) or len(self.in_flight) > self.max_in_flight:
+        if (
+            self.is_dead
+            or self.killers & set(self.in_flight)
+            or len(self.in_flight) > self.max_in_flight
+        ):
             self.is_dead = True
             raise EngineError(CRASH)
         for id in ids:
@@ -60,7 +64,9 @@ class FragileEngine:
         codes = {row["request_id"]: row["error_code"] for row in rows.to_pylist()}
         return pa.Table.from_pylist(
             [{"request_id": id, "sample": j, "error": codes[id]} for id in codes for j in range(2)],
-            pa.schema([("request_id", pa.string()), ("sample", pa.int64()), ("error", pa.string())]),
+            pa.schema(
+                [("request_id", pa.string()), ("sample", pa.int64()), ("error", pa.string())]
+            ),
         )
 
     async def restart(self, error: EngineError) -> None:
@@ -75,13 +81,17 @@ class FragileEngine:
 
 
 def requests(ids) -> pa.Table:
-    return table_of([{"request_id": id, "row_index": i, "source_file": "f"} for i, id in enumerate(ids)], SCHEMA)
+    return table_of(
+        [{"request_id": id, "row_index": i, "source_file": "f"} for i, id in enumerate(ids)], SCHEMA
+    )
 
 
 SCHEMA = request_schema([])
 
 
-def run(batches: list[list[str]], engine: FragileEngine, log: CrashLog | None = None, slots: int = 8) -> list[pa.Table]:
+def run(
+    batches: list[list[str]], engine: FragileEngine, log: CrashLog | None = None, slots: int = 8
+) -> list[pa.Table]:
     """One process of an actor: all batches at once. Raises ActorKilled."""
     isolation = Isolation(engine, log or CrashLog(), slots)
 
@@ -105,7 +115,12 @@ def run_again(batches: list[list[str]], actor_killers: set) -> tuple[list[pa.Tab
 
 def errors_of(tables: list[pa.Table]) -> set[str]:
     """The requests whose answers are error rows."""
-    return {row["request_id"] for table in tables for row in table.to_pylist() if row["error"] == WORKER_DIED}
+    return {
+        row["request_id"]
+        for table in tables
+        for row in table.to_pylist()
+        if row["error"] == WORKER_DIED
+    }
 
 
 def ids_of(tables: list[pa.Table]) -> list[str]:
@@ -119,7 +134,9 @@ def test_batches_without_crashes_run_together_and_save_one_log():
     assert [pickle.loads(log) for log in engine.saved] == [CrashLog(in_flight=None)]
 
 
-KILLERS = pytest.mark.parametrize("killers", [{"k"}, {"k", "b"}, {"a", "b", "c", "d", "k", "e", "f"}])
+KILLERS = pytest.mark.parametrize(
+    "killers", [{"k"}, {"k", "b"}, {"a", "b", "c", "d", "k", "e", "f"}]
+)
 BATCHES = [["a", "b", "c"], ["d", KILLER, "e"], ["f"]]
 
 
@@ -198,7 +215,9 @@ def test_resent_batches_are_suspects_if_nothing_was_recorded():
     isolation = Isolation(engine, CrashLog(in_flight=None), slots=8)
 
     async def twice():
-        await asyncio.gather(*(isolation.run_batch(requests(ids)) for ids in (["a", "b", "c"], ["d"])))
+        await asyncio.gather(
+            *(isolation.run_batch(requests(ids)) for ids in (["a", "b", "c"], ["d"]))
+        )
         await isolation.run_batch(requests(["e", "f", "g", "h"]))
 
     asyncio.run(twice())
@@ -247,7 +266,9 @@ def test_waiting_exclusive_lock_precedes_later_shared_locks():
             order.append(name)
 
     async def all_at_once():
-        await asyncio.gather(together("a"), together("b"), alone("X"), alone("Y"), together("c"), together("d"))
+        await asyncio.gather(
+            together("a"), together("b"), alone("X"), alone("Y"), together("c"), together("d")
+        )
 
     asyncio.run(all_at_once())
     assert sorted(order[:4]) == ["a", "a", "b", "b"] and order[4:8] in (list("XXYY"), list("YYXX"))

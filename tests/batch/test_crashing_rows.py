@@ -43,7 +43,9 @@ def test_where_no_worker_can_start_the_job_ends_with_the_reason(make_job, messag
         pytest.param(GREEDY, "CUDA out of memory", 5, id="memory", marks=pytest.mark.slow),
     ],
 )
-def test_crashing_row_is_an_error_row_and_others_are_answered(make_job, messages, prompt, reason, last_words):
+def test_crashing_row_is_an_error_row_and_others_are_answered(
+    make_job, messages, prompt, reason, last_words
+):
     """One of the last words is spoken over the worker that dies as it loads."""
     rows = [*token_rows(9), {"id": "killer", "prompt_token_ids": prompt}, *token_rows(20, start=9)]
     config = make_job(rows, **{"name": CRASHES, "execution.actors": 2})

@@ -21,9 +21,14 @@ def test_a_line_says_what_is_known():
     assert progress_line(FACTS | {"workers_ready": 0}) == "[   12 s] loading the models"
     waiting = {"waiting_for": "memory"}
     assert progress_line(FACTS | waiting | {"workers_ready": 0}) == "[   12 s] waiting for memory"
-    assert progress_line(FACTS | waiting | UNKNOWN).endswith("32 in files, 1 errors · waiting for memory")
+    assert progress_line(FACTS | waiting | UNKNOWN).endswith(
+        "32 in files, 1 errors · waiting for memory"
+    )
     starting = {"workers_ready": 0, "starting": "measuring the cost of steps"}
-    assert progress_line(FACTS | starting) == "[   12 s] loading the models: measuring the cost of steps"
+    assert (
+        progress_line(FACTS | starting)
+        == "[   12 s] loading the models: measuring the cost of steps"
+    )
 
 
 def test_lines_come_when_they_are_due(messages):

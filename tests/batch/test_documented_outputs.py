@@ -22,7 +22,11 @@ def command(tmp_path: Path, engine: ToyEngine, monkeypatch) -> Command:
     """command("run", FLAG, ...): the exit code of a command over one configuration, in the job's directory."""
     monkeypatch.chdir(tmp_path)
     append(tmp_path / "in.jsonl", rows(*NAMES))
-    sections = {"input": {"path": "in.jsonl"}, "output": {"path": "out"}, "model": {"target": str(PAIR / "target")}}
+    sections = {
+        "input": {"path": "in.jsonl"},
+        "output": {"path": "out"},
+        "model": {"target": str(PAIR / "target")},
+    }
     sections |= {"speculative": {"method": "none"}, "report": {"html": False}}
     (tmp_path / "job.yaml").write_text(json.dumps(sections))
     return lambda name, *flags: cli.main([name, "-c", "job.yaml", *flags])
@@ -30,7 +34,11 @@ def command(tmp_path: Path, engine: ToyEngine, monkeypatch) -> Command:
 
 def ids_in(output: Path) -> list[str]:
     files = sorted(output.glob("data/**/*.parquet"))
-    return sorted(row["request_id"] for file in files for row in pq.read_table(file, partitioning=None).to_pylist())
+    return sorted(
+        row["request_id"]
+        for file in files
+        for row in pq.read_table(file, partitioning=None).to_pylist()
+    )
 
 
 def test_shards_share_an_output_that_finish_completes(command, tmp_path, capsys):
@@ -60,7 +68,9 @@ def test_shards_are_mixed_with_nothing_else(command, capsys):
     assert command("run", "--shard", "1/3") == 0
     assert command("run", "--shard", "1/2") != 0 and command("run") != 0
     assert command("run", "--shard", "1/3", "--set", "sampling.max_tokens=3") == 6
-    assert command("run", "-o", "whole") == 0 and command("run", "-o", "whole", "--shard", "1/3") != 0
+    assert (
+        command("run", "-o", "whole") == 0 and command("run", "-o", "whole", "--shard", "1/3") != 0
+    )
 
 
 def test_finish_judges_error_rows_over_all_shards(command, engine, capsys):
@@ -77,7 +87,9 @@ def test_repair_writes_a_record_that_is_lost(command, tmp_path, capsys):
     assert command("run") == 6 and "repair" in capsys.readouterr().err
     assert command("repair", "out", "--set", "sampling.max_tokens=3") == 6
     assert command("repair", "out") == 0
-    assert "12 done" in capsys.readouterr().out and (tmp_path / "out" / "_run.json.damaged").exists()
+    assert (
+        "12 done" in capsys.readouterr().out and (tmp_path / "out" / "_run.json.damaged").exists()
+    )
     record.unlink()
     assert command("repair", "out") == 0
     assert command("run") == 0 and ids_in(tmp_path / "out") == sorted(NAMES)
@@ -93,7 +105,9 @@ def test_a_shard_is_repaired_with_its_flag(command, tmp_path):
 
 def test_resume_overwrite_and_limit_are_flags(command, engine, tmp_path, capsys):
     assert command("run", "--limit", "5") == 0 and len(ids_in(tmp_path / "out")) == 5
-    assert command("run", "--resume", "--set", "output.if_exists=fail") == 0 and len(engine.made) == 12
+    assert (
+        command("run", "--resume", "--set", "output.if_exists=fail") == 0 and len(engine.made) == 12
+    )
     assert command("run", "--set", "output.if_exists=fail") == 2
     assert command("run", "--overwrite", "--limit", "2") == 0 and len(ids_in(tmp_path / "out")) == 2
     assert command("run", "--set", "execution.slots=3", "--set", "logging.level=debug") == 0
@@ -107,7 +121,9 @@ def test_error_rows_are_made_again_with_a_flag(command, engine, tmp_path):
     assert command("run", "--fail-on-row-errors") == 3
     engine.bad = set()
     assert command("run") == 0 and len(engine.made) == 12
-    assert command("run", "--retry-errors", "--fail-on-row-errors") == 0 and engine.made[12:] == ["id1"]
+    assert command("run", "--retry-errors", "--fail-on-row-errors") == 0 and engine.made[12:] == [
+        "id1"
+    ]
 
 
 def test_an_empty_input_is_allowed_with_a_flag(command, tmp_path):
@@ -147,7 +163,9 @@ def test_repair_takes_the_flags_of_a_run(command, tmp_path, capsys):
     assert command("run", *flags) == 0
     (tmp_path / "kept" / "_run.json").unlink()
     assert command("repair", "kept", *flags, "--set", "sampling.max_tokens=3") == 6
-    assert command("repair", "kept", *flags, "--set", "sampling.max_tokens=3", "--trust-config") == 0
+    assert (
+        command("repair", "kept", *flags, "--set", "sampling.max_tokens=3", "--trust-config") == 0
+    )
 
 
 def test_a_refused_finish_or_repair_changes_nothing(command, tmp_path):
@@ -156,7 +174,9 @@ def test_a_refused_finish_or_repair_changes_nothing(command, tmp_path):
     record.write_text(record.read_text()[:-9])
 
     def content() -> dict[str, bytes]:
-        return {str(file): file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+        return {
+            str(file): file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()
+        }
 
     before = content()
     assert cli.main(["finish", "out"]) != 0

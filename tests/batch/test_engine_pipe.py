@@ -43,7 +43,9 @@ def test_what_is_sent_is_received(pipe_ends, table):
     send(here, "next")
     message, received = receive(there)
     assert message == {"question": 1} and receive(there) == ("next", None)
-    assert received is table is None or (received == table and received.schema.equals(table.schema, True))
+    assert received is table is None or (
+        received == table and received.schema.equals(table.schema, True)
+    )
 
 
 def test_large_tables_cross_both_ways_at_once(pipe_ends):
@@ -51,7 +53,9 @@ def test_large_tables_cross_both_ways_at_once(pipe_ends):
     here, there = pipe_ends
     senders = [start_thread(send, end, "take", LARGE) for end in pipe_ends]
     found = {}
-    readers = [start_thread(lambda end=end: found.__setitem__(end, receive(end))) for end in pipe_ends]
+    readers = [
+        start_thread(lambda end=end: found.__setitem__(end, receive(end))) for end in pipe_ends
+    ]
     for thread in (*senders, *readers):
         thread.join(60)
     assert [found[end][1].equals(LARGE) for end in (here, there)] == [True, True]

@@ -19,7 +19,12 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.worker import engine_process
-from eagle_ray.batch.worker.crash_isolation import Fault, WorkerError, as_config_error, classify_error
+from eagle_ray.batch.worker.crash_isolation import (
+    Fault,
+    WorkerError,
+    as_config_error,
+    classify_error,
+)
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
@@ -48,7 +53,11 @@ from tests.support.workers import (
 )
 
 pytestmark = pytest.mark.usefixtures("warm_python")
-LONG = {"sampling.max_tokens": 1000, "model.max_model_len": 1024, "sampling.ignore_eos": True}  # a second for each row
+LONG = {
+    "sampling.max_tokens": 1000,
+    "model.max_model_len": 1024,
+    "sampling.ignore_eos": True,
+}  # a second for each row
 SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 
@@ -77,7 +86,9 @@ def test_it_answers_as_a_worker_here_does_and_counts(make_job):
         )
         worker_ids = {row["worker_id"] for table in tables for row in table.to_pylist()}
     assert worker_ids == {worker.worker_id} and pid_of(worker.worker_id) != os.getpid()
-    assert outputs([row for table in tables for row in table.to_pylist()]) == outputs(answers(config))
+    assert outputs([row for table in tables for row in table.to_pylist()]) == outputs(
+        answers(config)
+    )
 
 
 def test_tokens_are_counted_before_any_row_ends(make_job):
@@ -126,12 +137,17 @@ def test_killed_process_fails_all_its_pending_and_later_batches(make_job):
     with process_of(config) as worker:
 
         async def kill_in_the_middle() -> list:
-            asked = [asyncio.ensure_future(worker.answer(batch)) for batch in batches_of(config, batch_size=20)]
+            asked = [
+                asyncio.ensure_future(worker.answer(batch))
+                for batch in batches_of(config, batch_size=20)
+            ]
             await asyncio.sleep(0.5)
             os.kill(pid_of(worker.worker_id), signal.SIGKILL)
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        errors = asyncio.run(kill_in_the_middle()) + answers_or_errors(worker, batches_of(config)[0])  # one too late
+        errors = asyncio.run(kill_in_the_middle()) + answers_or_errors(
+            worker, batches_of(config)[0]
+        )  # one too late
     assert [str(error) for error in errors] == ["the engine's process was ended by signal 9"] * 5
     assert all(isinstance(error, ProcessEnded) for error in errors)
 
@@ -174,7 +190,9 @@ def test_a_model_that_is_not_there_is_said_as_here(make_job, monkeypatch):
 
 
 def test_a_pair_that_does_not_fit_is_said_as_here(make_job):
-    config = make_job(token_rows(1), **{"model.draft": str(PAIR / "target"), "speculative.method": "eagle2"})
+    config = make_job(
+        token_rows(1), **{"model.draft": str(PAIR / "target"), "speculative.method": "eagle2"}
+    )
     with pytest.raises((ConfigError, EngineError)) as here:
         Worker(*arguments_of(config))
     with pytest.raises((ConfigError, EngineError)) as there, process_of(config):
@@ -186,7 +204,9 @@ def test_memory_that_is_too_small_is_this_workers_own_fault(fragile_worker, make
     with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_LARGE)):
         pass
     fault = classify_error(found.value)
-    assert fault.is_local and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
+    assert fault.is_local and fault.line.startswith(
+        "its memory is too small (OutOfMemoryError: CUDA out of memory)"
+    )
 
 
 def test_gpu_without_room_for_the_model_is_a_local_fault(fragile_worker, make_job):
@@ -200,7 +220,9 @@ def test_what_killed_the_engine_is_told(fragile_worker, make_job):
     config = make_job([{"id": "a", "prompt_token_ids": GREEDY}])
     with process_of(config) as worker:
         (error,) = answers_or_errors(worker, *batches_of(config))
-    assert isinstance(error, EngineError) and "its memory is too small" in classify_error(error).line
+    assert (
+        isinstance(error, EngineError) and "its memory is too small" in classify_error(error).line
+    )
 
 
 def test_a_bug_is_told_and_its_traceback_logged(fragile_worker, make_job, capfd):
@@ -211,7 +233,8 @@ def test_a_bug_is_told_and_its_traceback_logged(fragile_worker, make_job, capfd)
     assert "a batch cannot be answered\nTraceback" in capfd.readouterr().err
 
 
-# A process that asks: prints the worker's process id, waits for its models where it should, and asks for ever.
+# A process that asks: prints the worker's process id, waits for its models where it should, and
+# asks for ever.
 ASKER = f"""
 import signal, subprocess, sys
 from pathlib import Path
@@ -236,7 +259,9 @@ def parent_process(directory: Path, does: str) -> Iterator[tuple[subprocess.Pope
     """The process that asks, in a group of its own, and its worker's process id."""
     command = [sys.executable, "-c", ASKER, str(directory), does]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()}, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": os.getcwd()}, start_new_session=True, **pipes
+    )
     try:
         worker = int(process.stdout.readline())
         if does == "answering":
@@ -292,14 +317,18 @@ print(len(table), "torch" in sys.modules, "transformers" in sys.modules, "_rayle
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says which libraries a process has")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="Linux says which libraries a process has"
+)
 def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job, monkeypatch):
     import pickle
 
     monkeypatch.undo()  # fresh interpreters
     config = make_job(token_rows(2))
     given = pickle.dumps((*arguments_of(config), *batches_of(config)))
-    said = subprocess.run([sys.executable, "-c", ALONE], input=given, capture_output=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", ALONE], input=given, capture_output=True, check=True
+    ).stdout
     assert said.decode().split() == ["2", "False", "False", "False", "True"]
 
 

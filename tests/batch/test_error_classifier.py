@@ -19,8 +19,18 @@ def engine_error(cause: Exception) -> EngineError:
     [
         (MemoryError(), SMALLER, True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), SMALLER, True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), SMALLER, True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), SMALLER, True),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+            SMALLER,
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            SMALLER,
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), LOOK, True),
         (RuntimeError("CUDA error: device-side assert triggered"), LOOK, True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), LOOK, True),
@@ -41,7 +51,12 @@ def test_faults_are_told_apart(error, says, is_own, wrapped):
     [
         ("rank 1 failed (UnfitDevice: the GPU has 24 GB)", "the GPU has 24 GB", True, False),
         ("rank 1 failed (EngineError: tensor x: odd\nmore)", "tensor x: odd", False, False),
-        ("rank 0 of 2: rank 1 was ended by signal 9", "rank 0 of 2: rank 1 was ended by signal 9", True, True),
+        (
+            "rank 0 of 2: rank 1 was ended by signal 9",
+            "rank 0 of 2: rank 1 was ended by signal 9",
+            True,
+            True,
+        ),
         ("rank 1 failed (RankError: its step)", "rank 1 failed (RankError: its step)", True, True),
     ],
 )

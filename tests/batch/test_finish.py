@@ -30,14 +30,22 @@ from tests.support.jobs import token_rows
 SCHEMA = output_schema([])
 
 
-def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 0, status: str = "ok") -> Path:
+def write_part(
+    config: JobConfig, ids: list[str], attempt: int = 1, task: int = 0, status: str = "ok"
+) -> Path:
     """Write a part file with a row for each id, as a shard's driver of this attempt would."""
     output = output_of(config)
     with hold_output(output):
         claim_output(config)
         run = open_run(config, plan_input(config).fingerprints)
         with run.recorded_outcome():
-            common = {"row_index": 0, "source_file": "a", "run_id": run.run_id, "attempt": attempt, "status": status}
+            common = {
+                "row_index": 0,
+                "source_file": "a",
+                "run_id": run.run_id,
+                "attempt": attempt,
+                "status": status,
+            }
             rows = [common | {"request_id": id, "sample_index": 0} for id in ids]
             file = run.data / part_name(attempt, task)
             file.create(parquet_bytes(pa.Table.from_pylist(rows, SCHEMA), "zstd"))
@@ -47,7 +55,9 @@ def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 
 def complete(config: JobConfig) -> None:
     output = output_of(config)
     manifest = Run.inspect(output).manifest
-    summary = summarize_run(Run(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"]))
+    summary = summarize_run(
+        Run(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"])
+    )
     write_json(output / "_summary.json", summary)
     (output / SUCCESS).write_atomic(b"")
 
@@ -75,9 +85,18 @@ def root(config: JobConfig) -> StoragePath:
 
 def test_finish_counts_each_id_by_shard_and_completes_the_output(shards):
     summary = finish_shards(root(shards[0]))
-    assert [shard["ids"] for shard in summary["shards"]] == [len(ids_in_shard(config)) for config in shards]
+    assert [shard["ids"] for shard in summary["shards"]] == [
+        len(ids_in_shard(config)) for config in shards
+    ]
     assert summary["total"]["rows"] == 30 and (root(shards[0]) / SUCCESS).exists()
-    assert finish_text(summary).splitlines()[0].split() == ["shard", "ids", "rows", "errors", "attempts", "finished"]
+    assert finish_text(summary).splitlines()[0].split() == [
+        "shard",
+        "ids",
+        "rows",
+        "errors",
+        "attempts",
+        "finished",
+    ]
     assert "3 of 3 shards complete, finished" in sharded_status_text(root(shards[0]))
     assert finish_shards(root(shards[0]))["attempt"] == 2  # again, with the same result
 
@@ -91,7 +110,10 @@ def test_a_shard_that_starts_again_takes_the_success_away(shards):
 
 
 def test_a_running_shard_is_refused_with_its_process(shards):
-    with hold_output(output_of(shards[1])), pytest.raises(OutputLocked, match=r"shard 2/3 is running: .* process \d+"):
+    with (
+        hold_output(output_of(shards[1])),
+        pytest.raises(OutputLocked, match=r"shard 2/3 is running: .* process \d+"),
+    ):
         finish_shards(root(shards[0]))
     assert not (root(shards[0]) / SUCCESS).exists()
 
@@ -100,9 +122,13 @@ def test_shards_that_never_started_are_all_named(make_job):
     config = make_job(token_rows(5), **{"execution.shard": "2/3"})
     write_part(config, ids_in_shard(config))
     complete(config)
-    with pytest.raises(Incomplete, match=r"shard 1/3 has not started; shard 3/3 has not started\. Run each"):
+    with pytest.raises(
+        Incomplete, match=r"shard 1/3 has not started; shard 3/3 has not started\. Run each"
+    ):
         finish_shards(root(config))
-    assert "1 of 3 shards complete, run the others with their --shard" in sharded_status_text(root(config))
+    assert "1 of 3 shards complete, run the others with their --shard" in sharded_status_text(
+        root(config)
+    )
 
 
 def test_a_refused_finish_changes_no_byte_of_the_output(shards):
@@ -143,7 +169,10 @@ def test_missing_ids_are_named_with_their_shard(shards):
     lost = pq.read_table(file)["request_id"][0].as_py()
     pq.write_table(pq.ParquetFile(file).read().slice(1), file)
     count = len(ids_in_shard(shards[2]))
-    with pytest.raises(Incomplete, match=rf"shard 3/3: 1 of {count} ids are missing: {lost}\. Run --shard 3/3 again"):
+    with pytest.raises(
+        Incomplete,
+        match=rf"shard 3/3: 1 of {count} ids are missing: {lost}\. Run --shard 3/3 again",
+    ):
         finish_shards(root(shards[0]))
 
 
@@ -152,17 +181,24 @@ def test_duplicate_id_and_row_of_another_shard_are_refused(shards):
     [file] = (data / "shard-0001-of-0003").glob("*.parquet")
     second = file.with_name(part_name(1, 9))
     second.write_bytes(file.read_bytes())
-    with pytest.raises(Incomplete, match=r"shard 1/3: \d+ ids are there twice, such as in .*part-001-"):
+    with pytest.raises(
+        Incomplete, match=r"shard 1/3: \d+ ids are there twice, such as in .*part-001-"
+    ):
         finish_shards(root(shards[0]))
     second.rename(data / "shard-0002-of-0003" / second.name)
-    with pytest.raises(OutputMismatch, match=r"shard-0002-of-0003/part-001-000009.parquet has rows of another shard"):
+    with pytest.raises(
+        OutputMismatch,
+        match=r"shard-0002-of-0003/part-001-000009.parquet has rows of another shard",
+    ):
         finish_shards(root(shards[0]))
 
 
 def test_a_file_outside_of_the_shards_is_refused(shards):
     stray = Path(shards[0].output.path, "data", "part-001-000000.parquet")
     pq.write_table(SCHEMA.empty_table(), stray)
-    with pytest.raises(OutputMismatch, match=r"data/part-001-000000.parquet was not made by a shard"):
+    with pytest.raises(
+        OutputMismatch, match=r"data/part-001-000000.parquet was not made by a shard"
+    ):
         finish_shards(root(shards[0]))
 
 
@@ -183,7 +219,9 @@ def test_shards_over_different_inputs_are_refused_by_name(shards, make_job):
     moved = make_job(**{"execution.shard": "2/3", "input.path": str(other)})
     write_part(moved, [], task=1)
     complete(moved)
-    with pytest.raises(ConfigError, match=r"input\.path: .*in\.jsonl' in shard 1/3, but .*other\.jsonl' in 2/3"):
+    with pytest.raises(
+        ConfigError, match=r"input\.path: .*in\.jsonl' in shard 1/3, but .*other\.jsonl' in 2/3"
+    ):
         finish_shards(root(shards[0]))
     assert finish_shards(root(shards[0]), str(other))["total"]["rows"] == 30
 
@@ -201,14 +239,28 @@ def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, cap
     assert cli.main(["finish", output]) == 0
     assert "1/3" in capsys.readouterr().out
     assert cli.main(["finish", output, "--json"]) == 0
-    assert [shard["attempts"] for shard in json.loads(capsys.readouterr().out)["shards"]] == [1, 1, 1]
-    assert cli.main(["status", output]) == 0 and "3 of 3 shards complete, finished" in capsys.readouterr().out
+    assert [shard["attempts"] for shard in json.loads(capsys.readouterr().out)["shards"]] == [
+        1,
+        1,
+        1,
+    ]
+    assert (
+        cli.main(["status", output]) == 0
+        and "3 of 3 shards complete, finished" in capsys.readouterr().out
+    )
     assert cli.main(["report", output]) == 0
     with pytest.raises(ConfigError, match="is written in 3 shards"):
         validate(make_job())
 
 
-WRONG_PLANS = [{"count": "3"}, {"count": 0}, {"count": None}, {"config": None}, {"config": []}, {"config": {"a": 1}}]
+WRONG_PLANS = [
+    {"count": "3"},
+    {"count": 0},
+    {"count": None},
+    {"config": None},
+    {"config": []},
+    {"config": {"a": 1}},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG_PLANS)

@@ -26,7 +26,9 @@ ROWS = [
 @pytest.fixture(scope="module")
 def model():
     """The target with transformers' own attention."""
-    return AutoModelForCausalLM.from_pretrained(download("embedded:tiny", "target"), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        download("embedded:tiny", "target"), dtype=torch.float32
+    ).eval()
 
 
 @torch.inference_mode()
@@ -45,7 +47,10 @@ def prompt_ids_of(row: dict) -> list[int]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"sampling.temperature": 0.0}, {"sampling.temperature": 0.9, "sampling.top_p": 0.9, "sampling.n": 2}],
+    [
+        {"sampling.temperature": 0.0},
+        {"sampling.temperature": 0.9, "sampling.top_p": 0.9, "sampling.n": 2},
+    ],
     ids=["greedy", "sampled"],
 )
 def test_logprobs_are_a_plain_forwards(make_job, model, sampling):
@@ -53,7 +58,9 @@ def test_logprobs_are_a_plain_forwards(make_job, model, sampling):
     found = answers(make_job(ROWS, **TINY | sampling | {"sampling.logprobs": True}))
     for row in found:
         assert row["status"] == "ok" and broken_invariants(row) == []
-        assert len(row["token_logprobs"]) == len(row["output_token_ids"]) == row["completion_tokens"]
+        assert (
+            len(row["token_logprobs"]) == len(row["output_token_ids"]) == row["completion_tokens"]
+        )
         wanted = plain_logprobs(model, prompts[row["request_id"]], row["output_token_ids"])
         assert torch.tensor(row["token_logprobs"]).sub(wanted).abs().max() < WITHIN
         assert row["cumulative_logprob"] == pytest.approx(sum(row["token_logprobs"]), abs=1e-3)

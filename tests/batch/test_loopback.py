@@ -32,25 +32,37 @@ UNUSED = ("monitor.py", "dashboard.py")  # of Ray: the autoscaler and the API se
 def start_demo(directory: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "eagle_ray.cli", "demo", "-o", str(directory / "out")]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def start_small_run(directory: Path) -> subprocess.Popen:
-    return start_run(small_job(directory, token_rows(8), **{"execution.ray_address": "local"}), directory)
+    return start_run(
+        small_job(directory, token_rows(8), **{"execution.ray_address": "local"}), directory
+    )
 
 
 @pytest.mark.parametrize(
-    "start", [pytest.param(start_small_run, id="run"), pytest.param(start_demo, id="demo", marks=pytest.mark.slow)]
+    "start",
+    [
+        pytest.param(start_small_run, id="run", marks=pytest.mark.slow),
+        pytest.param(start_demo, id="demo", marks=pytest.mark.slow),
+    ],
 )
 def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monkeypatch):
     watched = ListenerWatch()
     monkeypatch.setenv(*watched.environment.popitem())
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")  # would put Ray on the machine's own address
+    monkeypatch.setenv(
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1"
+    )  # would put Ray on the machine's own address
     process = start(tmp_path)
     try:
         watched.look_until(lambda: any((tmp_path / "out" / "data").glob("*.parquet")), process)
         assert list((tmp_path / "out" / "data").glob("*.parquet")), process.communicate()
-        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the driver takes seconds to import it"
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), (
+            "the driver takes seconds to import it"
+        )
     finally:
         process.terminate()
         process.communicate(timeout=120)
@@ -82,9 +94,14 @@ def test_long_tmpdir_is_replaced_and_long_ray_tmpdir_is_refused(tmp_path):
     assert temporary_directory({}) == temporary_directory({"TMPDIR": long}) == "/tmp"
     fits = "/tmp/" + "x" * (MAX_TMPDIR_BYTES - len("/tmp/"))
     assert temporary_directory({"TMPDIR": fits}) == fits
-    with pytest.raises(ConfigError, match=rf"^RAY_TMPDIR: {long} has .* room for {MAX_TMPDIR_BYTES}. Set RAY_TMPDIR"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^RAY_TMPDIR: {long} has .* room for {MAX_TMPDIR_BYTES}. Set RAY_TMPDIR",
+    ):
         temporary_directory({"RAY_TMPDIR": long, "TMPDIR": "/tmp"})
-    with pytest.raises(ConfigError, match=r"^RAY_TMPDIR: /dev/null/ray cannot be written. Set RAY_TMPDIR"):
+    with pytest.raises(
+        ConfigError, match=r"^RAY_TMPDIR: /dev/null/ray cannot be written. Set RAY_TMPDIR"
+    ):
         temporary_directory({"RAY_TMPDIR": "/dev/null/ray"})
 
 

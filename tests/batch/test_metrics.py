@@ -12,18 +12,36 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.batch.worker.progress import DESCRIPTIONS, PREFIX, WORK_COUNTERS, JobMetrics, WorkerReport
+from eagle_ray.batch.worker.progress import (
+    DESCRIPTIONS,
+    METRIC_PREFIX,
+    WORK_COUNTERS,
+    JobMetrics,
+    WorkerReport,
+)
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.support.jobs import exit_code, token_rows
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
-KEYS = {"request_id": "a", "sample_index": 0, "row_index": 0, "source_file": "f", "run_id": "r", "attempt": 1}
+KEYS = {
+    "request_id": "a",
+    "sample_index": 0,
+    "row_index": 0,
+    "source_file": "f",
+    "run_id": "r",
+    "attempt": 1,
+}
 
 
 def answers() -> pa.Table:
     """A row of 12 tokens in 5 steps, one of them plain, and an error row."""
-    counts = {"prompt_tokens": 4, "completion_tokens": 12, "num_spec_steps": 5, "num_plain_steps": 1}
+    counts = {
+        "prompt_tokens": 4,
+        "completion_tokens": 12,
+        "num_spec_steps": 5,
+        "num_plain_steps": 1,
+    }
     drafts = {"num_draft_tokens": 20, "num_accepted_draft_tokens": 6, "e2e_s": 0.3}
     bad = {"status": "error", "error_code": "prompt_too_long", "error_message": "too long"}
     return table_of([KEYS | counts | drafts | {"status": "ok"}, KEYS | bad], output_schema([]))
@@ -52,11 +70,13 @@ class LivingWorker:
 def scrape(run_id: str) -> dict[str, float]:
     """The samples of a run by name; those of a histogram's buckets by name and bound."""
     node = ray.nodes()[0]
-    with urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10) as answer:
+    with urlopen(
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10
+    ) as answer:
         text = answer.read().decode()
     found = {}
     for name, labels, value in SAMPLE.findall(text):
-        if name.startswith(f"ray_{PREFIX}") and f'run_id="{run_id}"' in labels:
+        if name.startswith(f"ray_{METRIC_PREFIX}") and f'run_id="{run_id}"' in labels:
             bound = re.search(r'le="([^"]+)"', labels)
             found[f"{name} {bound[1]}" if bound else name] = float(value)
             assert 'run_name="' in labels and 'worker="' in labels
@@ -74,11 +94,13 @@ def awaited(look: Callable[[], Any], wanted: Any) -> Any:
 
 def samples(run_id: str, wanted: dict[str, float]) -> dict[str, float]:
     """What is exported under the wanted names in the end."""
-    return awaited(lambda: {name: value for name, value in scrape(run_id).items() if name in wanted}, wanted)
+    return awaited(
+        lambda: {name: value for name, value in scrape(run_id).items() if name in wanted}, wanted
+    )
 
 
 def totals(**values: int) -> dict[str, float]:
-    return {f"ray_{PREFIX}{name}_total": value for name, value in values.items()}
+    return {f"ray_{METRIC_PREFIX}{name}_total": value for name, value in values.items()}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +116,7 @@ def test_rows_tokens_and_drafts_add_up_over_batches(run_id):
     drafts = {"drafts": 8, "draft_tokens": 40, "accepted_tokens": 12}
     rows |= totals(**{f"spec_decode_num_{name}": value for name, value in drafts.items()})
     assert samples(run_id, rows) == rows
-    latency = f"ray_{PREFIX}row_latency_seconds"
+    latency = f"ray_{METRIC_PREFIX}row_latency_seconds"
     seen = {f"{latency}_count": 2, f"{latency}_bucket 0.25": 0, f"{latency}_bucket 0.5": 2}
     assert samples(run_id, seen) == seen
 
@@ -107,7 +129,10 @@ def test_the_engines_counters_are_not_added_up_twice(run_id):
 def test_every_counter_that_moved_is_exported_and_no_other(run_id):
     still = {f"engine_{name.removeprefix('num_')}" for name in WORK_COUNTERS} - {"engine_steps"}
     names = totals(**dict.fromkeys(DESCRIPTIONS.keys() - still, 0)).keys()
-    assert awaited(lambda: {name for name in scrape(run_id) if name.endswith("_total")}, names) == names
+    assert (
+        awaited(lambda: {name for name in scrape(run_id) if name.endswith("_total")}, names)
+        == names
+    )
 
 
 @pytest.mark.slow

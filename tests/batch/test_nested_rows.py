@@ -10,12 +10,21 @@ from eagle_ray.batch.worker.sink import nest, unnest
 from eagle_ray.requests.row_schema import output_schema, table_of
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
-COMMON = {"row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok", "prompt": "long " * 200}
+COMMON = {
+    "row_index": 0,
+    "source_file": "a",
+    "run_id": "run",
+    "attempt": 1,
+    "status": "ok",
+    "prompt": "long " * 200,
+}
 
 
 def rows_of(*samples: int) -> pa.Table:
     """So many samples of each id."""
-    rows = [{"request_id": f"r{i}", "sample_index": j} for i, n in enumerate(samples) for j in range(n)]
+    rows = [
+        {"request_id": f"r{i}", "sample_index": j} for i, n in enumerate(samples) for j in range(n)
+    ]
     return table_of([COMMON | row | {"output_token_ids": [1, 2]} for row in rows], SCHEMA)
 
 
@@ -41,7 +50,9 @@ def test_no_cut_parts_the_rows_of_an_id():
     flat = [block["request_id"].to_pylist() for block in blocks_of(rows, 5000)]
     assert any(before[-1] == after[0] for before, after in pairwise(flat)), "Ray no longer cuts"
     found = [unnest(block) for block in blocks_of(nest(rows), 5000)]
-    assert len(found) > 1 and all(set(map(table_ids(block).count, table_ids(block))) == {3} for block in found)
+    assert len(found) > 1 and all(
+        set(map(table_ids(block).count, table_ids(block))) == {3} for block in found
+    )
     assert pa.concat_tables(found).cast(SCHEMA).equals(rows)
 
 

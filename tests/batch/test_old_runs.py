@@ -15,7 +15,8 @@ import pytest
 from eagle_ray.batch.driver.finish import finish_shards
 from eagle_ray.batch.driver.repair import repair_output
 from eagle_ray.batch.driver.status import sharded_statuses, status_of
-from eagle_ray.cli.report_run import export, load_summary, review
+from eagle_ray.cli.export_run import export
+from eagle_ray.cli.report_run import load_summary, review
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete
@@ -35,19 +36,27 @@ def unpack(name: str, directory: Path) -> StoragePath:
     root = directory / name
     for file in root.rglob("*.json"):
         file.write_text(file.read_text().replace(PLACE, str(directory)))
-    for file in root.rglob("_run.json"):  # it has the checksum of its list of input files, which is another now
+    for file in root.rglob(
+        "_run.json"
+    ):  # it has the checksum of its list of input files, which is another now
         record = json.loads(file.read_text())
-        record["inputs"]["checksum"] = zlib.crc32((file.parent / record["inputs"]["list"]).read_bytes())
+        record["inputs"]["checksum"] = zlib.crc32(
+            (file.parent / record["inputs"]["list"]).read_bytes()
+        )
         file.write_text(json.dumps(record))
     for file in root.glob("**/_index/input.json"):
         content = json.loads(file.read_text())
-        file.write_text(json.dumps({name: value for name, value in content.items() if name != "checksum"}))
+        file.write_text(
+            json.dumps({name: value for name, value in content.items() if name != "checksum"})
+        )
     return StoragePath.of(str(root / "out"))
 
 
 def config_of(output: StoragePath) -> JobConfig:
     """Return the configuration that a user has now, with this release's keys."""
-    return JobConfig.model_validate(upgrade_config(json.loads((output / "_run.json").read_bytes())["config"]))
+    return JobConfig.model_validate(
+        upgrade_config(json.loads((output / "_run.json").read_bytes())["config"])
+    )
 
 
 def rows_of(output: StoragePath) -> dict[tuple[str, int], dict]:
@@ -78,7 +87,10 @@ def test_a_finished_run_is_exported_whole(name, tmp_path):
     output = unpack(name, tmp_path)
     export(output, "csv", str(tmp_path / "rows.csv"), partial=False, overwrite=False)
     with (tmp_path / "rows.csv").open(newline="") as file:
-        exported = {(row["request_id"], int(row["sample_index"])): row["text"] for row in csv.DictReader(file)}
+        exported = {
+            (row["request_id"], int(row["sample_index"])): row["text"]
+            for row in csv.DictReader(file)
+        }
     assert exported == {key: row["text"] or "" for key, row in rows_of(output).items()}
     assert len(exported) == NUM_ROWS[name]
     export(output, "openai-batch", str(tmp_path / "lines.jsonl"), partial=False, overwrite=False)
@@ -91,13 +103,18 @@ def test_a_finished_run_that_is_started_again_makes_nothing(name, tmp_path):
     output = unpack(name, tmp_path)
     before = {file: file.read_bytes() for file in Path(output.text, "data").rglob("*.parquet")}
     assert exit_code(config_of(output)) == 0
-    assert {file: file.read_bytes() for file in Path(output.text, "data").rglob("*.parquet")} == before
+    assert {
+        file: file.read_bytes() for file in Path(output.text, "data").rglob("*.parquet")
+    } == before
     assert (output / "_SUCCESS").exists() and status_of(output).attempt == 2
 
 
 def test_a_killed_run_goes_on_with_every_row_once(ray_session, tmp_path):
     output = unpack("killed", tmp_path)
-    assert status_of(output).state in ("killed", "silent")  # on the machine where it was made, and elsewhere
+    assert status_of(output).state in (
+        "killed",
+        "silent",
+    )  # on the machine where it was made, and elsewhere
     with pytest.raises(ConfigError, match="is not finished"):
         export(output, "csv", str(tmp_path / "rows.csv"), partial=False, overwrite=False)
     before = rows_of(output)
@@ -107,6 +124,7 @@ def test_a_killed_run_goes_on_with_every_row_once(ray_session, tmp_path):
     assert sorted(after) == sorted((f"q{i}", 0) for i in range(16))
 
 
+@pytest.mark.slow
 def test_a_killed_shard_goes_on_and_all_are_finished(ray_session, tmp_path):
     output = unpack("shards", tmp_path)
     states = {shard: status.state for shard, status in sharded_statuses(output).items()}
@@ -117,23 +135,35 @@ def test_a_killed_shard_goes_on_and_all_are_finished(ray_session, tmp_path):
     assert exit_code(config_of(output / "_shards" / "0002-of-0003")) == 0
     summary = finish_shards(output)
     after = rows_of(output)
-    assert {key: after[key] for key in before} == before and len(after) == 24 == summary["total"]["rows"]
-    assert [shard["attempts"] for shard in summary["shards"]] == [1, 2, 1] and (output / "_SUCCESS").exists()
+    assert {key: after[key] for key in before} == before and len(after) == 24 == summary["total"][
+        "rows"
+    ]
+    assert [shard["attempts"] for shard in summary["shards"]] == [1, 2, 1] and (
+        output / "_SUCCESS"
+    ).exists()
 
 
 def test_rows_of_a_lost_record_are_adopted(tmp_path):
     output = unpack("killed", tmp_path)
     config, here = config_of(output), str(tmp_path / "killed" / "in.jsonl")
-    for file in Path(output.text, "data").glob("*.parquet"):  # rows name their input file by its place, too
+    for file in Path(output.text, "data").glob(
+        "*.parquet"
+    ):  # rows name their input file by its place, too
         table = pq.read_table(file, partitioning=None)
-        column = pc.replace_substring(table["source_file"].cast(pa.string()), f"{PLACE}/killed/in.jsonl", here)
-        index, field = table.schema.get_field_index("source_file"), table.schema.field("source_file")
+        column = pc.replace_substring(
+            table["source_file"].cast(pa.string()), f"{PLACE}/killed/in.jsonl", here
+        )
+        index, field = (
+            table.schema.get_field_index("source_file"),
+            table.schema.field("source_file"),
+        )
         pq.write_table(table.set_column(index, field, column.cast(field.type)), file)
     (output / "_run.json").remove()
     assert "5 done, 11 to be made" in repair_output(config)
     assert status_of(output).attempt == 2
 
 
+@pytest.mark.slow
 def test_error_rows_are_made_again_on_demand(ray_session, tmp_path):
     output = unpack("errors", tmp_path)
     before = rows_of(output)

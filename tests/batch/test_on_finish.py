@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle_ray.batch.driver.on_finish import tell
+from eagle_ray.batch.driver.on_finish import tell, tell_warning
 from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.runs.job_errors import BUSY, DONE, RunResult
@@ -39,7 +39,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.over.wait(self.server.delay_s)
         self.send_response(self.server.status)
         if self.server.status == 301:
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+            self.send_header(
+                "Location", f"http://localhost:{self.server.server_address[1]}/elsewhere"
+            )
         self.end_headers()
 
     def do_GET(self) -> None:
@@ -66,12 +68,21 @@ def notes(tmp_path):
     (tmp_path / "record.py").write_text(RECORD)
     file = tmp_path / "notes.jsonl"
     command = [sys.executable, f"{tmp_path}/record.py", str(file)]
-    return command, lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return (
+        command,
+        lambda: (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        ),
+    )
 
 
 def config_with(**on_finish: object) -> JobConfig:
     settings = {f"on_finish.{key}": value for key, value in on_finish.items()}
-    return load_config(None, env={}, overrides={"input.path": "a", "output.path": "/out", "name": "nightly"} | settings)
+    return load_config(
+        None,
+        env={},
+        overrides={"input.path": "a", "output.path": "/out", "name": "nightly"} | settings,
+    )
 
 
 def test_command_gets_run_facts_in_environment_and_on_stdin(notes):
@@ -114,7 +125,10 @@ def test_hooks_that_fail_are_a_warning_each_without_secrets(server, messages):
 
 def test_a_redirect_is_a_warning_and_not_followed(server, messages):
     server.status = 301
-    tell(config_with(webhook=f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hook"), RunResult(DONE))
+    tell(
+        config_with(webhook=f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hook"),
+        RunResult(DONE),
+    )
     assert [path for path, *_ in server.seen] == ["/hook"]
     assert messages == ["on_finish: the webhook http://127.0.0.1 failed: HTTP status 301"]
 
@@ -123,18 +137,31 @@ def test_hooks_that_hang_are_left_in_time(server, messages):
     server.delay_s = 60
     url = f"http://127.0.0.1:{server.server_address[1]}/"
     tell(config_with(webhook=url, command=["sleep", "60"], timeout_s=1.0), RunResult(DONE))
-    assert "did not end within 1 s and was killed" in messages[0] and "no answer within 1 s" in messages[1]
+    assert (
+        "did not end within 1 s and was killed" in messages[0]
+        and "no answer within 1 s" in messages[1]
+    )
 
 
 @pytest.fixture
 def flags(tmp_path, notes):
     (tmp_path / "rows.jsonl").write_text("")
     command = json.dumps(notes[0])
-    return ["-i", f"{tmp_path}/rows.jsonl", "-o", f"{tmp_path}/out", "--set", f"on_finish.command={command}"]
+    return [
+        "-i",
+        f"{tmp_path}/rows.jsonl",
+        "-o",
+        f"{tmp_path}/out",
+        "--set",
+        f"on_finish.command={command}",
+    ]
 
 
 def test_a_run_tells_how_it_ended_whatever_the_code(flags, notes, tmp_path, capsys):
-    codes = [cli.main(["run", *flags, *more]) for more in ([], ["--allow-empty"], ["--allow-empty", "--set", "seed=4"])]
+    codes = [
+        cli.main(["run", *flags, *more])
+        for more in ([], ["--allow-empty"], ["--allow-empty", "--set", "seed=4"])
+    ]
     assert codes == [2, 0, 6]
     told = [facts for facts, _ in notes[1]()]
     assert [facts["exit_code"] for facts in told] == codes
@@ -143,3 +170,17 @@ def test_a_run_tells_how_it_ended_whatever_the_code(flags, notes, tmp_path, caps
     assert "record.py" not in (tmp_path / "out" / "_run.json").read_text()
     assert cli.main(["run", *flags, "--set", "seed=x"]) == 2
     assert len(notes[1]()) == 3  # an invalid configuration says nothing that could be relied on
+
+
+def test_a_job_that_runs_tells_what_it_is_warned_of_if_asked(tmp_path, server):
+    address = f"http://127.0.0.1:{server.server_address[1]}/hook"
+    keys = {"input.path": "in.jsonl", "output.path": str(tmp_path), "on_finish.webhook": address}
+    tell_warning(load_config(None, env={}, overrides=keys), "late", "an hour late")
+    config = load_config(None, env={}, overrides=keys | {"on_finish.warnings": True})
+    tell_warning(config, "nearly_spent", "$36.00 are spent")
+    for thread in threading.enumerate():
+        if thread.name == "eagle-ray-warning":
+            thread.join(30)
+    [(_, _, facts)] = server.seen
+    assert facts["outcome"] == "nearly_spent" and facts["reason"] == "$36.00 are spent"
+    assert facts["exit_code"] is None

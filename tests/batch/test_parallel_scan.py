@@ -18,7 +18,8 @@ from eagle_ray.batch.reader import parallel_scan as module
 from eagle_ray.batch.reader.files import InputFile, find_files
 from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
-from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner, UnreadValue
+from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner
+from eagle_ray.batch.reader.unread_parameters import UnreadValue
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import FIRST, RowPosition
@@ -30,8 +31,8 @@ OVERRIDES = {"output.path": "unused", "input.on_unknown": "carry"}
 
 @pytest.fixture
 def config(tmp_path: Path) -> JobConfig:
-    """A JSONL file with blank and malformed lines, rows without ids and an unread parameter, a Parquet file of row
-    groups, a CSV file.
+    """A JSONL file with blank and malformed lines, rows without ids and an unread parameter, a
+    Parquet file of row groups, a CSV file.
     """
     rows = [{"prompt": "x" * (i % 40), "score": i if i < 50 else i / 2} for i in range(90)]
     rows[61] |= {"top_a": 3}
@@ -55,11 +56,20 @@ def scan_result(config: JobConfig, piece_bytes: int | None = None) -> tuple:
     """The plan and the rows that a scan leads to: in pieces of this size, or of whole files."""
     scan_with = None
     if piece_bytes is not None:
-        scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
+
+        def scan_with(scanner):
+            return ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)
+
     plan = plan_input(config, scan_with=scan_with)
     [rows] = plan.rows.by_range(1)
     unread = [plan.index.files[file.path].unread for file in plan.files]
-    return list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist(), unread
+    return (
+        list(request_rows(plan)),
+        plan.carried_types,
+        rows["id"].tolist(),
+        rows["place"].tolist(),
+        unread,
+    )
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
@@ -98,7 +108,10 @@ def test_objects_are_scanned_in_parallel_and_local_files_in_turn(config, monkeyp
 
     monkeypatch.setattr("eagle_ray.batch.reader.scan.rows_in_part", read)
     files = find_files(config.input.path, "auto")[:2]
-    objects = [InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e")) for i in (3, 4)]
+    objects = [
+        InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e"))
+        for i in (3, 4)
+    ]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     found = scanner([FilePart(file) for file in (*files, *objects)])
     assert [name for [of_file] in found for name in of_file.types] == [
@@ -137,7 +150,9 @@ def test_small_files_share_a_task(config, monkeypatch, tmp_path, piece_bytes, nu
     for name in "a.jsonl", "b.parquet", "c.csv":
         (tmp_path / name).unlink()
     for i in range(40):
-        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"id": f"{i:02d}", "prompt": "x" * 100}) + "\n")  # 127 bytes
+        (tmp_path / f"{i}.jsonl").write_text(
+            json.dumps({"id": f"{i:02d}", "prompt": "x" * 100}) + "\n"
+        )  # 127 bytes
     assert len(scan_result(config, piece_bytes)[0]) == 40
     assert len(tasks) == num_tasks
 

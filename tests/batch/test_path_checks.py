@@ -44,10 +44,18 @@ def test_links_to_the_outputs_files_are_refused(tmp_path, link):
 
 @pytest.mark.parametrize(
     ("pattern", "output"),
-    [("in/**", "in/out"), ("in/**/*.parquet", "in/out"), ("in/*", "in"), ("*/*", "in"), ("in/out/data/*", "in/out")],
+    [
+        ("in/**", "in/out"),
+        ("in/**/*.parquet", "in/out"),
+        ("in/*", "in"),
+        ("*/*", "in"),
+        ("in/out/data/*", "in/out"),
+    ],
 )
 def test_glob_that_would_match_future_output_files_is_refused(tmp_path, pattern, output):
-    with pytest.raises(ConfigError, match=r"would find what the run writes into output\.path, such as "):
+    with pytest.raises(
+        ConfigError, match=r"would find what the run writes into output\.path, such as "
+    ):
         check_disjoint(str(tmp_path / pattern), StoragePath.of(tmp_path / output))
     with pytest.raises(ConfigError, match=r"would find what the run writes"):
         check_disjoint(f"s3://bucket/{pattern}", StoragePath.of(f"s3://bucket/{output}"))

@@ -29,7 +29,13 @@ from eagle_ray.batch.driver.progress_monitor import (
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.worker import actor, engine_process
 from eagle_ray.batch.worker.crash_isolation import CrashLog
-from eagle_ray.batch.worker.progress import JobMetrics, Progress, ProgressActor, WorkerReport, start_progress
+from eagle_ray.batch.worker.progress import (
+    JobMetrics,
+    Progress,
+    ProgressActor,
+    WorkerReport,
+    start_progress,
+)
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
@@ -50,7 +56,12 @@ def test_a_report_replaces_the_one_before():
 def test_tokens_of_rows_in_flight_are_work_and_not_answers():
     counters = EngineCounters(num_slots=4, num_output_tokens=500)
     answered = pa.table(
-        {"status": ["ok"], "completion_tokens": [9], "num_spec_steps": [4], "num_accepted_draft_tokens": [5]}
+        {
+            "status": ["ok"],
+            "completion_tokens": [9],
+            "num_spec_steps": [4],
+            "num_accepted_draft_tokens": [5],
+        }
     )
     progress, report = Progress(), WorkerReport.of("a", counters).with_batch(answered, counters)
     progress.add(report)
@@ -138,7 +149,11 @@ def test_what_a_job_waits_for_is_known_and_has_an_end(starts, lacks_memory, wait
         assert stall_error(waiting_for, 1e9) is None
         return
     error = stall_error(waiting_for, STALL_LIMITS_S[waiting_for] + 1)
-    assert outcome_of(error).is_transient and words in str(error) and str(error).endswith("again to resume.")
+    assert (
+        outcome_of(error).is_transient
+        and words in str(error)
+        and str(error).endswith("again to resume.")
+    )
 
 
 def test_job_whose_workers_cannot_report_ends_with_the_reason(monkeypatch, tmp_path, messages):
@@ -154,7 +169,9 @@ def test_job_whose_workers_cannot_report_ends_with_the_reason(monkeypatch, tmp_p
     monkeypatch.setattr(progress_monitor, "STALL_LIMITS_S", {"memory": 0.5})
     monkeypatch.setattr(ray, "get", get)
     output = StoragePath.of(tmp_path)
-    run = SimpleNamespace(output=output, run_id="a", attempt=1, check_current=lambda: None, publish=lambda *_: None)
+    run = SimpleNamespace(
+        output=output, run_id="a", attempt=1, check_current=lambda: None, publish=lambda *_: None
+    )
     actor = SimpleNamespace(snapshot=SimpleNamespace(remote=lambda: None))
     monitor = ProgressMonitor(actor, run, 8, 0.1, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
     words = r"no row was answered for \d+ s: .* memory is nearly full"
@@ -178,17 +195,22 @@ def test_the_rate_of_a_job_that_ended_is_that_of_its_answers(monkeypatch, tmp_pa
         publish=lambda name, text: written.append(json.loads(text)),
     )
     actor = SimpleNamespace(
-        snapshot=SimpleNamespace(remote=lambda: progress), files=SimpleNamespace(remote=lambda: {"part": 8})
+        snapshot=SimpleNamespace(remote=lambda: progress),
+        files=SimpleNamespace(remote=lambda: {"part": 8}),
     )
     monitor = ProgressMonitor(actor, run, 8, 0.05, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
     with interruptible(), monitor:
         wait_until(lambda: written)
     first, last = written[0], written[-1]
-    assert first["tokens_per_s"] == pytest.approx(9, rel=0.1) and last["tokens_per_s"] == pytest.approx(0.9, rel=0.1)
+    assert first["tokens_per_s"] == pytest.approx(9, rel=0.1) and last[
+        "tokens_per_s"
+    ] == pytest.approx(0.9, rel=0.1)
     assert first["output_tokens"] == last["output_tokens"] == 90
 
 
-def test_worker_reports_tokens_before_row_end_and_after_an_error(ray_session, make_job, monkeypatch, warm_python):
+def test_worker_reports_tokens_before_row_end_and_after_an_error(
+    ray_session, make_job, monkeypatch, warm_python
+):
     """The metrics fail once while the row is in flight, and are told of it again and again after that."""
     counts, count = [], JobMetrics.count
 
@@ -199,8 +221,8 @@ def test_worker_reports_tokens_before_row_end_and_after_an_error(ray_session, ma
         count(metrics, report, answers)
 
     monkeypatch.setattr(JobMetrics, "count", count_or_fail)
-    monkeypatch.setattr(actor, "BEAT_S", 0.02)
-    monkeypatch.setattr(actor, "FLUSH_S", 0.02)
+    monkeypatch.setattr(actor, "COUNTERS_EVERY_S", 0.02)
+    monkeypatch.setattr(actor, "REPORT_EVERY_S", 0.02)
     monkeypatch.setattr(engine_process, "WORKER", workers.CLASS)
     config, totals, seen = make_job(token_rows(1), name=LASTS), start_progress(num_workers=1), set()
     engine_actor = actor.EngineActor(*arguments_of(config), totals)
@@ -235,10 +257,14 @@ def test_next_process_of_an_actor_gets_the_saved_crash_log():
     book.save("one", log)
     book.report_exit("host:1", "out of memory")
     assert book.start("one") == log and book.start("two") == CrashLog()
-    assert book.snapshot().starts == 3 and book.snapshot().notes == ["worker host:1 ends: out of memory"]
+    assert book.snapshot().starts == 3 and book.snapshot().notes == [
+        "worker host:1 ends: out of memory"
+    ]
 
 
-@pytest.mark.parametrize(("is_local", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])
+@pytest.mark.parametrize(
+    ("is_local", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)]
+)
 def test_failed_worker_start_is_fatal_unless_another_may_start(is_local, ready, fatal):
     book = ProgressActor(num_workers=2)
     for i in range(ready):
@@ -253,7 +279,10 @@ def test_failed_worker_start_is_fatal_unless_another_may_start(is_local, ready, 
 def test_last_start_line_is_shown_until_a_worker_is_ready():
     book = ProgressActor(num_workers=2)
     assert book.snapshot().starting is None
-    for line in ("reading the target's weights: 0.9 GB from here", "measuring the cost of steps: for up to 5 s"):
+    for line in (
+        "reading the target's weights: 0.9 GB from here",
+        "measuring the cost of steps: for up to 5 s",
+    ):
         book.log(logging.INFO, line)
         book.log(logging.INFO, line)  # of the other worker
     assert len(book.snapshot().start_lines) == 2
@@ -267,7 +296,17 @@ def test_worker_seconds_count_between_minimum_and_maximum():
     meter.update(0, 110.0)
     meter.update(3, 120.0)
     meter.update(9, 130.0)  # restarted ones
-    assert meter.usage() == {"elapsed_s": 30.0, "worker_s": 20.0 + 30.0 + 40.0, "gpus_per_worker": 0.5}
+    assert meter.usage() == {
+        "elapsed_s": 30.0,
+        "worker_s": 20.0 + 30.0 + 40.0,
+        "gpus_per_worker": 0.5,
+    }
+
+
+def test_workers_of_a_fleet_count_by_their_market():
+    meter = UsageMeter(0, 4, 1, {"usage": {"elapsed_s": 1.0, "worker_s": 9.0, "spot_s": 2.0}}, 0.0)
+    meter.update(3, 10.0, fleet=(2, 1))
+    assert meter.usage()["worker_s"] == 29.0 and meter.usage()["spot_s"] == 12.0
 
 
 def test_earlier_attempts_count_and_unknown_ones_make_it_unknown():

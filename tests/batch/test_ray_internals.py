@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import ray
 
-from eagle_ray.batch.driver import cluster, execute, ray_internals
+from eagle_ray.batch.driver import cluster, cluster_watch, execute, ray_internals
 from eagle_ray.batch.driver.ray_internals import log_missing, node_part, ray_part, replaced
 from tests.support.jobs import exit_code, ids_of, token_rows
 
@@ -59,8 +59,10 @@ def test_the_end_of_a_job_leaves_what_it_cannot_find(public_ray, monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     cluster.end_ray(keeps_logs=False)
-    cluster.check_alive()
-    assert ended == [True] and cluster.raylet_socket() is None and not cluster.is_own_cluster()
+    cluster_watch.check_alive()
+    assert (
+        ended == [True] and cluster_watch.raylet_socket() is None and not cluster.is_own_cluster()
+    )
 
 
 def test_a_part_that_is_missing_is_named_once(lines):

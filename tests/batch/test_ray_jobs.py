@@ -30,17 +30,24 @@ def submitted(config, address: str, directory: Path, *flags: str) -> subprocess.
     command = [sys.executable, "-m", "eagle_ray.cli", "submit", "-c", str(directory / "job.yaml")]
     command += ["--address", address, *flags]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_submitted_job_has_absolute_paths_and_its_own_cluster(make_job, tmp_path, monkeypatch):
     config = make_job(token_rows(1), **{"execution.ray_address": "local"})
     monkeypatch.chdir(tmp_path)
-    relative = with_changes(config, input={"path": ["in.jsonl", "embedded:prompts"]}, output={"path": "runs/a"})
+    relative = with_changes(
+        config, input={"path": ["in.jsonl", "embedded:prompts"]}, output={"path": "runs/a"}
+    )
     sent = with_absolute_paths(relative)
     assert sent.input.path == [f"{tmp_path}/in.jsonl", "embedded:prompts"]
     assert sent.output.path == f"{tmp_path}/runs/a" and sent.execution.ray_address == "auto"
-    assert with_absolute_paths(with_changes(config, output={"path": "s3://b/a"})).output.path == "s3://b/a"
+    assert (
+        with_absolute_paths(with_changes(config, output={"path": "s3://b/a"})).output.path
+        == "s3://b/a"
+    )
 
 
 def test_output_inside_a_jobs_own_copy_is_refused(make_job, tmp_path, monkeypatch):
@@ -60,36 +67,52 @@ def test_a_cluster_that_does_not_answer_is_named(make_job, tmp_path, capsys):
     address = f"http://127.0.0.1:{free_port()}"
     assert cli.main(["submit", *flags, "--address", address]) == 5
     said = capsys.readouterr().err
-    assert f"--address {address}: no Ray cluster takes the job there" in said and said.count("\n") == 1
+    assert (
+        f"--address {address}: no Ray cluster takes the job there" in said and said.count("\n") == 1
+    )
 
 
 @pytest.mark.slow
 def test_submitted_job_ends_with_its_exit_code_and_readable_log(make_job, tmp_path, head):
     config = make_job([*token_rows(8), {"id": "bad"}])
-    out, err = (job := submitted(config, head, tmp_path, "--keep-going")).communicate(timeout=PATIENCE_S)
+    out, err = (job := submitted(config, head, tmp_path, "--keep-going")).communicate(
+        timeout=PATIENCE_S
+    )
     assert job.returncode == 0, out + err
     assert len(rows_of(config)) == 9 and "rows in" in out and "Traceback" not in out
     status = [sys.executable, "-m", "eagle_ray.cli", "status", config.output.path]
     assert "done" in subprocess.run(status, capture_output=True, text=True, check=True).stdout
     wrong = with_changes(config, sampling={"temperature": 0.5})
     out, err = (job := submitted(wrong, head, tmp_path)).communicate(timeout=PATIENCE_S)
-    assert job.returncode == 6 and "sampling.temperature: was 0.0, now 0.5" in out and "Traceback" not in out
-    out, err = (job := submitted(config, head, tmp_path, "--fail-on-row-errors")).communicate(timeout=PATIENCE_S)
+    assert (
+        job.returncode == 6
+        and "sampling.temperature: was 0.0, now 0.5" in out
+        and "Traceback" not in out
+    )
+    out, err = (job := submitted(config, head, tmp_path, "--fail-on-row-errors")).communicate(
+        timeout=PATIENCE_S
+    )
     assert job.returncode == 3, out + err
 
 
 @pytest.mark.slow
-def test_a_job_without_the_clusters_token_is_told_which_to_set(make_job, tmp_path, head, monkeypatch):
+def test_a_job_without_the_clusters_token_is_told_which_to_set(
+    make_job, tmp_path, head, monkeypatch
+):
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    out, err = (job := submitted(make_job(token_rows(1)), head, tmp_path)).communicate(timeout=PATIENCE_S)
+    out, err = (job := submitted(make_job(token_rows(1)), head, tmp_path)).communicate(
+        timeout=PATIENCE_S
+    )
     assert job.returncode == 2 and "RAY_AUTH_TOKEN_PATH" in err and err.count("\n") == 1, out + err
 
 
 @pytest.mark.slow
 def test_a_stopped_job_is_resumable(make_job, tmp_path, head):
     rows = token_rows(60)
-    config = make_job(rows, **{"sampling.max_tokens": 80, "execution.slots": 1, "execution.rows_per_file": 1})
+    config = make_job(
+        rows, **{"sampling.max_tokens": 80, "execution.slots": 1, "execution.rows_per_file": 1}
+    )
     job = submitted(config, head, tmp_path)
     name = job.stdout.readline().split()[-1]
     data = Path(config.output.path) / "data"
@@ -115,6 +138,10 @@ def test_rays_own_submit_with_a_working_directory(make_job, tmp_path, head):
     generate = [sys.executable, "jobs/generate.py", "-c", tmp_path / "job.yaml"]
     done = subprocess.run([*submit, *generate], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and len(rows_of(config)) == 6, done.stdout + done.stderr
-    lost = subprocess.run([*submit, *generate, "-o", "runs/lost"], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert lost.returncode != 0 and "output.path: 'runs/lost' is relative" in lost.stdout + lost.stderr
+    lost = subprocess.run(
+        [*submit, *generate, "-o", "runs/lost"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (
+        lost.returncode != 0 and "output.path: 'runs/lost' is relative" in lost.stdout + lost.stderr
+    )
     assert "Traceback" not in lost.stdout

@@ -17,5 +17,11 @@ def test_the_readmes_rows_are_read(tmp_path):
     (tmp_path / "rows.jsonl").write_text(block)
     rows = list(request_rows(plan(tmp_path / "rows.jsonl")))
     assert [row["error_message"] for row in rows] == [None] * 3
-    assert json.loads(rows[0]["json_schema"])["type"] == "object" and rows[1]["choice"] == ["yes", "no"]
-    assert rows[1]["repetition_penalty"] == 1.1 and json.loads(rows[2]["tools"])[0]["function"]["name"] == "add"
+    assert json.loads(rows[0]["json_schema"])["type"] == "object" and rows[1]["choice"] == [
+        "yes",
+        "no",
+    ]
+    assert (
+        rows[1]["repetition_penalty"] == 1.1
+        and json.loads(rows[2]["tools"])[0]["function"]["name"] == "add"
+    )

@@ -36,7 +36,11 @@ class Output:
         self.monkeypatch = monkeypatch
 
     def start(self, *flags: str) -> int:
-        settings = {"model.target": PAIR / "target", "speculative.method": "none", "execution.rows_per_file": 2}
+        settings = {
+            "model.target": PAIR / "target",
+            "speculative.method": "none",
+            "execution.rows_per_file": 2,
+        }
         sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         return cli.main(["run", "-i", str(self.input), "-o", str(self.path), *sets, *flags])
 
@@ -97,7 +101,9 @@ def move_without_the_index(output: Output) -> list[str]:
 
 
 def add_a_column(output: Output) -> list[str]:
-    output.input.write_text(output.input.read_text() + '{"id": "z", "prompt": "Hi z", "colour": "red"}\n')
+    output.input.write_text(
+        output.input.read_text() + '{"id": "z", "prompt": "Hi z", "colour": "red"}\n'
+    )
     return []
 
 
@@ -223,7 +229,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.__name__)
-def test_a_refused_start_changes_no_byte_of_the_output(output: Output, refusal: Callable[[Output], list[str]]):
+def test_a_refused_start_changes_no_byte_of_the_output(
+    output: Output, refusal: Callable[[Output], list[str]]
+):
     flags = refusal(output)
     before = output.snapshot()
     assert output.start(*flags) == REFUSALS[refusal]
@@ -265,7 +273,9 @@ def killed_at(number: int, is_done: bool) -> Iterator[list[str]]:
     writes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in WRITES:
-            patch.setattr(StoragePath, name, _counted(getattr(StoragePath, name), writes, number, is_done))
+            patch.setattr(
+                StoragePath, name, _counted(getattr(StoragePath, name), writes, number, is_done)
+            )
         yield writes
 
 
@@ -308,7 +318,9 @@ def start_again_with_errors(output: Output) -> int:
         pytest.param(start_again_with_errors, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_start_killed_at_any_write_leaves_the_old_or_new_run(engine, tmp_path, monkeypatch, start, is_done):
+def test_a_start_killed_at_any_write_leaves_the_old_or_new_run(
+    engine, tmp_path, monkeypatch, start, is_done
+):
     """Before its first row. The old run is finished as before; the new attempt is recorded, and not finished."""
     engine.bad = {"b"}
     for number in range(100):
@@ -334,7 +346,10 @@ def test_a_start_killed_at_any_write_leaves_the_old_or_new_run(engine, tmp_path,
             flags = ["--set", "seed=9"] if start is start_another_run else []
             assert output.start(*flags) == 0 and len(answered_prompts(directory)) == 6
             first = 2 if start is start_another_run else 1
-            assert all(attempt_of(file) >= first for file in part_files(StoragePath.of(output.path / "data")))
+            assert all(
+                attempt_of(file) >= first
+                for file in part_files(StoragePath.of(output.path / "data"))
+            )
         else:
             assert {name: output.snapshot()[name] for name in before} == before
             output.input.write_text(old_input)

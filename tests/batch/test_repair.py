@@ -16,8 +16,9 @@ from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, input_lists, output_of, read_inputs
+from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, output_of
 from eagle_ray.runs.part_files import part_name
+from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
@@ -91,13 +92,21 @@ def test_a_lost_manifest_is_written_from_the_rows(job):
     before = Run.inspect(output_of(job)).manifest
     record(job).unlink()
     report = repair_output(job)
-    assert f"adopted run {before['run_id']}: 3 rows (0 errors) in 2 files, of attempts 2, 3" in report
+    assert (
+        f"adopted run {before['run_id']}: 3 rows (0 errors) in 2 files, of attempts 2, 3" in report
+    )
     assert "the input has 5 ids: 3 done, 2 to be made, and 0 in the files" in report
     after = Run.inspect(output_of(job)).manifest
     assert after["run_id"] == before["run_id"] and after["config_hash"] == before["config_hash"]
     assert [attempt["attempt"] for attempt in after["attempts"]] == [2, 3, 4]
-    assert after["attempts"][0]["started_at"] == "2026-11-01T02:00:00+00:00" and "outcome" not in after["attempts"][0]
-    assert "stopped, attempt 4" in (status := status_text(status_of(output_of(job)))) and "repaired" in status
+    assert (
+        after["attempts"][0]["started_at"] == "2026-11-01T02:00:00+00:00"
+        and "outcome" not in after["attempts"][0]
+    )
+    assert (
+        "stopped, attempt 4" in (status := status_text(status_of(output_of(job))))
+        and "repaired" in status
+    )
 
 
 def test_the_next_run_resumes_and_keeps_every_file(job):
@@ -127,7 +136,10 @@ def test_record_without_its_input_list_is_rebuilt_from_the_rows(job, content):
     assert f"{file} is damaged" in report and f"is kept in {DAMAGED_COPY}" in report
     after = Run.inspect(output_of(job)).manifest
     assert after["attempt"] == 8 and [each["attempt"] for each in after["attempts"]] == [2, 3, 8]
-    assert json.loads(Path(job.output.path, DAMAGED_COPY).read_text())["attempts"] == before["attempts"]
+    assert (
+        json.loads(Path(job.output.path, DAMAGED_COPY).read_text())["attempts"]
+        == before["attempts"]
+    )
     assert read_inputs(output_of(job), after).keys() == {job.input.path}
     assert "there is nothing to repair" in repair_output(job)
 
@@ -142,10 +154,15 @@ def test_a_record_with_values_of_another_type_is_repaired(job):
 
 def test_rows_of_this_run_are_never_deleted_as_stale_ones(job):
     """Whatever the record says of its attempts."""
-    before, files = Run.inspect(output_of(job)).manifest, sorted(Path(job.output.path, "data").iterdir())
+    before, files = (
+        Run.inspect(output_of(job)).manifest,
+        sorted(Path(job.output.path, "data").iterdir()),
+    )
     record(job).write_text(json.dumps(before | {"attempts": before["attempts"][-1:]}))
     run = open_run(job, plan_input(job).fingerprints)
-    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged \(it lacks attempt 2, which made part-002"):
+    with pytest.raises(
+        OutputDamaged, match=r"_run\.json is damaged \(it lacks attempt 2, which made part-002"
+    ):
         run.remove_stale_files()
     assert sorted(Path(job.output.path, "data").iterdir()) == files
     stale = write_rows(job, ["q4"], attempt=1, run_id="overwritten")
@@ -158,7 +175,8 @@ def test_configuration_that_did_not_make_the_rows_is_refused(job, make_job):
     record(job).unlink()
     other = make_job(**{"sampling.max_tokens": 7})
     with pytest.raises(
-        OutputMismatch, match=r"were made with configuration \w{16}, and .* method head\+suffix\+ngram\. Give"
+        OutputMismatch,
+        match=r"were made with configuration \w{16}, and .* method head\+suffix\+ngram\. Give",
     ):
         repair_output(other)
     assert not record(job).exists()
@@ -167,14 +185,19 @@ def test_configuration_that_did_not_make_the_rows_is_refused(job, make_job):
 
 def test_even_a_trusted_configuration_has_the_models_of_the_rows(job, make_job):
     record(job).unlink()
-    with pytest.raises(OutputMismatch, match="the given configuration has another draft_model than its rows"):
+    with pytest.raises(
+        OutputMismatch, match="the given configuration has another draft_model than its rows"
+    ):
         repair_output(make_job(**{"model.draft": str(PAIR / "target")}), trust_config=True)
 
 
 def test_rows_of_two_runs_are_not_mixed(job):
     file = write_rows(job, ["q3"], attempt=1, run_id="older")
     record(job).unlink()
-    with pytest.raises(OutputMismatch, match=r"has rows of 2 runs: older \(such as part-001-000000.parquet\), \w{12} "):
+    with pytest.raises(
+        OutputMismatch,
+        match=r"has rows of 2 runs: older \(such as part-001-000000.parquet\), \w{12} ",
+    ):
         repair_output(job)
     file.unlink()
     assert "adopted run" in repair_output(job)
@@ -183,7 +206,9 @@ def test_rows_of_two_runs_are_not_mixed(job):
 def test_rows_from_a_file_that_is_not_in_the_input_are_refused(job, make_job):
     record(job).unlink()
     moved = Path(job.input.path).rename(Path(job.input.path).with_name("moved.jsonl"))
-    with pytest.raises(OutputMismatch, match=r"answer to the id 'q0' from .*/in\.jsonl, which is not in this input"):
+    with pytest.raises(
+        OutputMismatch, match=r"answer to the id 'q0' from .*/in\.jsonl, which is not in this input"
+    ):
         repair_output(make_job(**{"input.path": str(moved)}))
 
 
@@ -213,7 +238,9 @@ def test_a_shard_is_repaired_alone_and_so_is_the_lost_plan(make_job):
         repair_output(make_job())
     plan = StoragePath.of(shard.output.path) / SHARD_PLAN
     plan.remove()
-    with pytest.raises(OutputMismatch, match=r"is a shard's. Repair each shard with its --shard i/n"):
+    with pytest.raises(
+        OutputMismatch, match=r"is a shard's. Repair each shard with its --shard i/n"
+    ):
         repair_output(make_job())
     assert "3 rows (0 errors) in 2 files" in repair_output(shard)
     assert plan.exists() and record(shard).exists()

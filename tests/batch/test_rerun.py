@@ -56,6 +56,7 @@ def table(output: Path) -> dict[str, tuple[str | None, int]]:
     return {id: (code, attempt) for id, code, attempt in rows}
 
 
+@pytest.mark.slow
 def test_reruns_with_other_flags_make_only_the_rows_they_need(job, tmp_path):
     """Five starts over one output, each of which makes only what it has to make."""
     strict = ["--set", "execution.max_error_rate=0.4"]
@@ -65,11 +66,16 @@ def test_reruns_with_other_flags_make_only_the_rows_they_need(job, tmp_path):
 
     (tmp_path / "other.jsonl").write_text(json.dumps(token_rows(1, start=20)[0]))
     assert cli.main(["run", *job, "-i", f"{tmp_path}/other.jsonl", "--retry-errors"]) == 0
-    assert table(tmp_path / "out") == first | {"q20": (None, 2)}  # taken out, nothing would make the others again
+    assert table(tmp_path / "out") == first | {
+        "q20": (None, 2)
+    }  # taken out, nothing would make the others again
     kept = {file: file.read_bytes() for file in (tmp_path / "out" / "data").glob("part-002-*")}
 
     assert cli.main(["run", *job, *strict, "--limit", "6", "--retry-errors"]) == 0
-    again = dict.fromkeys(["q0", "q1", "q2", "q3", "q4"], (None, 3)) | {"bad": ("no_tokenizer", 3), "q20": (None, 2)}
+    again = dict.fromkeys(["q0", "q1", "q2", "q3", "q4"], (None, 3)) | {
+        "bad": ("no_tokenizer", 3),
+        "q20": (None, 2),
+    }
     assert table(tmp_path / "out") == again and (tmp_path / "out" / "_SUCCESS").exists()
     assert {file: file.read_bytes() for file in kept} == kept
 
@@ -123,9 +129,15 @@ def test_checks_run_once_and_again_only_if_results_are_lost(checks, tmp_path, ca
     assert found["baseline_rows"]["speed_up"] > 0
     assert found["verify_rows"] == {"asked": 4, "rows": 4, "identical": 4, "differing": []}
     printed = capsys.readouterr().out
-    assert "x over plain decoding" in printed and "verified: 4 of 4 rows are plain decoding's" in printed
+    assert (
+        "x over plain decoding" in printed
+        and "verified: 4 of 4 rows are plain decoding's" in printed
+    )
     assert cli.main(command) == 0
-    assert json.loads(summary.read_text())["baseline_rows"] == found["baseline_rows"] and len(made) == 1
+    assert (
+        json.loads(summary.read_text())["baseline_rows"] == found["baseline_rows"]
+        and len(made) == 1
+    )
     summary.unlink()
     assert cli.main(command) == 0
     assert json.loads(summary.read_text())["verify_rows"] == found["verify_rows"] and len(made) == 2
@@ -154,7 +166,9 @@ def test_run_of_an_earlier_version_resumes_with_its_own_columns(toy_job, tmp_pat
     downgrade_run(tmp_path / "out")
     assert cli.main(["run", *toy_job, "--limit", "6"]) == 0
     assert len(table(tmp_path / "out")) == 6
-    columns = {tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")}
+    columns = {
+        tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")
+    }
     [names] = columns
     assert not set(ADDED_COLUMNS) & set(names)
 
@@ -166,9 +180,14 @@ def test_rows_without_min_p_are_not_mixed_with_rows_using_it(toy_job, tmp_path, 
     rows = [json.loads(line) | {"min_p": 0.2} for line in path.read_text().splitlines()]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert cli.main(["run", *toy_job, "--limit", "3"]) == 0
-    values = [pq.read_table(file)["min_p"] for file in sorted((tmp_path / "out" / "data").glob("*.parquet"))]
+    values = [
+        pq.read_table(file)["min_p"]
+        for file in sorted((tmp_path / "out" / "data").glob("*.parquet"))
+    ]
     downgrade_run(tmp_path / "out")
-    for file, column in zip(sorted((tmp_path / "out" / "data").glob("*.parquet")), values, strict=True):
+    for file, column in zip(
+        sorted((tmp_path / "out" / "data").glob("*.parquet")), values, strict=True
+    ):
         if carried:
             pq.write_table(pq.read_table(file).append_column("min_p", column), file)
     assert cli.main(["run", *toy_job, "--limit", "3"]) == 0  # nothing is missing

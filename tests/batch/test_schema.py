@@ -19,6 +19,7 @@ status finish_reason error_code error_message
 prompt messages text content reasoning_content tool_calls output_token_ids token_logprobs cumulative_logprob
 token_top_logprobs prompt_token_logprobs prompt_top_logprobs prompt_tokens completion_tokens
 temperature top_p top_k min_p max_tokens stop ignore_eos seed structured structured_outcome sampling_controls
+continuations scores score_tokens score_bytes is_greedy best best_by_byte label_mass num_verified
 target_model draft_model method config_hash
 num_spec_steps num_draft_tokens num_accepted_draft_tokens num_spec_tokens mean_acceptance_length draft_acceptance_rate
 acceptance_histogram
@@ -31,7 +32,10 @@ queue_s prefill_s decode_s ttft_s e2e_s started_at finished_at worker_id
 
 def test_columns_are_the_documented_ones_in_order():
     assert output_schema([]).names == DOCUMENTED.split()
-    assert output_schema([pa.field("category", pa.string())]).names == [*DOCUMENTED.split(), "category"]
+    assert output_schema([pa.field("category", pa.string())]).names == [
+        *DOCUMENTED.split(),
+        "category",
+    ]
 
 
 def test_no_column_is_null_typed_and_the_version_travels():
@@ -50,7 +54,9 @@ def test_a_taken_name_is_refused(name):
 def test_good_and_bad_rows_share_the_schema():
     place = {"row_index": 0, "source_file": "a"}
     good = table_of([{"request_id": "a", "prompt": "Hi", **place}], REQUEST)
-    bad = table_of([{"request_id": "b", "error_code": "bad_json", "error_message": "x", **place}], REQUEST)
+    bad = table_of(
+        [{"request_id": "b", "error_code": "bad_json", "error_message": "x", **place}], REQUEST
+    )
     assert good.schema == bad.schema == REQUEST
     assert pa.concat_tables([good, bad]).num_rows == 2
 
@@ -65,5 +71,9 @@ def test_columns_that_differ_are_named_and_a_file_has_no_others():
     there = as_stored(wanted)
     assert schema_differences(there, as_stored(wanted)) == [] and there != wanted
     other = as_stored(output_schema([pa.field("a", pa.string()), pa.field("c", pa.bool_())]))
-    words = ["a (was int64, now string)", "b (was timestamp[ms], now absent)", "c (was absent, now bool)"]
+    words = [
+        "a (was int64, now string)",
+        "b (was timestamp[ms], now absent)",
+        "c (was absent, now bool)",
+    ]
     assert sorted(schema_differences(there, other)) == words

@@ -14,7 +14,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
 from eagle_ray.runs.layout import JobShard, output_of
-from eagle_ray.runs.row_index import INDEX
+from eagle_ray.runs.row_index import INDEX_DIRECTORY
 from eagle_ray.storage.path import StoragePath
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
@@ -46,26 +46,30 @@ def ids_of_shard(config: JobConfig, names: list[str]) -> list[str]:
 
 
 def index_of(config: JobConfig) -> Path:
-    return Path((output_of(config) / INDEX).text)
+    return Path((output_of(config) / INDEX_DIRECTORY).text)
 
 
 def finish(config: JobConfig) -> dict:
     return finish_shards(StoragePath.of(config.output.path))
 
 
-def test_each_shard_has_an_index_and_restarts_without_reading(shards, engine, scans, reads, tmp_path):
+def test_each_shard_has_an_index_and_restarts_without_reading(
+    shards, engine, scans, reads, tmp_path
+):
     for config in shards:
         run_job(config)
     assert sorted(engine.made) == sorted(NAMES) and len(scans) == 3
     made, read = len(engine.made), len(reads)
     places = {index_of(config) for config in shards}
-    assert len(places) == 3 and not (tmp_path / "out" / INDEX).exists()
+    assert len(places) == 3 and not (tmp_path / "out" / INDEX_DIRECTORY).exists()
     before = {file: file.read_bytes() for place in places for file in place.iterdir()}
     for config in shards:
         assert run_job(config)["attempt"] == 2
     assert (made, read, len(scans)) == (len(engine.made), len(reads), 3)
     assert before == {file: file.read_bytes() for place in places for file in place.iterdir()}
-    assert finish(shards[0])["total"]["rows"] == 30 and answered_prompts(tmp_path).keys() == set(NAMES)
+    assert finish(shards[0])["total"]["rows"] == 30 and answered_prompts(tmp_path).keys() == set(
+        NAMES
+    )
 
 
 def test_shards_grow_with_the_input_and_finish_only_together(shards, engine, scans, tmp_path):
@@ -78,7 +82,9 @@ def test_shards_grow_with_the_input_and_finish_only_together(shards, engine, sca
     append(tmp_path / "in.jsonl", rows(*added))
     for config in shards[1:]:
         run_job(config)
-    with pytest.raises(OutputMismatch, match=r"since shard 1/3 read it: .*in\.jsonl.*Run --shard 1/3 again"):
+    with pytest.raises(
+        OutputMismatch, match=r"since shard 1/3 read it: .*in\.jsonl.*Run --shard 1/3 again"
+    ):
         finish(shards[0])
     run_job(shards[0])
     assert sorted(engine.made) == sorted(NAMES + added)  # nothing twice
@@ -120,7 +126,9 @@ def test_a_changed_row_is_refused_by_every_shard(shards, engine, make_job, tmp_p
     place = NAMES.index(name)
     make_job([*rows(*NAMES[:place]), *rows(name, text="Ho"), *rows(*NAMES[place + 1 :])])
     for config in shards:
-        with pytest.raises(OutputMismatch, match=rf"1 rows of .*in\.jsonl are other rows now: {name}\."):
+        with pytest.raises(
+            OutputMismatch, match=rf"1 rows of .*in\.jsonl are other rows now: {name}\."
+        ):
             run_job(config)
     with pytest.raises(OutputMismatch, match="since shard 1/3 read it"):
         finish(shards[0])
@@ -154,7 +162,8 @@ def test_an_id_twice_is_refused_by_every_shard(shards, engine, tmp_path):
 def test_a_limit_that_grows_adds_the_rows_of_each_shard(shards, engine, tmp_path):
     for limit in (11, None):
         some = [
-            config.model_copy(update={"input": config.input.model_copy(update={"limit": limit})}) for config in shards
+            config.model_copy(update={"input": config.input.model_copy(update={"limit": limit})})
+            for config in shards
         ]
         for config in some:
             run_job(config)

@@ -25,9 +25,12 @@ def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, make_job, messages):
     rows = token_rows(45)
-    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 40})
+    config = make_job(
+        rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 40}
+    )
     first, second, third = (with_changes(config, execution={"shard": f"{i}/3"}) for i in (1, 2, 3))
     output, root = Path(config.output.path), StoragePath.of(config.output.path)
 
@@ -35,7 +38,9 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     wait_for_a_file(output / "data" / "shard-0002-of-0003", driver)
     driver.send_signal(signal.SIGSTOP)  # alive, with its lock, and without another row
     assert exit_code(third) == 0  # they share no lock
-    with pytest.raises(OutputLocked, match=r"shard 1/3 has not started; shard 2/3 is running: .* by process \d+ on"):
+    with pytest.raises(
+        OutputLocked, match=r"shard 1/3 has not started; shard 2/3 is running: .* by process \d+ on"
+    ):
         finish_shards(root)
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=60)

@@ -40,7 +40,11 @@ def heard_sighup() -> Iterator[None]:
     [
         (signal.SIGTERM, "reading the input", 0.0),
         (signal.SIGHUP, "getting Ray ready", 0.5),
-        (signal.SIGTERM, "getting Ray ready", 1.5),  # within ray.init, which has a handler of its own
+        (
+            signal.SIGTERM,
+            "getting Ray ready",
+            1.5,
+        ),  # within ray.init, which has a handler of its own
         pytest.param(signal.SIGINT, "getting Ray ready", 1.5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "getting Ray ready", 0.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "getting Ray ready", 3.0, marks=pytest.mark.slow),
@@ -52,7 +56,10 @@ def heard_sighup() -> Iterator[None]:
 def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line, after_s):
     config = make_job(token_rows(20), **{"execution.ray_address": "local"})
     (tmp_path / "job.yaml").write_text(config.model_dump_json())
-    command, environment = [*COMMAND, "-c", str(tmp_path / "job.yaml")], os.environ | {"PYTHONPATH": os.getcwd()}
+    command, environment = (
+        [*COMMAND, "-c", str(tmp_path / "job.yaml")],
+        os.environ | {"PYTHONPATH": os.getcwd()},
+    )
     driver = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     said = []
     for line in driver.stderr:
@@ -80,7 +87,9 @@ def test_interrupt_in_arrows_pandas_import_is_one_line_and_130(finished, number)
     """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
     command = [sys.executable, "-m", "eagle_ray.cli", "export", finished, "--to", "csv"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    export = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    export = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     maps = Path(f"/proc/{export.pid}/maps")
     while export.poll() is None and "pandas/_libs" not in maps.read_text():
         time.sleep(0.002)
@@ -138,7 +147,12 @@ def test_a_sighup_that_nohup_ignores_stays_ignored(make_job, tmp_path):
         os.environ | {"PYTHONPATH": os.getcwd()},
     )
     driver = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     for line in driver.stderr:
         if "reading the input" in line:
@@ -219,7 +233,9 @@ def test_every_lost_interrupt_is_raised_again(how):
     check_not_interrupted()
 
 
-@pytest.mark.parametrize("raised", [AttributeError, SystemError, ImportError, SystemExit, pa.ArrowCancelled])
+@pytest.mark.parametrize(
+    "raised", [AttributeError, SystemError, ImportError, SystemExit, pa.ArrowCancelled]
+)
 def test_what_a_half_imported_module_raises_is_the_interrupt(raised):
     with pytest.raises(KeyboardInterrupt), interruptible():
         swallow_interrupt(raised)

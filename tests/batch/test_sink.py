@@ -26,7 +26,10 @@ SCHEMA = output_schema([pa.field("category", pa.string())])
 def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     (output / "data").mkdir(exist_ok=True)
     return AtomicParquetSink(
-        Run(StoragePath.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
+        Run(StoragePath.of(output), "run", attempt, "hash"),
+        SCHEMA,
+        ids_per_file=10,
+        compression="zstd",
     )
 
 
@@ -37,7 +40,14 @@ def write_record(output: Path, attempt: int) -> None:
 
 
 def block(*ids: str) -> pa.Table:
-    common = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
+    common = {
+        "sample_index": 0,
+        "row_index": 0,
+        "source_file": "a",
+        "run_id": "run",
+        "attempt": 1,
+        "status": "ok",
+    }
     return nest(table_of([common | {"request_id": id} for id in ids], SCHEMA))
 
 
@@ -71,7 +81,9 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     sink = make_sink(tmp_path)
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
-    with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"
+    ):
         write_dataset(ray.data.from_arrow(block("a")), sink, None)
 
 

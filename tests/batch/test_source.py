@@ -23,7 +23,9 @@ NUM_ROWS = 600  # more than a shard
 
 
 def plan(path: Path) -> InputPlan:
-    return plan_input(load_config(None, env={}, overrides={"input.path": str(path), "output.path": "unused"}))
+    return plan_input(
+        load_config(None, env={}, overrides={"input.path": str(path), "output.path": "unused"})
+    )
 
 
 def read(the_plan: InputPlan, done: np.ndarray | None = None, **options: int) -> Dataset:
@@ -39,10 +41,17 @@ def preserved_order(monkeypatch):
 def mixed_plan(tmp_path_factory):
     """A JSONL file with a malformed line, then a Parquet file of two row groups."""
     directory = tmp_path_factory.mktemp("input")
-    lines = [json.dumps({"id": f"j{i}", "prompt": f"p{i}", "category": "ab"[i % 2]}) for i in range(NUM_ROWS)]
+    lines = [
+        json.dumps({"id": f"j{i}", "prompt": f"p{i}", "category": "ab"[i % 2]})
+        for i in range(NUM_ROWS)
+    ]
     lines[5] = '{"prompt": '
     (directory / "a.jsonl").write_text("\n".join(lines))
-    columns = {"id": [f"q{i}" for i in range(40)], "prompt": ["x"] * 40, "score": [i / 2 for i in range(40)]}
+    columns = {
+        "id": [f"q{i}" for i in range(40)],
+        "prompt": ["x"] * 40,
+        "score": [i / 2 for i in range(40)],
+    }
     pq.write_table(pa.table(columns), directory / "b.parquet", row_group_size=20)
     return plan(directory)
 
@@ -76,8 +85,15 @@ def test_nothing_to_read_is_an_empty_dataset_with_the_schema(mixed_plan, tmp_pat
 
 def test_job_shards_read_disjoint_rows_that_cover_the_input(tmp_path):
     names = [f"q{i}" for i in range(50)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": name, "prompt": "x"}) + "\n" for name in names))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"id": name, "prompt": "x"}) + "\n" for name in names)
+    )
     whole = plan(tmp_path / "in.jsonl")
-    plans = [replace(whole, reader=replace(whole.reader, job_shard=shard)) for shard in JobShard.all_of(3)]
-    parts = [[row["request_id"] for row in read(each, np.zeros(50, bool)).take_all()] for each in plans]
+    plans = [
+        replace(whole, reader=replace(whole.reader, job_shard=shard))
+        for shard in JobShard.all_of(3)
+    ]
+    parts = [
+        [row["request_id"] for row in read(each, np.zeros(50, bool)).take_all()] for each in plans
+    ]
     assert sorted(name for part in parts for name in part) == sorted(names) and all(parts)

@@ -54,7 +54,9 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
         yield spare
 
 
-def test_engines_forked_for_actors_answer_and_outlive_the_driver(spare, make_job, tmp_path, monkeypatch):
+def test_engines_forked_for_actors_answer_and_outlive_the_driver(
+    spare, make_job, tmp_path, monkeypatch
+):
     config = make_job(token_rows(6))
     monkeypatch.setattr(os, "nice", lambda by: 15)  # as Ray's actors are
     monkeypatch.setattr(spare_engine, "MEMORY_SCORE", tmp_path / "score")
@@ -62,7 +64,8 @@ def test_engines_forked_for_actors_answer_and_outlive_the_driver(spare, make_job
     spare.start(config)
     spare.check_models()
     first, second = (
-        EngineProcess(*arguments_of(config), ignore_line, child=fork_engine(spare.address)) for _ in range(2)
+        EngineProcess(*arguments_of(config), ignore_line, child=fork_engine(spare.address))
+        for _ in range(2)
     )
     for engine in (first, second):
         engine.wait_until_ready()
@@ -71,7 +74,10 @@ def test_engines_forked_for_actors_answer_and_outlive_the_driver(spare, make_job
     assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
     os.kill(pid_of(first.worker_id), signal.SIGKILL)
     (error,) = answers_or_errors(first, *batches_of(config))
-    assert isinstance(error, ProcessEnded) and str(error) == "the engine's process was ended by signal 9"
+    assert (
+        isinstance(error, ProcessEnded)
+        and str(error) == "the engine's process was ended by signal 9"
+    )
     spare.close()
     wait_until(lambda: is_gone(spare.pid))
     (table,) = answers_or_errors(second, *batches_of(config))
@@ -97,11 +103,19 @@ def test_spare_engine_refuses_models_and_ends_with_the_driver(spare, make_job, t
 def test_its_end_before_the_models_are_checked_is_no_defect(spare, make_job):
     spare.start(make_job(token_rows(1)))
     os.kill(spare.pid, signal.SIGKILL)
-    with pytest.raises(ClusterError, match=r"checks the models was ended by signal 9\. Run the same command again"):
+    with pytest.raises(
+        ClusterError, match=r"checks the models was ended by signal 9\. Run the same command again"
+    ):
         spare.check_models()
 
 
-@pytest.mark.parametrize("end", ["spare.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("spare.close()", marks=pytest.mark.slow),
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
 def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path, end):
     os.mkfifo(tmp_path / "config.json")  # a file that is never read to its end
     config = make_job(token_rows(1), **{"model.target": str(tmp_path)})
@@ -122,11 +136,17 @@ def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path,
 
 
 def test_without_a_spare_process_there_is_nothing_to_fork_engine():
-    assert fork_engine(None) is None and fork_engine("eagle-ray-no-such-name") is None and SpareEngine().address is None
+    assert (
+        fork_engine(None) is None
+        and fork_engine("eagle-ray-no-such-name") is None
+        and SpareEngine().address is None
+    )
 
 
 def test_process_with_a_reused_pid_is_not_killed():
-    ended, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    ended, other = (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
+    )
     forked = ForkedProcess(ended.pid)
     forked.kill()
     assert ended.wait() == -signal.SIGKILL

@@ -23,7 +23,8 @@ from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.reader import fingerprints
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.row_index import INDEX
+from eagle_ray.runs.layout import STOPPED_FILE
+from eagle_ray.runs.row_index import INDEX_DIRECTORY
 from tests.support.jobs import MakeJob
 from tests.support.starts import (
     DriverKilled,
@@ -39,7 +40,9 @@ from tests.support.starts import (
 )
 
 
-def test_a_second_start_reads_neither_input_nor_output(make_job: MakeJob, engine, scans, reads, tmp_path):
+def test_a_second_start_reads_neither_input_nor_output(
+    make_job: MakeJob, engine, scans, reads, tmp_path
+):
     config = make_job(rows(*"abcdefg"))
     first = run_job(config)
     assert engine.made == list("abcdefg") and scans == [("in.jsonl", 0)] and len(reads) == 3
@@ -47,7 +50,10 @@ def test_a_second_start_reads_neither_input_nor_output(make_job: MakeJob, engine
     second = run_job(config)
     assert scans == [("in.jsonl", 0)] and len(reads) == 3 and len(engine.made) == 7
     assert second == first | {"attempt": 2} and (tmp_path / "out" / "_SUCCESS").exists()
-    assert json.loads((tmp_path / "out" / "_run.json").read_text())["attempt"] == manifest["attempt"] + 1
+    assert (
+        json.loads((tmp_path / "out" / "_run.json").read_text())["attempt"]
+        == manifest["attempt"] + 1
+    )
 
 
 def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, reads):
@@ -59,7 +65,22 @@ def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, r
     engine.max_files = None
     run_job(config)
     assert sorted(engine.made) == list("abcdefgh") and scans == [("in.jsonl", 0)]
-    assert reads == ["part-001-000000.parquet", "part-002-000000.parquet", "part-003-000000.parquet"]
+    assert reads == [
+        "part-001-000000.parquet",
+        "part-002-000000.parquet",
+        "part-003-000000.parquet",
+    ]
+
+
+def test_a_start_removes_why_an_earlier_one_has_stopped(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows(*"abcdefgh"))
+    stopped = tmp_path / "out" / STOPPED_FILE
+    engine.max_files = 1
+    for text in ("", "{}"):
+        with pytest.raises(DriverKilled):
+            run_job(config)
+        assert not stopped.exists()
+        stopped.write_text(text)
 
 
 def erase_column_types(index: Path) -> None:
@@ -93,7 +114,9 @@ def change_one_number(index: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, damage: Callable, is_finished: bool):
+def test_a_damaged_index_is_built_again(
+    make_job: MakeJob, engine, tmp_path, damage: Callable, is_finished: bool
+):
     config = make_job(rows(*"abcdefg"))
     engine.max_files = None if is_finished else 1
     if is_finished:
@@ -101,15 +124,15 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
     else:
         with pytest.raises(DriverKilled):
             run_job(config)
-        (tmp_path / "out" / INDEX / "finished.json").write_text("{}")
-    damage(tmp_path / "out" / INDEX)
+        (tmp_path / "out" / INDEX_DIRECTORY / "finished.json").write_text("{}")
+    damage(tmp_path / "out" / INDEX_DIRECTORY)
     engine.max_files = None
     append(tmp_path / "in.jsonl", rows("h"))
     summary = run_job(config)
     assert sorted(engine.made) == list("abcdefgh") and summary["total"]["rows"] == 8
     assert answered_prompts(tmp_path).keys() == set("abcdefgh")
-    assert len(list((tmp_path / "out" / INDEX).glob("*.arrow"))) >= 2
-    assert not (tmp_path / "out" / INDEX / "input-0123456789ab.arrow").exists()
+    assert len(list((tmp_path / "out" / INDEX_DIRECTORY).glob("*.arrow"))) >= 2
+    assert not (tmp_path / "out" / INDEX_DIRECTORY / "input-0123456789ab.arrow").exists()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +145,9 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
         ("_summary.json", {"total": {"rows": 3, "errors": 0, "output_tokens": 3}}),
     ],
 )
-def test_a_record_that_can_be_made_again_stops_nothing(make_job, engine, messages, tmp_path, name, content):
+def test_a_record_that_can_be_made_again_stops_nothing(
+    make_job, engine, messages, tmp_path, name, content
+):
     config = make_job(rows(*"abc"))
     first = run_job(config)
     (tmp_path / "out" / name).write_text(json.dumps(content))
@@ -138,9 +163,9 @@ def test_a_run_without_an_index_is_resumed(make_job: MakeJob, engine, tmp_path):
     engine.max_files = 1
     with pytest.raises(DriverKilled):
         run_job(config)
-    for file in (tmp_path / "out" / INDEX).iterdir():
+    for file in (tmp_path / "out" / INDEX_DIRECTORY).iterdir():
         file.unlink()
-    (tmp_path / "out" / INDEX).rmdir()
+    (tmp_path / "out" / INDEX_DIRECTORY).rmdir()
     engine.max_files = None
     run_job(config)
     assert sorted(engine.made) == list("abcdefg")
@@ -153,7 +178,11 @@ def test_lines_and_files_are_added(make_job: MakeJob, engine, scans, tmp_path):
     append(tmp_path / "a-first.jsonl", rows("x", "y"))
     summary = run_job(config)
     assert engine.made == [*"abcde", "x", "y", "f", "g"] and summary["total"]["rows"] == 9
-    assert scans == [("in.jsonl", 0), ("a-first.jsonl", 0), ("in.jsonl", 0)]  # its last shard is its first
+    assert scans == [
+        ("in.jsonl", 0),
+        ("a-first.jsonl", 0),
+        ("in.jsonl", 0),
+    ]  # its last shard is its first
     run_job(config)
     assert len(scans) == 3 and len(engine.made) == 9
 
@@ -183,7 +212,9 @@ def test_unread_parameter_in_an_added_row_is_refused_in_one_scan(make_job, engin
     run_job(config)
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('{"id": "c", "prompt": "Hi c", "top_a": 3}\n')
-    with pytest.raises(plan_module.ConfigError, match=r"in\.jsonl, line 3: column 'top_a' \(3\) is a request param"):
+    with pytest.raises(
+        plan_module.ConfigError, match=r"in\.jsonl, line 3: column 'top_a' \(3\) is a request param"
+    ):
         run_job(config)
     assert len(scans) == 2 and engine.made == ["a", "b"]
 
@@ -201,7 +232,9 @@ def test_an_answered_row_that_changed_is_named_and_refused(make_job: MakeJob, en
     run_job(config)
     make_job([*rows("a"), *rows("b", text="Ho"), *rows("c", "d", "e")])
     for _ in range(2):  # refused each time: the refused content is not recorded as the run's
-        with pytest.raises(OutputMismatch, match=r"1 rows of .*in\.jsonl are other rows now: b\. Put"):
+        with pytest.raises(
+            OutputMismatch, match=r"1 rows of .*in\.jsonl are other rows now: b\. Put"
+        ):
             run_job(config)
     make_job(rows(*"abcde"))
     run_job(config)
@@ -224,7 +257,9 @@ def test_rows_that_are_gone_are_refused_by_id_and_place(make_job: MakeJob, engin
     run_job(config)
     path = tmp_path / "in.jsonl"
     make_job([*rows("a"), *rows("c", text="Ho"), *rows("d", "e")])
-    with pytest.raises(OutputMismatch, match=rf"2 rows of {path} are .*: c, b \(row 1 of {path}, which is gone\)\."):
+    with pytest.raises(
+        OutputMismatch, match=rf"2 rows of {path} are .*: c, b \(row 1 of {path}, which is gone\)\."
+    ):
         run_job(config)
     make_job(rows("e", *"dcba"))  # in any order
     run_job(config)
@@ -238,7 +273,9 @@ def test_an_error_row_may_be_corrected_in_another_file(make_job: MakeJob, engine
     append(tmp_path / "fixed.jsonl", rows("b", text="Ho"))
     engine.bad = set()
     fixed = make_job(**{"input.path": str(tmp_path / "fixed.jsonl")})
-    with pytest.raises(OutputMismatch, match=r"the id 'b' from .*in\.jsonl, which is not in this input"):
+    with pytest.raises(
+        OutputMismatch, match=r"the id 'b' from .*in\.jsonl, which is not in this input"
+    ):
         run_job(fixed)
     run_job(fixed, retry_errors=True)
     assert answered_prompts(tmp_path) == {"a": "Hi a", "b": "Ho b", "c": "Hi c"}
@@ -249,7 +286,9 @@ def test_an_output_file_that_was_lost_is_made_again(make_job: MakeJob, engine, t
     run_job(config)
     (tmp_path / "out" / "data" / "part-001-000001.parquet").unlink()
     run_job(config)
-    assert engine.made == [*"abcdef", "d", "e", "f"] and answered_prompts(tmp_path).keys() == set("abcdef")
+    assert engine.made == [*"abcdef", "d", "e", "f"] and answered_prompts(tmp_path).keys() == set(
+        "abcdef"
+    )
 
 
 def test_output_file_rewritten_in_place_is_read_again(make_job: MakeJob, engine, reads, tmp_path):
@@ -269,8 +308,14 @@ def test_damage_in_a_column_not_needed_for_counts_is_detected(make_job, engine, 
     run_job(config)
     [part] = (tmp_path / "out" / "data").iterdir()
     data, group = bytearray(part.read_bytes()), pq.ParquetFile(part).metadata.row_group(0)
-    [chunk] = [column for i in range(group.num_columns) if (column := group.column(i)).path_in_schema == "prompt"]
-    data[(chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 1] ^= 1
+    [chunk] = [
+        column
+        for i in range(group.num_columns)
+        if (column := group.column(i)).path_in_schema == "prompt"
+    ]
+    data[
+        (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 1
+    ] ^= 1
     part.write_bytes(bytes(data))
     with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \("):
         run_job(config)
@@ -294,7 +339,9 @@ def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans
     assert scans == [("in.jsonl", 0), ("other.jsonl", 0)]
 
 
-def test_output_deleted_during_the_job_is_not_recreated(make_job: MakeJob, engine, monkeypatch, tmp_path):
+def test_output_deleted_during_the_job_is_not_recreated(
+    make_job: MakeJob, engine, monkeypatch, tmp_path
+):
     def delete(*_: Any) -> None:
         shutil.rmtree(tmp_path / "out")
 
@@ -304,13 +351,22 @@ def test_output_deleted_during_the_job_is_not_recreated(make_job: MakeJob, engin
     assert not (tmp_path / "out").exists()
 
 
-def test_second_start_opens_no_input_and_detects_new_batch_file(make_job, engine, tmp_path, monkeypatch):
+def test_second_start_opens_no_input_and_detects_new_batch_file(
+    make_job, engine, tmp_path, monkeypatch
+):
     (directory := tmp_path / "in").mkdir()
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-    batch = json.dumps({"custom_id": "b0", "url": "/v1/chat/completions", "method": "POST", "body": body}) + "\n"
+    batch = (
+        json.dumps(
+            {"custom_id": "b0", "url": "/v1/chat/completions", "method": "POST", "body": body}
+        )
+        + "\n"
+    )
     for name, text in (("a", json.dumps(rows("a0")[0]) + "\n"), ("b", batch)):
         (directory / f"{name}.jsonl").write_text(text)
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))  # files that changed just now are settled, too
+    monkeypatch.setattr(
+        fingerprints, "SETTLED_NS", -(10**12)
+    )  # files that changed just now are settled, too
     config = make_job(**{"input.path": str(directory)})
     run_job(config)
     opened = []

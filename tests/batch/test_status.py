@@ -13,7 +13,7 @@ from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
-from eagle_ray.runs.lease import Process
+from eagle_ray.runs.process_identity import Process
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
 from tests.support.jobs import FACTS, token_rows
@@ -45,7 +45,11 @@ def now() -> datetime:
 
 
 def write_progress(run, **facts) -> None:
-    word = {"run_id": run.run_id, "attempt": run.attempt, "written_at": now().isoformat(timespec="seconds")}
+    word = {
+        "run_id": run.run_id,
+        "attempt": run.attempt,
+        "written_at": now().isoformat(timespec="seconds"),
+    }
     write_json(run.output / "_progress.json", FACTS | word | facts)
 
 
@@ -61,7 +65,9 @@ def test_a_run_that_speaks_is_running(started):
     write_progress(run)
     status = status_of(output, now() + LATER)
     assert status.state == "running" and 29 <= status.quiet_s <= 32
-    assert "running, attempt 1" in status_text(status) and "40 of 96 rows, 32 in files" in status_text(status)
+    assert "running, attempt 1" in status_text(
+        status
+    ) and "40 of 96 rows, 32 in files" in status_text(status)
 
 
 def test_a_run_that_was_killed_falls_silent(started):
@@ -81,7 +87,11 @@ def test_run_whose_local_process_is_gone_is_shown_as_killed(started):
     driver.kill()
     driver.wait()
     text = status_text(status_of(output))
-    assert "killed, attempt 1" in text and f"process {driver.pid} is gone from" in text and "the same command" in text
+    assert (
+        "killed, attempt 1" in text
+        and f"process {driver.pid} is gone from" in text
+        and "the same command" in text
+    )
 
 
 @pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"pids": "pid:[1]"}])
@@ -118,7 +128,9 @@ def test_a_run_that_stopped_says_why(started, error, says):
 def test_remedy_is_shown_once_and_stopped_run_has_no_heartbeat(started):
     run, output = started
     write_progress(run)
-    error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
+    error = ClusterError(
+        "cannot write x: No space left on device. Free some space there, then " + AGAIN
+    )
     with pytest.raises(ClusterError), run.recorded_outcome():
         raise error
     text = status_text(status_of(output))
@@ -127,16 +139,23 @@ def test_remedy_is_shown_once_and_stopped_run_has_no_heartbeat(started):
 
 
 def test_a_run_without_progress_says_so(started):
-    assert status_text(status_of(started[1], now())).endswith("\nthis attempt has recorded no progress yet")
+    assert status_text(status_of(started[1], now())).endswith(
+        "\nthis attempt has recorded no progress yet"
+    )
 
 
 def test_a_run_that_is_done_counts_its_rows(started, capsys):
     run, output = started
     with run.recorded_outcome():
-        write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
+        write_json(
+            output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}}
+        )
         (output / "_SUCCESS").write_atomic(b"")
     assert cli.main(["status", str(output)]) == 0
-    assert "done, " in (said := capsys.readouterr().out) and "1,096 rows, 2 errors, 5,000 tokens" in said
+    assert (
+        "done, " in (said := capsys.readouterr().out)
+        and "1,096 rows, 2 errors, 5,000 tokens" in said
+    )
     assert cli.main(["status", str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
 
@@ -157,7 +176,10 @@ def test_damaged_counts_and_progress_are_left_out_with_a_line(started, messages,
     write_progress(run, rows_done="forty")
     status = status_of(output)
     assert status.state == "done" and status.total is None and status.progress is None
-    assert "_progress.json is damaged (rows_done: " in messages[0] and "_summary.json is damaged (total" in messages[1]
+    assert (
+        "_progress.json is damaged (rows_done: " in messages[0]
+        and "_summary.json is damaged (total" in messages[1]
+    )
 
 
 def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
@@ -172,7 +194,10 @@ def test_a_run_without_its_record_is_told_of_repair(tmp_path, capsys, command):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "part-001-000000.parquet").touch()
     assert cli.main([command, str(tmp_path)]) == 2
-    assert "its _run.json is gone, and rows are there: adopt them with eagle-ray repair" in capsys.readouterr().err
+    assert (
+        "its _run.json is gone, and rows are there: adopt them with eagle-ray repair"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_damaged_record_is_named(started, capsys):

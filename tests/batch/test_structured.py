@@ -14,7 +14,7 @@ from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_bodies import parse_batch_line
-from eagle_ray.requests.output_rows import controls_json
+from eagle_ray.requests.request_rows import controls_json
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
@@ -29,7 +29,13 @@ ROWS = [
     {"id": "format", "messages": STORY, "response_format": FORMAT, "temperature": 0.8},
     {"id": "choice", "messages": STORY, "choice": ["a fox", "a dog", "no answer"]},
     {"id": "regex", "messages": STORY, "regex": r"(fox|dog){2,3}\."},
-    {"id": "grammar", "messages": STORY, "grammar": 'start: "x" ("," "x")*', "temperature": 1.0, "max_tokens": 20},
+    {
+        "id": "grammar",
+        "messages": STORY,
+        "grammar": 'start: "x" ("," "x")*',
+        "temperature": 1.0,
+        "max_tokens": 20,
+    },
     {"id": "object", "messages": STORY, "json_object": True},
     {"id": "cut", "messages": STORY, "json_schema": SCHEMA, "max_tokens": 5},
     {"id": "stop", "messages": STORY, "regex": "one two three four", "stop": ["three"]},
@@ -61,7 +67,10 @@ def test_every_format_has_columns_for_what_an_output_must_be(tmp_path, suffix, n
 def test_a_struct_of_parquet_is_a_response_format(tmp_path):
     pq.write_table(pa.table({"prompt": ["x"], "response_format": [FORMAT]}), tmp_path / "a.parquet")
     [row] = request_rows(plan(tmp_path / "a.parquet"))
-    assert json.loads(row["response_format"])["json_schema"]["schema"]["required"] == SCHEMA["required"]
+    assert (
+        json.loads(row["response_format"])["json_schema"]["schema"]["required"]
+        == SCHEMA["required"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,10 @@ def test_a_struct_of_parquet_is_a_response_format(tmp_path):
         {"type": "json_object", "schema": SCHEMA},
         {"type": "json_object", "schema": SCHEMA, "json_schema": None},
         {"type": "json_schema", "schema": SCHEMA, "name": "a", "strict": True},
-        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "name": "a", "description": None, "strict": False}},
+        {
+            "type": "json_schema",
+            "json_schema": {"schema": SCHEMA, "name": "a", "description": None, "strict": False},
+        },
     ],
 )
 def test_a_response_format_keeps_its_schema_wherever_it_stands(form):
@@ -106,8 +118,14 @@ def test_a_response_format_is_refused_if_it_asks_for_more(form):
         ({"choice": "yes"}, "'choice' must be a list of texts, none of them empty"),
         ({"choice": []}, "'choice' must be a list of texts"),
         ({"response_format": {"type": "xml"}}, "'response_format' must be OpenAI's"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "'response_format' must be OpenAI's"),
-        ({"regex": "a", "grammar": 'start: "x"'}, "columns 'regex' and 'grammar' both say what the output must be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "'response_format' must be OpenAI's",
+        ),
+        (
+            {"regex": "a", "grammar": 'start: "x"'},
+            "columns 'regex' and 'grammar' both say what the output must be",
+        ),
     ],
 )
 def test_a_wrong_column_is_an_error_of_its_row(tmp_path, columns, message):
@@ -130,12 +148,21 @@ def test_the_configuration_takes_mappings_and_names_wrong_keys(make_job):
 
 def test_a_row_does_without_what_the_job_says(make_job):
     job = make_job(**{"sampling.json_schema": SCHEMA})
-    spec = lambda **row: sequences_of(request(prompt_token_ids=[1], **row), job, None)[0].grammar_spec  # noqa: E731
+
+    def spec(**row):
+        return sequences_of(request(prompt_token_ids=[1], **row), job, None)[0].grammar_spec
+
     assert spec() == spec(json_object=False) == GrammarSpec("json_schema", json.dumps(SCHEMA))
     assert spec(regex="a") == GrammarSpec("regex", "a")
-    assert spec(json_object=True) == spec(response_format='{"type": "json_object"}') == GrammarSpec("json_object")
+    assert (
+        spec(json_object=True)
+        == spec(response_format='{"type": "json_object"}')
+        == GrammarSpec("json_object")
+    )
     assert spec(response_format='{"type": "text"}') is None
-    assert json.loads(controls_json(request(prompt_token_ids=[1], regex="a").sampling_params(job))) == {"regex": "a"}
+    assert json.loads(
+        controls_json(request(prompt_token_ids=[1], regex="a").sampling_params(job))
+    ) == {"regex": "a"}
 
 
 def test_without_an_end_a_grammar_is_refused(make_job):
@@ -153,15 +180,27 @@ def test_a_batch_file_may_have_vllms_spelling():
     row = parse_batch_line(line(structured_outputs={"json": SCHEMA, "regex": None}))
     assert json.loads(row["json_schema"]) == SCHEMA and "structured_outputs" not in row
     refused = parse_batch_line(line(structured_outputs={"structural_tag": "a"}))["prompt"]
-    assert "body.structured_outputs is not supported" in str(refused) and "json_object, regex, choice" in str(refused)
+    assert "body.structured_outputs is not supported" in str(
+        refused
+    ) and "json_object, regex, choice" in str(refused)
     assert "use regex" in str(parse_batch_line(line(guided_regex="a"))["prompt"])
 
 
 def test_drafting_rows_are_plain_decodings_and_what_they_must_be(make_job):
     job = {**TINY, "sampling.json_schema": SCHEMA, "sampling.max_tokens": 120}
-    drafted, plain = answers(make_job(ROWS, **job)), answers(make_job(ROWS, **job | {"speculative.method": "none"}))
+    drafted, plain = (
+        answers(make_job(ROWS, **job)),
+        answers(make_job(ROWS, **job | {"speculative.method": "none"})),
+    )
     for row, other in zip(drafted, plain, strict=True):
-        for name in ("status", "error_code", "output_token_ids", "text", "structured", "structured_outcome"):
+        for name in (
+            "status",
+            "error_code",
+            "output_token_ids",
+            "text",
+            "structured",
+            "structured_outcome",
+        ):
             assert row[name] == other[name], (row["request_id"], name)
         assert row["status"] == "error" or broken_invariants(row) == []
     assert sum(row["num_accepted_draft_tokens"] or 0 for row in drafted) > 10
@@ -170,13 +209,19 @@ def test_drafting_rows_are_plain_decodings_and_what_they_must_be(make_job):
 
 def _check(rows: dict[str, dict]) -> None:
     for name in ("job", "format"):
-        assert (rows[name]["structured"], rows[name]["structured_outcome"]) == ("json_schema", "complete")
+        assert (rows[name]["structured"], rows[name]["structured_outcome"]) == (
+            "json_schema",
+            "complete",
+        )
         jsonschema.validate(json.loads(rows[name]["text"]), SCHEMA)
     assert rows["choice"]["text"] in ["a fox", "a dog", "no answer"]
     assert re.fullmatch(r"(fox|dog){2,3}\.", rows["regex"]["text"])
     assert set(rows["grammar"]["text"]) == {"x", ","} or rows["grammar"]["text"] == "x"
     assert rows["object"]["structured"] == "json_object"
-    outcomes = {name: (rows[name]["finish_reason"], rows[name]["structured_outcome"]) for name in ("object", "cut")}
+    outcomes = {
+        name: (rows[name]["finish_reason"], rows[name]["structured_outcome"])
+        for name in ("object", "cut")
+    }
     assert outcomes == {"object": ("stop", "complete"), "cut": ("length", "truncated")}
     assert isinstance(json.loads(rows["object"]["text"]), dict)
     assert (rows["stop"]["text"], rows["stop"]["structured_outcome"]) == ("one two ", "truncated")

@@ -12,11 +12,24 @@ import pytest
 
 from eagle_ray.config import JobConfig
 from tests.support.clusters import MODEST, cluster_of, raylet_of, start_run
-from tests.support.jobs import exit_code, ids_of, rows_of, small_job, start_driver, token_rows, wait_for_another_file
+from tests.support.jobs import (
+    exit_code,
+    ids_of,
+    rows_of,
+    small_job,
+    start_driver,
+    token_rows,
+    wait_for_another_file,
+)
 from tests.support.processes import ListenerWatch, is_running, title_of
 from tests.support.ranks import followers_of, wait_until
 
-SETTINGS = {"execution.slots": 4, "execution.actors": 1, "execution.rows_per_file": 8, "model.device": "cpu"}
+SETTINGS = {
+    "execution.slots": 4,
+    "execution.actors": 1,
+    "execution.rows_per_file": 8,
+    "model.device": "cpu",
+}
 
 
 def texts_of(config) -> dict[str, list[int]]:
@@ -28,18 +41,19 @@ def test_a_job_over_two_ranks_has_the_rows_of_one(ray_session, tmp_path):
     for size in (1, 2):
         directory = tmp_path / str(size)
         directory.mkdir()
-        config = small_job(directory, token_rows(24), **SETTINGS, **{"execution.tensor_parallel": size})
+        config = small_job(
+            directory, token_rows(24), **SETTINGS, **{"execution.tensor_parallel": size}
+        )
         assert exit_code(config) == 0
         outputs.append(texts_of(config))
     assert outputs[0] == outputs[1]
 
 
-SLOW = pytest.mark.slow
 LOSSES = [
     (signal.SIGKILL, False),
     (signal.SIGSTOP, True),
-    pytest.param(signal.SIGKILL, True, marks=SLOW),
-    pytest.param(signal.SIGSTOP, False, marks=SLOW),
+    (signal.SIGKILL, True),
+    (signal.SIGSTOP, False),
 ]
 
 
@@ -67,8 +81,11 @@ def hurt_rank(config: JobConfig, number: int, hits_leader: bool) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, hits_leader", LOSSES)
-def test_every_row_is_there_once_after_the_loss_of_a_rank(ray_session, tmp_path, messages, number, hits_leader):
+def test_every_row_is_there_once_after_the_loss_of_a_rank(
+    ray_session, tmp_path, messages, number, hits_leader
+):
     rows = [row | {"max_tokens": 40, "ignore_eos": True} for row in token_rows(32)]
     config = small_job(tmp_path, rows, **SETTINGS, **{"execution.tensor_parallel": 2})
     with ThreadPoolExecutor(1) as threads:
@@ -79,7 +96,13 @@ def test_every_row_is_there_once_after_the_loss_of_a_rank(ray_session, tmp_path,
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert all(row["error_code"] is None for row in rows_of(config))
     is_named = number == signal.SIGKILL and not hits_leader
-    words = "rank 1 was ended by signal 9" if is_named else "rank 1 does not answer" if not hits_leader else "signal 9"
+    words = (
+        "rank 1 was ended by signal 9"
+        if is_named
+        else "rank 1 does not answer"
+        if not hits_leader
+        else "signal 9"
+    )
     assert words in errors
 
 
@@ -122,7 +145,9 @@ def test_the_ranks_of_an_actor_have_the_gpus_of_one_node(tmp_path, listener_watc
     settings = SETTINGS | {"execution.gpus_per_actor": 2, "execution.tensor_parallel": 2}
     with cluster_of(1) as cluster:
         node = cluster.add_node(**MODEST | {"num_gpus": 2})
-        config = small_job(tmp_path, token_rows(24), **settings, **{"execution.ray_address": cluster.address})
+        config = small_job(
+            tmp_path, token_rows(24), **settings, **{"execution.ray_address": cluster.address}
+        )
         driver = start_run(config, tmp_path)
         [follower] = wait_for_processes(lambda: followers_of(raylet_of(node)))
         leader = psutil.Process(follower.ppid())
@@ -137,13 +162,21 @@ def test_the_ranks_of_an_actor_have_the_gpus_of_one_node(tmp_path, listener_watc
 def test_gpus_of_two_nodes_are_refused_with_what_would_do(tmp_path):
     with cluster_of(2) as cluster:
         address = {"execution.ray_address": cluster.address}
-        for settings, key in (({"gpus_per_actor": 2}, "gpus_per_actor"), ({"tensor_parallel": 2}, "tensor_parallel")):
-            names = {f"execution.{name}": value for name, value in settings.items()} | {"execution.actors": 1}
+        for settings, key in (
+            ({"gpus_per_actor": 2}, "gpus_per_actor"),
+            ({"tensor_parallel": 2}, "tensor_parallel"),
+        ):
+            names = {f"execution.{name}": value for name, value in settings.items()} | {
+                "execution.actors": 1
+            }
             config = small_job(tmp_path, token_rows(4), **names, **address)
             driver = start_run(config, tmp_path)
             _, errors = driver.communicate(timeout=120)
             assert driver.returncode != 0 and "Traceback" not in errors
-            assert f"execution.{key}: 2 GPUs of one node, and no node has as many (GPUs by node: " in errors
+            assert (
+                f"execution.{key}: 2 GPUs of one node, and no node has as many (GPUs by node: "
+                in errors
+            )
             assert "Set it to 1, or run it on nodes with 2 GPUs" in errors
 
 

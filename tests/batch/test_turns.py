@@ -12,11 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from eagle_ray.cli.report_run import export
+from eagle_ray.cli.export_run import export
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.support.jobs import exit_code, rows_of, small_job, start_driver, wait_for_another_file, with_changes
+from tests.support.jobs import (
+    exit_code,
+    rows_of,
+    small_job,
+    start_driver,
+    wait_for_another_file,
+    with_changes,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 24
@@ -36,16 +43,28 @@ SETTINGS = {
 def job(directory: Path) -> JobConfig:
     """Questions as Spec-Bench's, of one to three turns, and a bad one."""
     turns = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
-    rows = [{"question_id": i, "category": "writing", "turns": turns[: i % 3 + 1]} for i in range(NUM_ROWS)]
-    return small_job(directory, [*rows, {"question_id": "bad", "category": "math", "turns": []}], **SETTINGS)
+    rows = [
+        {"question_id": i, "category": "writing", "turns": turns[: i % 3 + 1]}
+        for i in range(NUM_ROWS)
+    ]
+    return small_job(
+        directory, [*rows, {"question_id": "bad", "category": "math", "turns": []}], **SETTINGS
+    )
 
 
 def keys(config: JobConfig) -> Counter:
-    return Counter((row["request_id"], row["sample_index"], row["turn_index"]) for row in rows_of(config))
+    return Counter(
+        (row["request_id"], row["sample_index"], row["turn_index"]) for row in rows_of(config)
+    )
 
 
 EXPECTED = Counter(
-    {(str(i), sample, turn): 1 for i in range(NUM_ROWS) for sample in range(2) for turn in range(i % 3 + 1)}
+    {
+        (str(i), sample, turn): 1
+        for i in range(NUM_ROWS)
+        for sample in range(2)
+        for turn in range(i % 3 + 1)
+    }
     | {("bad", sample, 0): 1 for sample in range(2)}
 )
 
@@ -60,19 +79,26 @@ def finished_job(ray_session, tmp_path_factory) -> JobConfig:
 def test_every_turn_is_there_once_and_an_id_is_in_one_file(finished_job):
     assert keys(finished_job) == EXPECTED
     files = sorted((Path(finished_job.output.path) / "data").glob("*.parquet"))
-    ids = [set(pq.read_table(file, columns=["request_id"])["request_id"].to_pylist()) for file in files]
+    ids = [
+        set(pq.read_table(file, columns=["request_id"])["request_id"].to_pylist()) for file in files
+    ]
     assert len(files) > 1 and sum(map(len, ids)) == NUM_ROWS + 1
 
 
 def test_statistics_and_checks_know_turns(finished_job):
     summary = read_json(StoragePath.of(finished_job.output.path) / "_summary.json")
-    assert {turn: stats["rows"] for turn, stats in summary["turns"].items()} == {"0": 50, "1": 32, "2": 16}
+    assert {turn: stats["rows"] for turn, stats in summary["turns"].items()} == {
+        "0": 50,
+        "1": 32,
+        "2": 16,
+    }
     assert summary["total"]["rows"] == 98 and summary["turns"]["1"]["mean_acceptance_length"] >= 1
     assert summary["verify_rows"]["identical"] == summary["verify_rows"]["rows"] == 40
     with pytest.raises(ConfigError, match=r"has several turns.*--to csv"):
         export(StoragePath.of(finished_job.output.path), "openai-batch", None, False, False)
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_and_gives_the_same_turns(finished_job, tmp_path):
     config = job(tmp_path)
     config = with_changes(config, execution={"rows_per_file": 4}, report={"verify_rows": 0})

@@ -23,14 +23,20 @@ def test_prompts_in_smaller_pieces_change_no_output(make_job):
 
 @pytest.mark.parametrize("method", ["eagle2", "none"])
 def test_every_row_keeps_the_laws(make_job, method):
-    settings = {"speculative.method": method, "speculative.stats": "detailed", "sampling.logprobs": True}
+    settings = {
+        "speculative.method": method,
+        "speculative.stats": "detailed",
+        "sampling.logprobs": True,
+    }
     rows = answers(make_job(token_rows(12), **settings))
     assert [broken_invariants(row) for row in rows] == [[]] * 12
     for row in rows:
         assert row["status"] == "ok" and row["method"] == method and row["text"] is None
         assert row["ttft_s"] == pytest.approx(row["queue_s"] + row["prefill_s"])
         assert row["e2e_s"] == pytest.approx(row["ttft_s"] + row["decode_s"])
-        assert (row["finished_at"] - row["started_at"]).total_seconds() == pytest.approx(row["e2e_s"], abs=1e-3)
+        assert (row["finished_at"] - row["started_at"]).total_seconds() == pytest.approx(
+            row["e2e_s"], abs=1e-3
+        )
         assert row["cumulative_logprob"] == pytest.approx(sum(row["token_logprobs"]), abs=1e-3)
 
 
@@ -45,7 +51,9 @@ def test_the_share_of_a_gpu_that_a_worker_got_reaches_its_engine(make_job, monke
     """With more actors than GPUs the configuration does not name it: execution.gpus_per_actor is auto."""
     built = []
 
-    def build(model: object, speculative: object, args: EngineArgs, threads: int, *_: object) -> None:
+    def build(
+        model: object, speculative: object, args: EngineArgs, threads: int, *_: object
+    ) -> None:
         built.append((args.gpu_share, threads))
         raise InterruptedError
 
@@ -71,7 +79,9 @@ def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
     found = answers(config)
     engine = build_engine_bundle(config, WorkerPlan()).engine
     for values, row in zip(own, found, strict=True):
-        params = SamplingParams(**{"temperature": 1.5, "max_tokens": 24, "min_p": 0.05, "seed": 3} | values)
+        params = SamplingParams(
+            **{"temperature": 1.5, "max_tokens": 24, "min_p": 0.05, "seed": 3} | values
+        )
         sequence = Sequence("direct", base["prompt_token_ids"], params)
         engine.add(sequence)
         while engine.has_work:
@@ -88,7 +98,9 @@ def test_a_row_that_ignores_the_end_goes_on_past_it(make_job):
     ended = [row for row in answers(make_job(rows, **slots)) if row["finish_reason"] == "stop"]
     assert ended
     ids = {row["request_id"] for row in ended}
-    longer = answers(make_job([row | {"ignore_eos": True} for row in rows if row["id"] in ids], **slots))
+    longer = answers(
+        make_job([row | {"ignore_eos": True} for row in rows if row["id"] in ids], **slots)
+    )
     assert {row["finish_reason"] for row in longer} == {"length"}
     for short, long in zip(ended, longer, strict=True):
         assert long["output_token_ids"][: short["completion_tokens"]] == short["output_token_ids"]
@@ -98,25 +110,37 @@ def test_samples_depend_on_neither_order_nor_batching_nor_slots(make_job):
     rows, hot = token_rows(10), {"sampling.temperature": 1.0, "sampling.n": 2}
     reference = answers(make_job(rows, **hot))
     assert len({tuple(ids) for ids in outputs(reference).values()}) > 10  # samples do differ
-    assert outputs(answers(make_job(rows, **hot | {"execution.slots": 1}), batch_size=3, backwards=True)) == outputs(
-        reference
-    )
+    assert outputs(
+        answers(make_job(rows, **hot | {"execution.slots": 1}), batch_size=3, backwards=True)
+    ) == outputs(reference)
 
 
 def test_both_orders_give_the_same_rows(make_job):
     shared = [5 + i % 20 for i in range(70)]
     rows = [
-        row | {"prompt_token_ids": (shared if i % 2 else []) + row["prompt_token_ids"], "category": "ab"[i % 2]}
+        row
+        | {
+            "prompt_token_ids": (shared if i % 2 else []) + row["prompt_token_ids"],
+            "category": "ab"[i % 2],
+        }
         for i, row in enumerate(token_rows(16))
     ]
-    rows = [row | {"temperature": float(i % 3 == 0), "max_tokens": 4 + 5 * (i % 4)} for i, row in enumerate(rows)]
+    rows = [
+        row | {"temperature": float(i % 3 == 0), "max_tokens": 4 + 5 * (i % 4)}
+        for i, row in enumerate(rows)
+    ]
     found = {}
     for order in ("input", "auto"):
         settings = {"execution.order": order, "execution.slots": 2, "sampling.n": 2}
         found[order] = answers(make_job(rows, **settings), batch_size=4)
-        assert [row["request_id"] for row in found[order]] == [row["id"] for row in rows for _ in range(2)]
+        assert [row["request_id"] for row in found[order]] == [
+            row["id"] for row in rows for _ in range(2)
+        ]
     assert outputs(found["auto"]) == outputs(found["input"])
-    admitted = [[row["request_id"] for row in sorted(rows, key=lambda r: r["queue_s"])] for rows in found.values()]
+    admitted = [
+        [row["request_id"] for row in sorted(rows, key=lambda r: r["queue_s"])]
+        for rows in found.values()
+    ]
     assert admitted[0] != admitted[1]
 
 
@@ -133,7 +157,11 @@ def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
     assert [row["request_id"] for row in found] == [row["id"] for row in rows for _ in range(2)]
     assert [broken_invariants(row) for row in found] == [[]] * 12
     codes = {row["request_id"]: row["error_code"] for row in found}
-    assert codes["good"] is None and codes["text"] == "no_tokenizer" and codes["long"] == "prompt_too_long"
+    assert (
+        codes["good"] is None
+        and codes["text"] == "no_tokenizer"
+        and codes["long"] == "prompt_too_long"
+    )
     assert all(codes[id] for id in ("none", "hot", "wild"))
     assert [row["topic"] for row in found[:4]] == ["a", "a", "b", "b"]
 
@@ -141,12 +169,15 @@ def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
 def test_an_error_the_engine_found_names_file_and_row(make_job, tmp_path):
     rows = [{"id": "long", "prompt_token_ids": [1] * 600}, {"id": "none"}]
     long, none = answers(make_job(rows, **{"model.max_model_len": 500}))
-    assert long["error_message"].startswith(f"{tmp_path}/in.jsonl, line 1: the prompt has 600 tokens")
+    assert long["error_message"].startswith(
+        f"{tmp_path}/in.jsonl, line 1: the prompt has 600 tokens"
+    )
     assert none["error_message"].count(f"{tmp_path}/in.jsonl, line 2") == 1
 
 
 @pytest.mark.parametrize(
-    "broken", ["eagle_ray.requests.sequences.read_prompt", "eagle_ray.requests.output_rows._acceptance"]
+    "broken",
+    ["eagle_ray.requests.sequences.read_prompt", "eagle_ray.requests.output_rows._acceptance"],
 )
 def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypatch, broken):
     module, _, name = broken.rpartition(".")
@@ -159,13 +190,24 @@ def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypat
     found = answers(make_job(token_rows(3)))
     assert sorted(row["status"] for row in found) == ["error", "ok", "ok"]
     (bad,) = [row for row in found if row["status"] == "error"]
-    assert bad["error_code"] == "internal_error" and "ZeroDivisionError: division by zero" in bad["error_message"]
+    assert (
+        bad["error_code"] == "internal_error"
+        and "ZeroDivisionError: division by zero" in bad["error_message"]
+    )
     assert f"line {bad['row_index'] + 1}: " in bad["error_message"]
 
 
 def test_columns_that_are_not_wanted_are_null(make_job):
-    row = answers(make_job(token_rows(1), **{"output.store_token_ids": False, "output.store_prompt": False}))[0]
-    unwanted = ("output_token_ids", "prompt", "token_logprobs", "per_step_budget", "per_step_accepted")
+    row = answers(
+        make_job(token_rows(1), **{"output.store_token_ids": False, "output.store_prompt": False})
+    )[0]
+    unwanted = (
+        "output_token_ids",
+        "prompt",
+        "token_logprobs",
+        "per_step_budget",
+        "per_step_accepted",
+    )
     assert [row[name] for name in unwanted] == [None] * 5
     assert row["completion_tokens"] > 0 and broken_invariants(row) == []
 

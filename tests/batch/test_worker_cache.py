@@ -17,7 +17,8 @@ from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.worker import learned_state
-from eagle_ray.batch.worker.worker import StartCache, Worker
+from eagle_ray.batch.worker.start_cache import StartCache
+from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries
@@ -85,7 +86,9 @@ def test_workers_of_a_run_measure_costs_once_on_any_machine(machines, make_job):
     assert machines.start_worker("b", config, run) == 0
     again = start(config)
     assert machines.start_worker("c", config, again) == 0
-    assert machines.start_worker("d", config, run) == 1, "an attempt that was overtaken reads and leaves nothing"
+    assert machines.start_worker("d", config, run) == 1, (
+        "an attempt that was overtaken reads and leaves nothing"
+    )
     (file,) = (run.output / CACHE).glob("*")
     assert file.name.startswith("costs-") and "verify" in json.loads(file.read_bytes())["costs"]
 
@@ -113,8 +116,18 @@ def test_costs_that_the_first_machine_had_are_left_for_others(machines, make_job
     assert machines.start_worker("b", other, run) == 0
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"of": {}, "costs": {}}', b"\xff" * 100])
-def test_a_damaged_file_is_ignored_with_a_line_and_written_again(machines, make_job, caplog, damage):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(b"", marks=pytest.mark.slow),
+        pytest.param(b"{", marks=pytest.mark.slow),
+        b'{"of": {}, "costs": {}}',
+        b"\xff" * 100,
+    ],
+)
+def test_a_damaged_file_is_ignored_with_a_line_and_written_again(
+    machines, make_job, caplog, damage
+):
     config = make_job(token_rows(2))
     run = start(config)
     machines.start_worker("a", config, run)
@@ -173,11 +186,15 @@ def known_tokens(worker: Worker) -> int:
     """Return how many tokens the worker's suffix index holds."""
     engine = worker.engine.inner
     assert engine is not None
-    [tokens] = [tensor for name, tensor in engine.drafter.state().items() if name.endswith("tokens")]
+    [tokens] = [
+        tensor for name, tensor in engine.drafter.state().items() if name.endswith("tokens")
+    ]
     return len(tokens)
 
 
-@pytest.mark.parametrize("method", ["suffix", "eagle2+suffix"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("suffix", marks=pytest.mark.slow), "eagle2+suffix"]
+)
 def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog, method):
     """Its outputs are those of a first start; damaged and foreign files are ignored; files do not add up."""
     config = make_job(token_rows(6), **{"speculative.method": method})
@@ -212,7 +229,9 @@ def test_a_worker_goes_on_with_what_an_earlier_one_has_learned(make_job, caplog,
 def test_retrained_head_does_not_load_state_of_the_old_head(make_job, tmp_path):
     """Its files have the names and sizes of those before."""
     head = Path(shutil.copytree(PAIR / "draft", tmp_path / "head"))
-    config = make_job(token_rows(2), **{"speculative.method": "eagle2+suffix", "model.draft": str(head)})
+    config = make_job(
+        token_rows(2), **{"speculative.method": "eagle2+suffix", "model.draft": str(head)}
+    )
     first = Worker(config, start(config), [], WorkerPlan())
     asyncio.run(first.answer(batches_of(config)[0]))
     first.close()
@@ -235,7 +254,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 1000.0
-        monkeypatch.setattr(learned_state, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        monkeypatch.setattr(
+            learned_state, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time)
+        )
 
     def writes(self, state: learned_state.LearnedState, seconds: int) -> list[float]:
         """Return when the state is written while a row is in flight, in seconds from now."""

@@ -24,7 +24,11 @@ from tests.support.jobs import token_rows
 from tests.support.workers import answers, batches_of
 
 MARK = "xylophonist-quokka"
-TINY = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "output.store_prompt": False}
+TINY = {
+    "model.target": "embedded:tiny",
+    "model.draft": "embedded:tiny",
+    "output.store_prompt": False,
+}
 TOKENS = [31337, 31338]  # not in any vocabulary of the tests
 HI = [{"role": "user", "content": "Hi"}]
 BAD_ROWS = [
@@ -38,10 +42,18 @@ BAD_ROWS = [
     {"id": "text ids", "prompt_token_ids": [MARK]},
     {"id": [MARK], "prompt": MARK},
     {"id": "both", "prompt": MARK, "messages": MARK},
-    *({"id": name, "prompt": MARK, name: [{MARK: [MARK]}]} for name in SAMPLING if name not in ("n", "seed")),
+    *(
+        {"id": name, "prompt": MARK, name: [{MARK: [MARK]}]}
+        for name in SAMPLING
+        if name not in ("n", "seed")
+    ),
     *({"id": name, "messages": HI, name: MARK} for name in CHAT),
     *({"id": f"{name} list", "messages": HI, name: [{MARK: MARK}]} for name in CHAT),
-    {"id": "unknown tool", "messages": HI, "tool_choice": {"type": "function", "function": {"name": MARK}}},
+    {
+        "id": "unknown tool",
+        "messages": HI,
+        "tool_choice": {"type": "function", "function": {"name": MARK}},
+    },
     {"id": "bad grammar", "prompt": "Hi", "grammar": f"root ::= {MARK} (", "max_tokens": 2},
     {"id": "bad regex", "prompt": "Hi", "regex": f"({MARK}", "max_tokens": 2},
 ]
@@ -58,7 +70,9 @@ def test_no_error_row_quotes_its_row(make_job, seen_log):
     template = {"model.chat_template": "none"}
     config = make_job(BAD_ROWS, **TINY, **template)
     with Path(config.input.path).open("a") as file:
-        file.write(f"{MARK}\n[{json.dumps(MARK)}]\n{{{json.dumps(MARK)}: 1, {json.dumps(MARK)}: 2}}\n")
+        file.write(
+            f"{MARK}\n[{json.dumps(MARK)}]\n{{{json.dumps(MARK)}: 1, {json.dumps(MARK)}: 2}}\n"
+        )
     rows = answers(config)
     assert len(rows) >= len(BAD_ROWS) + 3
     for row in rows:
@@ -68,7 +82,10 @@ def test_no_error_row_quotes_its_row(make_job, seen_log):
         assert row["prompt"] is None and row["messages"] is None
     assert MARK not in seen_log.text
     [listed] = [row["error_message"] for row in rows if row["request_id"] == "list"]
-    assert "line 1: column 'prompt': a value is not of the type that it must have. The value is not shown" in listed
+    assert (
+        "line 1: column 'prompt': a value is not of the type that it must have. The value is not shown"
+        in listed
+    )
 
 
 def test_with_prompts_errors_quote_the_row(make_job):
@@ -85,8 +102,12 @@ def test_a_first_bad_row_that_ends_the_start_is_not_quoted(make_job):
 
 @pytest.mark.parametrize("on_unknown", ["refuse", "carry"])
 def test_values_of_unread_parameters_are_not_quoted(make_job, on_unknown):
-    config = make_job([{"prompt": "Hi", "best_of": MARK}], **TINY, **{"input.on_unknown": on_unknown})
-    config = config.model_copy(update={"input": config.input.model_copy(update={"passthrough": "none"})})
+    config = make_job(
+        [{"prompt": "Hi", "best_of": MARK}], **TINY, **{"input.on_unknown": on_unknown}
+    )
+    config = config.model_copy(
+        update={"input": config.input.model_copy(update={"passthrough": "none"})}
+    )
     if on_unknown == "carry":
         assert MARK not in repr(plan_input(config))
         return
@@ -101,8 +122,13 @@ def test_an_internal_error_is_logged_without_its_words(make_job, seen_log, monke
 
     monkeypatch.setattr(Tokenizer, "render_chat", fail)
     [row] = answers(make_job([{"id": "a", "messages": HI}], **TINY))
-    assert row["error_code"] == "internal_error" and MARK not in row["error_message"] + seen_log.text
-    assert "row a: internal error: ValueError" in seen_log.text and read_prompt.__name__ in seen_log.text
+    assert (
+        row["error_code"] == "internal_error" and MARK not in row["error_message"] + seen_log.text
+    )
+    assert (
+        "row a: internal error: ValueError" in seen_log.text
+        and read_prompt.__name__ in seen_log.text
+    )
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -121,17 +147,31 @@ def test_columns_that_prompts_are_made_of_are_not_carried(make_job):
     rows = [{"question": MARK, "body": {"turns": [MARK]}, "note": "n"}]
     config = make_job(rows, **TINY, **{"input.template": "Q: {question} {body.turns[0]}"})
     assert list(plan_input(config).carried_types) == ["note"]
-    listed = make_job(rows, **TINY, **{"input.template": "Q: {question}", "input.passthrough": ["question"]})
+    listed = make_job(
+        rows, **TINY, **{"input.template": "Q: {question}", "input.passthrough": ["question"]}
+    )
     assert list(plan_input(listed).carried_types) == ["question"]
 
 
 def test_log_probabilities_of_a_prompt_have_no_tokens(make_job):
-    controls = {"sampling.logprobs": True, "sampling.top_logprobs": 2, "sampling.prompt_logprobs": True}
-    [row] = answers(make_job([{"prompt": "Hi there"}], **TINY, **controls, **{"sampling.max_tokens": 2}))
-    assert row["prompt_top_logprobs"] is None and row["prompt_token_logprobs"] and row["token_top_logprobs"]
+    controls = {
+        "sampling.logprobs": True,
+        "sampling.top_logprobs": 2,
+        "sampling.prompt_logprobs": True,
+    }
+    [row] = answers(
+        make_job([{"prompt": "Hi there"}], **TINY, **controls, **{"sampling.max_tokens": 2})
+    )
+    assert (
+        row["prompt_top_logprobs"] is None
+        and row["prompt_token_logprobs"]
+        and row["token_top_logprobs"]
+    )
 
 
-WITHOUT_DRAFT = [name for name, method in METHODS.items() if method.draft is None and not method.reads_datastore]
+WITHOUT_DRAFT = [
+    name for name, method in METHODS.items() if method.draft is None and not method.reads_datastore
+]
 
 
 @pytest.mark.parametrize("method", [*WITHOUT_DRAFT, "eagle2+suffix", "auto"])
@@ -144,4 +184,6 @@ def test_no_method_leaves_what_it_has_read(make_job, method):
     worker = Worker(config, run, [], WorkerPlan())
     asyncio.run(worker.answer(batches_of(config)[0]))
     worker.close()
-    assert not [file for file in (run.output / CACHE).glob("*") if not file.name.startswith("costs-")]
+    assert not [
+        file for file in (run.output / CACHE).glob("*") if not file.name.startswith("costs-")
+    ]

@@ -13,8 +13,8 @@ from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.request import Request
+from eagle_ray.requests.request_seeds import seed_of
 from eagle_ray.requests.row_schema import output_schema, table_of
-from eagle_ray.requests.sequences import seed_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
@@ -23,7 +23,11 @@ from tests.support.row_invariants import broken_invariants
 from tests.support.workers import answers
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
-EMBEDDED = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "input.columns.turns": "turns"}
+EMBEDDED = {
+    "model.target": "embedded:tiny",
+    "model.draft": "embedded:tiny",
+    "input.columns.turns": "turns",
+}
 
 
 def conversation(make_job, rows: list[dict], **settings) -> JobConfig:
@@ -33,24 +37,40 @@ def conversation(make_job, rows: list[dict], **settings) -> JobConfig:
 def test_each_turn_is_answered_after_the_ones_before_it(make_job):
     rows = [{"id": "a", "turns": TURNS, "stop": "."}, {"id": "b", "turns": json.dumps(TURNS[:1])}]
     found = answers(conversation(make_job, rows))
-    assert [(row["request_id"], row["turn_index"]) for row in found] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    assert [(row["request_id"], row["turn_index"]) for row in found] == [
+        ("a", 0),
+        ("a", 1),
+        ("a", 2),
+        ("b", 0),
+    ]
     assert all(row["status"] == "ok" and not broken_invariants(row) for row in found)
     history = [
         message
         for turn, row in zip(TURNS, found, strict=False)
-        for message in ({"role": "user", "content": turn}, {"role": "assistant", "content": row["text"]})
+        for message in (
+            {"role": "user", "content": turn},
+            {"role": "assistant", "content": row["text"]},
+        )
     ]
     for turn, row in enumerate(found[:3]):
         assert json.loads(row["messages"]) == history[: 2 * turn + 1] and row["stop"] == ["."]
     asked = [{"id": "c", "messages": history[:5], "stop": "."}]
     [single] = answers(make_job(asked, **EMBEDDED | {"input.columns.turns": None}))
-    assert single["output_token_ids"] == found[2]["output_token_ids"] and single["prompt"] == found[2]["prompt"]
+    assert (
+        single["output_token_ids"] == found[2]["output_token_ids"]
+        and single["prompt"] == found[2]["prompt"]
+    )
 
 
 def test_each_sample_has_a_conversation_of_its_own(make_job):
     settings = {"sampling.n": 2, "sampling.temperature": 1.0}
     found = answers(conversation(make_job, [{"id": "a", "turns": TURNS[:2]}], **settings))
-    assert [(row["sample_index"], row["turn_index"]) for row in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(row["sample_index"], row["turn_index"]) for row in found] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert len({row["seed"] for row in found}) == 4
     for first, second in (found[:2], found[2:]):
         assert json.loads(second["messages"])[1] == {"role": "assistant", "content": first["text"]}
@@ -59,7 +79,11 @@ def test_each_sample_has_a_conversation_of_its_own(make_job):
 
 
 def test_a_failed_turn_ends_its_conversation(make_job):
-    rows = [{"id": "a", "turns": [TURNS[0], "long " * 3000, TURNS[1]]}, {"id": "b", "turns": TURNS}, {"id": "c"}]
+    rows = [
+        {"id": "a", "turns": [TURNS[0], "long " * 3000, TURNS[1]]},
+        {"id": "b", "turns": TURNS},
+        {"id": "c"},
+    ]
     config = conversation(make_job, [*rows, {"id": "d", "turns": ["Hi", 5]}])
     found = answers(config)
     codes = [(row["request_id"], row["turn_index"], row["error_code"]) for row in found]
@@ -71,7 +95,10 @@ def test_a_failed_turn_ends_its_conversation(make_job):
         ("c", 0, "prompt_missing"),
         ("d", 0, "bad_type"),
     ]
-    assert "line 1: turn 1 of this conversation is an error (prompt_too_long)" in found[2]["error_message"]
+    assert (
+        "line 1: turn 1 of this conversation is an error (prompt_too_long)"
+        in found[2]["error_message"]
+    )
     assert "column 'turns[1]' must be a text, got 5 (int)" in found[7]["error_message"]
     [rows] = plan_input(config).rows.by_range(1)
     assert rows["rows"].sum() == len(found)
@@ -88,7 +115,9 @@ def test_a_failed_turn_ends_its_conversation(make_job):
 def test_bad_turns_say_what_is_wrong(make_job, value, code, says):
     config = conversation(make_job, [{"turns": value}, {"turns": ["Hi"]}])
     bad, good = request_rows(plan_input(config))
-    assert bad["error_code"] == code and says in bad["error_message"] and good["user_turns"] == ["Hi"]
+    assert (
+        bad["error_code"] == code and says in bad["error_message"] and good["user_turns"] == ["Hi"]
+    )
 
 
 def test_seeds_of_the_first_turn_are_those_of_a_single_prompt():

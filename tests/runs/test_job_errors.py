@@ -31,6 +31,10 @@ CODES = {
     "OutputLocked": 7,
     "FencedError": 7,
     "Incomplete": 5,
+    "BoundReached": 8,
+    "EndpointRefused": 2,
+    "EndpointGone": 5,
+    "PublishError": 5,
     "OutputMismatch": 6,
     "OutputDamaged": 6,
     "InputChanged": 6,
@@ -50,7 +54,10 @@ def subclasses(of: type) -> list[type]:
 
 
 STOPPED = [cls for cls in subclasses(JobError) if cls.__module__ == JobError.__module__]
-STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == store.__name__)]
+STORAGE = [
+    StorageError,
+    *(cls for cls in subclasses(StorageError) if cls.__module__ == store.__name__),
+]
 ALL = [ConfigError, *STOPPED, *STORAGE, KeyboardInterrupt]
 
 
@@ -95,7 +102,11 @@ def test_what_the_system_refuses_is_permanent_or_not(number, code):
 
 def test_only_exit_5_is_worth_a_restart():
     assert [outcome.code for outcome in OUTCOMES if outcome.is_transient] == [5]
-    assert len({outcome.code for outcome in OUTCOMES}) == len({outcome.name for outcome in OUTCOMES}) == len(OUTCOMES)
+    assert (
+        len({outcome.code for outcome in OUTCOMES})
+        == len({outcome.name for outcome in OUTCOMES})
+        == len(OUTCOMES)
+    )
     assert all(outcome_by_code(outcome.code) is outcome for outcome in OUTCOMES)
 
 
@@ -105,4 +116,7 @@ def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
 
     assert run.ending_of(fail, "info").outcome.code == 1
     assert "KeyError: 'missing'" in capsys.readouterr().err
-    assert not isinstance(KeyError(), EXPECTED_ERRORS) and RunResult.of(KeyError("missing")).outcome.name == "defect"
+    assert (
+        not isinstance(KeyError(), EXPECTED_ERRORS)
+        and RunResult.of(KeyError("missing")).outcome.name == "defect"
+    )

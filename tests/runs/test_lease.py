@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.runs import lease as module
+from eagle_ray.runs import process_identity
 from eagle_ray.runs.job_errors import FencedError
-from eagle_ray.runs.lease import LOCK, Lease, Process, hold
+from eagle_ray.runs.lease import LOCK, Lease, hold
+from eagle_ray.runs.process_identity import Process
 from eagle_ray.storage.path import StoragePath, json_bytes
 
 HOLD = """
@@ -27,12 +29,16 @@ time.sleep(600)
 
 @pytest.fixture(params=["local", "s3"])
 def output(request, tmp_path) -> StoragePath:
-    return StoragePath.of(tmp_path / "out") if request.param == "local" else request.getfixturevalue("bucket") / "out"
+    return (
+        StoragePath.of(tmp_path / "out")
+        if request.param == "local"
+        else request.getfixturevalue("bucket") / "out"
+    )
 
 
 @pytest.fixture
 def short_lease_times(monkeypatch) -> None:
-    for name, seconds in {"LEASE_S": 1.0, "HEARTBEAT_S": 0.2, "POLL_S": 0.1}.items():
+    for name, seconds in {"LEASE_S": 1.0, "HEARTBEAT_S": 0.2, "LEASE_POLL_S": 0.1}.items():
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -74,7 +80,13 @@ def test_lock_file_deleted_before_it_is_locked_is_no_lease(tmp_path, monkeypatch
 
 
 def write_lock(bucket, process: Process, boot: str) -> StoragePath:
-    facts = {"holder": "process 1 on gone", "token": "x", "beat": 7, "process": asdict(process), "boot": boot}
+    facts = {
+        "holder": "process 1 on gone",
+        "token": "x",
+        "beat": 7,
+        "process": asdict(process),
+        "boot": boot,
+    }
     (bucket / LOCK).write_atomic(json_bytes(facts))
     return bucket
 
@@ -98,7 +110,10 @@ def test_holder_is_notified_of_a_lost_lease_and_leaves_it_alone(bucket, short_le
     with pytest.raises(FencedError, match=r"process 1 on gone has taken .* over"):
         lease.check()
     lease.release()
-    assert isinstance(told[0], FencedError) and json.loads((bucket / LOCK).read_bytes())["token"] == "x"
+    assert (
+        isinstance(told[0], FencedError)
+        and json.loads((bucket / LOCK).read_bytes())["token"] == "x"
+    )
 
 
 def test_process_is_identified_by_records_of_earlier_versions():
@@ -108,6 +123,9 @@ def test_process_is_identified_by_records_of_earlier_versions():
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])
         assert abs(ticks - int(this.started)) <= 1
         assert replace(this, started=str(ticks)).is_gone() is False
-    assert replace(this, started=str(int(this.started) - 10 * module.TICKS_PER_S)).is_gone() is True  # a reused PID
+    assert (
+        replace(this, started=str(int(this.started) - 10 * process_identity.TICKS_PER_S)).is_gone()
+        is True
+    )  # a reused PID
     assert replace(this, started="Fri Nov 27 12:00:00 2026").is_gone() is None  # of macOS
     assert replace(this, host="elsewhere").is_gone() is None

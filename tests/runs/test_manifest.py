@@ -20,8 +20,15 @@ from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
-from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
-from eagle_ray.runs.layout import RUN, input_lists, output_of, read_inputs
+from eagle_ray.runs.job_errors import (
+    FencedError,
+    OutputDamaged,
+    OutputLocked,
+    OutputMismatch,
+    StorageUnavailable,
+)
+from eagle_ray.runs.layout import RUN, output_of
+from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.support.jobs import token_rows
@@ -94,7 +101,9 @@ def test_a_resume_names_every_changed_key(make_job):
 def test_resume_with_otherwise_quantized_weights_is_refused(make_job):
     run = start(make_job(token_rows(2)))
     record = read_json(run.output / RUN)
-    (local_path(run.output) / RUN).write_text(json.dumps(record | {"target_quantization": "gguf, model.Q4_1.gguf"}))
+    (local_path(run.output) / RUN).write_text(
+        json.dumps(record | {"target_quantization": "gguf, model.Q4_1.gguf"})
+    )
     with pytest.raises(OutputMismatch, match=r"quantization: was gguf, model.Q4_1.gguf, now None"):
         start(make_job())
     del record["target_quantization"]
@@ -116,7 +125,9 @@ def test_record_of_an_earlier_release_is_read_and_upgraded(make_job):
     record = read_json(run.output / RUN)
     (local_path(run.output) / record["inputs"]["list"]).unlink()
     inputs = {"/gone.jsonl": {"size": 1, "mtime_ns": 1}}
-    (local_path(run.output) / RUN).write_text(json.dumps(record | {"format_version": 1, "inputs": inputs}))
+    (local_path(run.output) / RUN).write_text(
+        json.dumps(record | {"format_version": 1, "inputs": inputs})
+    )
     assert recorded_inputs(run) == inputs
     assert start(make_job()).attempt == 2 and read_json(run.output / RUN)["format_version"] == 2
     assert recorded_inputs(run).keys() == {"/gone.jsonl", make_job().input.path}
@@ -136,10 +147,14 @@ def test_missing_or_damaged_input_list_is_named_with_a_remedy(make_job, content)
     assert recorded_inputs(run).keys() == {make_job().input.path}
 
 
-@pytest.mark.parametrize("inputs", [{"files": 1}, ["x"], {}, None, {"/in.jsonl": {"size": 1, "mtime_ns": 1}}])
+@pytest.mark.parametrize(
+    "inputs", [{"files": 1}, ["x"], {}, None, {"/in.jsonl": {"size": 1, "mtime_ns": 1}}]
+)
 def test_a_record_without_a_list_of_inputs_is_damaged(make_job, inputs):
     run = start(make_job(token_rows(2)))
-    (local_path(run.output) / RUN).write_text(json.dumps(read_json(run.output / RUN) | {"inputs": inputs}))
+    (local_path(run.output) / RUN).write_text(
+        json.dumps(read_json(run.output / RUN) | {"inputs": inputs})
+    )
     with pytest.raises(OutputDamaged, match="names no list of its input files"):
         start(make_job())
 
@@ -228,7 +243,10 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(OutputLocked, match=f"process {holder.pid}"), hold_output(StoragePath.of(tmp_path)):
+    with (
+        pytest.raises(OutputLocked, match=f"process {holder.pid}"),
+        hold_output(StoragePath.of(tmp_path)),
+    ):
         pass
     holder.kill()
     holder.communicate()
@@ -243,7 +261,9 @@ def test_how_an_attempt_ended_is_noted(make_job):
     assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("inputs", [{"list": "../in.json"}, {"files": "1"}, {"list": 3}, {"checksum": 4}, {"bytes": 0}])
+@pytest.mark.parametrize(
+    "inputs", [{"list": "../in.json"}, {"files": "1"}, {"list": 3}, {"checksum": 4}, {"bytes": 0}]
+)
 def test_a_list_that_is_not_the_one_of_the_record_is_damaged(make_job, inputs):
     run = start(make_job(token_rows(2)))
     record = read_json(run.output / RUN)
@@ -262,25 +282,39 @@ WRONG_VALUES = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values]
+)
 def test_wrongly_typed_value_damages_a_record_for_every_command(make_job, key, value, capsys):
     """And nothing is deleted."""
     run = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), local_path(run.data) / "part-001-000000.parquet")
+    pq.write_table(
+        output_schema([]).empty_table(), local_path(run.data) / "part-001-000000.parquet"
+    )
     write_json(run.output / RUN, read_json(run.output / RUN) | {key: value})
     job = ["-i", make_job().input.path, "-o", str(run.output)]
-    commands = [["status", "RUN"], ["report", "RUN"], ["compare", "RUN", "RUN"], ["export", "RUN", "--to", "csv"]]
+    commands = [
+        ["status", "RUN"],
+        ["report", "RUN"],
+        ["compare", "RUN", "RUN"],
+        ["export", "RUN", "--to", "csv"],
+    ]
     for command in [*commands, ["validate", *job]]:
         assert cli.main([word.replace("RUN", str(run.output)) for word in command]) == 6
         error = capsys.readouterr().err
-        assert "_run.json is damaged" in error and "eagle-ray repair" in error and error.count("\n") == 1
+        assert (
+            "_run.json is damaged" in error
+            and "eagle-ray repair" in error
+            and error.count("\n") == 1
+        )
     with pytest.raises(OutputDamaged, match=r"_run\.json is damaged"):
         start(make_job())
     assert len(run.data.list_names()) == 1
 
 
 @pytest.mark.parametrize(
-    "attempts", [[(2, "2026-11-01T02:00:00+00:00")], [(1, "yesterday")], [(1, "2026-11-01T02:00:00")]]
+    "attempts",
+    [[(2, "2026-11-01T02:00:00+00:00")], [(1, "yesterday")], [(1, "2026-11-01T02:00:00")]],
 )
 def test_attempts_that_cannot_be_are_damage(make_job, attempts):
     run = start(make_job(token_rows(2)))
@@ -305,7 +339,11 @@ def test_a_flipped_bit_in_the_configuration_is_damage(make_job, place):
     file = local_path(run.output) / RUN
     text = file.read_text()
     assert text.count(place) >= 1
-    flipped = place[:-2] + chr(ord(place[-2]) ^ 1) + place[-1] if place.endswith('"') else place[:-1] + "1"
+    flipped = (
+        place[:-2] + chr(ord(place[-2]) ^ 1) + place[-1]
+        if place.endswith('"')
+        else place[:-1] + "1"
+    )
     file.write_text(text.replace(place, flipped, 1))
     with pytest.raises(OutputDamaged, match=rf"{file} is damaged .*repair, put it back") as refused:
         start(make_job())
@@ -332,9 +370,12 @@ def test_overwrite_deletes_files_of_any_name_with_our_version(make_job):
 
 def test_overwrite_refuses_foreign_files_before_it_deletes_any(make_job):
     first = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), local_path(first.data) / "part-001-000000.parquet")
     pq.write_table(
-        output_schema([]).empty_table().replace_schema_metadata({}), local_path(first.data) / "theirs.parquet"
+        output_schema([]).empty_table(), local_path(first.data) / "part-001-000000.parquet"
+    )
+    pq.write_table(
+        output_schema([]).empty_table().replace_schema_metadata({}),
+        local_path(first.data) / "theirs.parquet",
     )
     with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
         start(make_job(**{"output.if_exists": "overwrite"}))
@@ -367,16 +408,21 @@ def test_old_spelling_of_another_setting_is_another_config(make_job):
     record["config"]["speculative"]["coupled"] = False
     write_json(first.output / RUN, record)
 
-    with pytest.raises(OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"):
+    with pytest.raises(
+        OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"
+    ):
         start(make_job())
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"), [("_delta_log/0.json", "a Delta table"), ("metadata/v1.metadata.json", "an Iceberg table")]
+    ("file", "kind"),
+    [("_delta_log/0.json", "a Delta table"), ("metadata/v1.metadata.json", "an Iceberg table")],
 )
 def test_a_table_is_no_output(tmp_path, file, kind):
     check_no_foreign_data(StoragePath.of(tmp_path))
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text("{}")
-    with pytest.raises(OutputMismatch, match=f"is {kind}, which deletes files .* Choose another output.path"):
+    with pytest.raises(
+        OutputMismatch, match=f"is {kind}, which deletes files .* Choose another output.path"
+    ):
         check_no_foreign_data(StoragePath.of(tmp_path))

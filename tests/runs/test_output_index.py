@@ -37,7 +37,9 @@ def excess(index: OutputIndex) -> dict[StoragePath, Digests]:
     """Entries to remove where every id is to have two samples."""
     [entries] = index.by_range(1)
     extra = excess_in(entries, entries["rows"] == 2)
-    return {index.files[rank]: extra["id"][extra["file"] == rank] for rank in np.unique(extra["file"])}
+    return {
+        index.files[rank]: extra["id"][extra["file"] == rank] for rank in np.unique(extra["file"])
+    }
 
 
 def digests_of(*names: str) -> list[bytes]:
@@ -55,7 +57,10 @@ def test_an_id_found_twice_stays_where_it_is_complete_and_newest(tmp_path):
     new = write(tmp_path / "part-002-000000.parquet", ["a", "a", "b", "b", "c"])
     extra = excess(OutputIndex.read(StoragePath.of(tmp_path)))
     found = {file: ids.tolist() for file, ids in extra.items()}
-    assert found == {StoragePath.of(old): digests_of("a", "b"), StoragePath.of(new): digests_of("c")}
+    assert found == {
+        StoragePath.of(old): digests_of("a", "b"),
+        StoragePath.of(new): digests_of("c"),
+    }
     for file, ids in extra.items():
         pq.write_table(without_ids(file, ids), file.text)
     ledger = OutputIndex.read(StoragePath.of(tmp_path))

@@ -41,7 +41,9 @@ class RecordingFile:
 
 
 def test_a_local_file_is_opened_by_arrow_itself(path, monkeypatch):
-    monkeypatch.setattr(StoragePath, "open", lambda self: pytest.fail("Arrow was given a Python file"))
+    monkeypatch.setattr(
+        StoragePath, "open", lambda self: pytest.fail("Arrow was given a Python file")
+    )
     with open_parquet(StoragePath.of(path)) as parquet:
         assert parquet.read(columns=["column_3"]).to_pydict() == {"column_3": COLUMNS["column_3"]}
 
@@ -77,7 +79,10 @@ def test_no_damage_is_read_as_if_it_were_whole(tmp_path, codec):
         except OutputDamaged as error:
             found.append(str(error))
     assert len(found) > 200
-    assert all(text.startswith(f"{file} is damaged (") and "delete it" in text and "\n" not in text for text in found)
+    assert all(
+        text.startswith(f"{file} is damaged (") and "delete it" in text and "\n" not in text
+        for text in found
+    )
 
 
 def test_files_with_and_without_checksums_are_readable(path, tmp_path):
@@ -101,7 +106,9 @@ def test_a_file_that_stands_several_times_in_one_is_damaged(tmp_path, times):
     data = parquet_bytes(pa.table(COLUMNS), "zstd")
     file.write_atomic(data * times)
     with (
-        pytest.raises(OutputDamaged, match=r"part-001-000000\.parquet is damaged .*before its footer"),
+        pytest.raises(
+            OutputDamaged, match=r"part-001-000000\.parquet is damaged .*before its footer"
+        ),
         open_part(file),
     ):
         pass
@@ -111,9 +118,9 @@ def test_a_file_that_stands_several_times_in_one_is_damaged(tmp_path, times):
 @pytest.mark.parametrize("num_rows", [0, 1, 400])
 def test_a_whole_file_has_the_length_that_its_footer_says(tmp_path, compression, num_rows):
     file = StoragePath.of(tmp_path / "part-001-000000.parquet")
-    table = pa.table({**COLUMNS, "nulls": pa.nulls(400), "lists": [[i] * (i % 3) for i in range(400)]}).slice(
-        0, num_rows
-    )
+    table = pa.table(
+        {**COLUMNS, "nulls": pa.nulls(400), "lists": [[i] * (i % 3) for i in range(400)]}
+    ).slice(0, num_rows)
     file.write_atomic(parquet_bytes(table, compression))
     with open_part(file) as parquet:
         assert read_columns(parquet).num_rows == num_rows

@@ -17,20 +17,44 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.output_index import OutputIndex, excess_in, without_ids
-from eagle_ray.runs.part_files import HIVE_NULL, Partitions, has_column, part_files, read_tables
+from eagle_ray.runs.part_files import has_column, part_files, read_tables
+from eagle_ray.runs.partitions import HIVE_NULL, Partitions
 from eagle_ray.runs.row_index import Digests, digests
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
 from tests.support.jobs import small_job
 
-CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
-CARRIED |= {"uuid": pa.binary(16), "bytes": pa.large_binary(), "noon": pa.time32("s"), "tick": pa.time64("ns")}
+CARRIED = {
+    "lang": pa.string(),
+    "shard": pa.int64(),
+    "day": pa.date32(),
+    "score": pa.float64(),
+    "tags": pa.json_(),
+}
+CARRIED |= {
+    "uuid": pa.binary(16),
+    "blob": pa.large_binary(),
+    "noon": pa.time32("s"),
+    "tick": pa.time64("ns"),
+}
 CARRIED |= {"wait": pa.duration("ms"), "key": pa.dictionary(pa.int32(), pa.binary())}
-SCHEMA = output_schema([pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())])
-COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok"}
+SCHEMA = output_schema(
+    [pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())]
+)
+COMMON = {
+    "sample_index": 0,
+    "row_index": 0,
+    "source_file": "a",
+    "run_id": "r",
+    "attempt": 1,
+    "status": "ok",
+}
 DAY = datetime.date(2026, 11, 21)
 LANGS = ["de", "a/b=c %", "ü", None, "", HIVE_NULL, "007"]
-ROWS = [COMMON | {"request_id": f"q{i}", "lang": lang, "shard": i % 2, "day": DAY} for i, lang in enumerate(LANGS)]
+ROWS = [
+    COMMON | {"request_id": f"q{i}", "lang": lang, "shard": i % 2, "day": DAY}
+    for i, lang in enumerate(LANGS)
+]
 
 
 def one_sample_each(ids: Digests) -> np.ndarray:
@@ -75,7 +99,9 @@ def test_duckdb_reads_the_partitions_back(data):
 
 
 def test_pandas_reads_the_partitions_back(data):
-    hive = pyarrow.dataset.partitioning(flavor="hive")  # its own guess cannot join dictionaries that hold a null
+    hive = pyarrow.dataset.partitioning(
+        flavor="hive"
+    )  # its own guess cannot join dictionaries that hold a null
     frame = pandas.read_parquet(str(data), partitioning=hive).sort_values("request_id")
     found = [None if pandas.isna(lang) else str(lang) for lang in frame["lang"]]
     assert found == [
@@ -86,7 +112,9 @@ def test_pandas_reads_the_partitions_back(data):
 
 def test_the_ledger_and_rewriting_see_partitioned_files(data):
     [entries] = OutputIndex.read(data).by_range(1)
-    assert set(entries["id"]) == set(digests(row["request_id"] for row in ROWS)) and set(entries["rows"]) == {1}
+    assert set(entries["id"]) == set(digests(row["request_id"] for row in ROWS)) and set(
+        entries["rows"]
+    ) == {1}
     [file] = (file for file in part_files(data) if "lang=de" in str(file))
     again = file.parent / "part-002-000000.parquet"
     again.write_atomic(file.read_bytes())
@@ -94,12 +122,20 @@ def test_the_ledger_and_rewriting_see_partitioned_files(data):
     [entries] = index.by_range(1)
     extra = excess_in(entries, entries["rows"] == 1)
     assert [index.files[rank] for rank in extra["file"]] == [file]  # the newest stays
-    assert extra["id"].tolist() == digests(["q0"]).tolist() and without_ids(file, extra["id"]).num_rows == 0
+    assert (
+        extra["id"].tolist() == digests(["q0"]).tolist()
+        and without_ids(file, extra["id"]).num_rows == 0
+    )
 
 
 def test_files_are_in_the_order_of_their_attempts(tmp_path):
     place = StoragePath.of(tmp_path)
-    for name in ("b=1/part-002-000000.parquet", "b=2/part-001-000007.parquet", "part-1000-000000.parquet", "x.parquet"):
+    for name in (
+        "b=1/part-002-000000.parquet",
+        "b=2/part-001-000007.parquet",
+        "part-1000-000000.parquet",
+        "x.parquet",
+    ):
         (place / name).write_atomic(b"")
     assert [file.name for file in part_files(place)] == [
         "x.parquet",
@@ -115,7 +151,7 @@ def test_files_are_in_the_order_of_their_attempts(tmp_path):
         (["langs"], r"the output has no column 'langs'; did you mean lang\?"),
         (["score"], "'score' is of type double"),
         (["uuid"], r"'uuid' is of type fixed_size_binary\[16\]"),
-        (["bytes"], "'bytes' is of type large_binary"),
+        (["blob"], "'blob' is of type large_binary"),
         (["noon"], r"'noon' is of type time32\[s\]"),
         (["tick"], r"'tick' is of type time64\[ns\]"),
         (["wait"], r"'wait' is of type duration\[ms\]"),
@@ -145,8 +181,15 @@ VALUES = {
     pa.large_string(): ["a/b", ""],
     pa.date32(): [datetime.date(1, 1, 1), DAY, datetime.date(9999, 12, 31)],
     pa.date64(): [datetime.date(1, 1, 1), DAY],
-    **{pa.timestamp(unit, zone): TIMES for unit in ("s", "ms", "us", "ns") for zone in (None, "UTC", "+05:30")},
-    pa.timestamp("us", "Europe/Berlin"): [-3 * 10**15, *TIMES],  # before 1893 its offset had seconds
+    **{
+        pa.timestamp(unit, zone): TIMES
+        for unit in ("s", "ms", "us", "ns")
+        for zone in (None, "UTC", "+05:30")
+    },
+    pa.timestamp("us", "Europe/Berlin"): [
+        -3 * 10**15,
+        *TIMES,
+    ],  # before 1893 its offset had seconds
     pa.timestamp("s", "Nowhere/Else"): TIMES,
 }
 
@@ -157,7 +200,9 @@ def test_values_of_every_type_that_can_partition_come_back(tmp_path, type_):
     column = pa.array([*VALUES[type_], None], type_)
     table = pa.table({"id": range(len(column)), "x": column})
     for directory, rows in Partitions(("x",)).split(table):
-        (StoragePath.of(tmp_path) / directory / "part-001-000000.parquet").write_atomic(parquet_bytes(rows, "zstd"))
+        (StoragePath.of(tmp_path) / directory / "part-001-000000.parquet").write_atomic(
+            parquet_bytes(rows, "zstd")
+        )
     found = pa.concat_tables(read_tables(StoragePath.of(tmp_path), ["id", "x"])).sort_by("id")
     assert found["x"].equals(pa.chunked_array([column]))
 
@@ -165,15 +210,21 @@ def test_values_of_every_type_that_can_partition_come_back(tmp_path, type_):
 def test_a_file_that_left_its_directory_is_named(data):
     [file] = (file for file in part_files(data) if "lang=de" in str(file))
     (data / "moved.parquet").write_atomic(file.read_bytes())
-    with pytest.raises(OutputMismatch, match=r"moved\.parquet: its directories give its column 'lang' no value"):
+    with pytest.raises(
+        OutputMismatch, match=r"moved\.parquet: its directories give its column 'lang' no value"
+    ):
         list(read_tables(data, ["request_id", "lang"]))
 
 
 def test_unreadable_partition_date_is_refused_with_its_row():
     row = {"request_id": "a", "source_file": "/d/a.parquet", "source_line": None, "row_index": 1}
     partitions = Partitions.of(["day", "lang"], CARRIED)
-    partitions.check_values([row | {"day": DAY, "lang": "10183-08-31"}, row | {"day": "2026-11-21", "lang": None}])
-    with pytest.raises(ConfigError, match=r"a\.parquet.*the value 10183-08-31 of column 'day' cannot be read back"):
+    partitions.check_values(
+        [row | {"day": DAY, "lang": "10183-08-31"}, row | {"day": "2026-11-21", "lang": None}]
+    )
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet.*the value 10183-08-31 of column 'day' cannot be read back"
+    ):
         partitions.check_values([row | {"day": "10183-08-31", "lang": "x"}])
 
 
@@ -188,10 +239,18 @@ def test_a_value_too_long_for_a_name_is_refused_with_its_column():
 
 
 def test_too_long_partition_value_is_refused_with_its_row():
-    good = {"request_id": "a", "source_file": "/d/a.jsonl", "source_line": 1, "row_index": 0, "lang": "x" * 250}
+    good = {
+        "request_id": "a",
+        "source_file": "/d/a.jsonl",
+        "source_line": 1,
+        "row_index": 0,
+        "lang": "x" * 250,
+    }
     Partitions(("lang", "status")).check_values([good, good | {"lang": None}])
     for lang in ("x" * 251, "ü" * 42):  # ü is six characters of a name
-        with pytest.raises(ConfigError, match=r"^/d/a\.jsonl, line 2: output\.partition_by: .* 'lang' is too long"):
+        with pytest.raises(
+            ConfigError, match=r"^/d/a\.jsonl, line 2: output\.partition_by: .* 'lang' is too long"
+        ):
             Partitions(("lang",)).check_values([good, good | {"source_line": 2, "lang": lang}])
     with pytest.raises(ConfigError, match="'source_file' is too long"):
         Partitions(("source_file",)).check_values([good | {"source_file": "/" * 90}])
@@ -199,7 +258,11 @@ def test_too_long_partition_value_is_refused_with_its_row():
 
 def test_plain_reader_reads_our_partition_values_in_their_types(data):
     settings = {"input.columns.id": "request_id", "input.on_unknown": "carry"}
-    found = plan_input(small_job(Path(data.text), **{"input.path": data.text, "input.template": "{day}"} | settings))
+    found = plan_input(
+        small_job(
+            Path(data.text), **{"input.path": data.text, "input.template": "{day}"} | settings
+        )
+    )
     rows = {row["request_id"]: row for row in request_rows(found)}
     assert [(rows[f"q{i}"]["lang"], rows[f"q{i}"]["shard"]) for i in range(len(ROWS))] == [
         (row["lang"], row["shard"]) for row in ROWS

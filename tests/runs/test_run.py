@@ -20,8 +20,9 @@ from eagle_ray.runs import lease as leases
 from eagle_ray.runs import run as runs
 from eagle_ray.runs.job_errors import FencedError, OutputLocked
 from eagle_ray.runs.layout import RUN, SUCCESS, SUMMARY
-from eagle_ray.runs.lease import LOCK, Process, hold
+from eagle_ray.runs.lease import LOCK, hold
 from eagle_ray.runs.part_files import part_files, part_name, read_part
+from eagle_ray.runs.process_identity import Process
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath, json_bytes
@@ -98,7 +99,9 @@ class Storage:
 
     def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def write(path: StoragePath, *arguments: Any, **options: Any) -> Any:
-            if path.name == LOCK and (self._killed_at is None or self.num_writes <= self._killed_at):
+            if path.name == LOCK and (
+                self._killed_at is None or self.num_writes <= self._killed_at
+            ):
                 return real(path, *arguments, **options)
             self.num_writes += 1
             self.arrive(lambda late: late.due < self.num_writes)
@@ -110,7 +113,9 @@ class Storage:
 
         return write
 
-    def _end(self, kill: Kill, path: StoragePath, name: str, real: Callable[..., Any], arguments: Any) -> None:
+    def _end(
+        self, kill: Kill, path: StoragePath, name: str, real: Callable[..., Any], arguments: Any
+    ) -> None:
         if kill.end == "done":
             real(path, *arguments)
         elif kill.end == "late" and name != "remove":
@@ -126,12 +131,18 @@ def part(ids: list[str], run_id: str) -> bytes:
 
 
 def ids_in(run: Run) -> dict[StoragePath, list[str]]:
-    return {file: read_part(file, ["request_id"])["request_id"].to_pylist() for file in part_files(run.data)}
+    return {
+        file: read_part(file, ["request_id"])["request_id"].to_pylist()
+        for file in part_files(run.data)
+    }
 
 
 def run_driver(output: StoragePath, storage: Storage, ids: list[str]) -> None:
     """Do what a driver does: claim, append what is missing, count, commit."""
-    with hold(output) as lease, Run.claim(lease, Run.inspect(output, RunRecord), {"name": "toy"}) as run:
+    with (
+        hold(output) as lease,
+        Run.claim(lease, Run.inspect(output, RunRecord), {"name": "toy"}) as run,
+    ):
         run.remove_stale_files()
         there = {id for ids in ids_in(run).values() for id in ids}
         missing = [id for id in ids if id not in there]
@@ -159,18 +170,25 @@ def check_each_once(run: Run, ids: list[str]) -> None:
 def check_schedule(output: StoragePath, storage: Storage, kills: list[Kill]) -> bool:
     """Run a job whose first process ends, and whose input then grows; return whether every kill has come."""
     assert storage.survives(lambda: run_driver(output, storage, IDS[:3]), None)
-    have_come = [not storage.survives(lambda: run_driver(output, storage, IDS), kill) for kill in kills]
+    have_come = [
+        not storage.survives(lambda: run_driver(output, storage, IDS), kill) for kill in kills
+    ]
     while not storage.survives(lambda: run_driver(output, storage, IDS), None):
         pass
     state = Run.inspect(output, RunRecord)
     before = {file: file.read_bytes() for file in output.list_versions() if file.name != LOCK}
     storage.arrive()
-    assert before == {file: file.read_bytes() for file in output.list_versions() if file.name != LOCK}
+    assert before == {
+        file: file.read_bytes() for file in output.list_versions() if file.name != LOCK
+    }
     assert state.is_complete
     assert state.last_attempt["outcome"] == "done"
     attempts = [each["attempt"] for each in state.manifest["attempts"]]
     assert attempts == list(range(1, len(attempts) + 1))
-    assert json.loads((output / SUMMARY).read_bytes()) == {"attempt": attempts[-1], "rows": len(IDS)}
+    assert json.loads((output / SUMMARY).read_bytes()) == {
+        "attempt": attempts[-1],
+        "rows": len(IDS),
+    }
     check_each_once(Run(output, "", 0, ""), IDS)
     return all(have_come)
 
@@ -178,7 +196,9 @@ def check_schedule(output: StoragePath, storage: Storage, kills: list[Kill]) -> 
 @pytest.fixture
 def storage(monkeypatch) -> Storage:
     monkeypatch.setattr(runs, "MAX_PUT_S", 0.0)
-    monkeypatch.setattr(Process, "is_gone", lambda self: True)  # of the holders of leases that are found here
+    monkeypatch.setattr(
+        Process, "is_gone", lambda self: True
+    )  # of the holders of leases that are found here
     monkeypatch.setattr(leases, "boot_id", lambda: "this start of the machine")
     return Storage(monkeypatch)
 
@@ -197,13 +217,21 @@ def test_each_id_is_there_once_wherever_a_process_is_killed(tmp_path, storage):
 
 @pytest.mark.parametrize(
     ("place", "num_schedules"),
-    [("local", 15), ("s3", 1), *(pytest.param(*more, marks=pytest.mark.slow) for more in (("local", 40), ("s3", 3)))],
+    [
+        ("local", 15),
+        ("s3", 1),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("local", 40), ("s3", 3))),
+    ],
 )
-def test_each_id_is_there_once_however_often_runs_are_killed(place, num_schedules, request, tmp_path, storage):
+def test_each_id_is_there_once_however_often_runs_are_killed(
+    place, num_schedules, request, tmp_path, storage
+):
     root = StoragePath.of(tmp_path) if place == "local" else request.getfixturevalue("bucket")
     choice = random.Random(0)
     for _ in range(num_schedules):
-        kills = [Kill(choice.randrange(25), *choice.choice(ENDS)) for _ in range(choice.randrange(2, 5))]
+        kills = [
+            Kill(choice.randrange(25), *choice.choice(ENDS)) for _ in range(choice.randrange(2, 5))
+        ]
         check_schedule(root / uuid4().hex, storage, kills)
 
 

@@ -44,7 +44,10 @@ def test_a_location_is_its_text(text, name, parent):
 def test_local_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(StoragePath.of("runs/../a")) == f"{tmp_path}/a" and str(StoragePath.of("~/a")) == "/home/me/a"
+    assert (
+        str(StoragePath.of("runs/../a")) == f"{tmp_path}/a"
+        and str(StoragePath.of("~/a")) == "/home/me/a"
+    )
 
 
 @pytest.mark.parametrize("text", ["ftp://host/a", "s3://", "s3:///a", "https://"])
@@ -65,7 +68,10 @@ def test_display_path_is_relative_below_the_working_directory(tmp_path, monkeypa
 def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert StoragePath.of(tmp_path / "link" / "a").relative_to(StoragePath.of(tmp_path / "real")) == "a"
+    assert (
+        StoragePath.of(tmp_path / "link" / "a").relative_to(StoragePath.of(tmp_path / "real"))
+        == "a"
+    )
     assert StoragePath.of("s3://b/in/a").relative_to(StoragePath.of("s3://b/in")) == "a"
     assert StoragePath.of("s3://b/in").relative_to(StoragePath.of("s3://b/in")) == ""
     assert StoragePath.of("s3://b/inner").relative_to(StoragePath.of("s3://b/in")) is None
@@ -101,8 +107,14 @@ def test_globs_and_listings_are_sorted_and_hold_files_only(directory):
     for name in ("b.parquet", "a.parquet", "x=1/c.parquet", "x=1/d.txt", ".hidden.parquet"):
         (directory / name).write_atomic(b"")
     assert [file.name for file in directory.glob("*.parquet")] == ["a.parquet", "b.parquet"]
-    assert [file.name for file in directory.glob("**/*.parquet")] == ["a.parquet", "b.parquet", "c.parquet"]
-    assert len(directory.list_versions()) == 5 and directory.glob("*/*.txt") == [directory / "x=1/d.txt"]
+    assert [file.name for file in directory.glob("**/*.parquet")] == [
+        "a.parquet",
+        "b.parquet",
+        "c.parquet",
+    ]
+    assert len(directory.list_versions()) == 5 and directory.glob("*/*.txt") == [
+        directory / "x=1/d.txt"
+    ]
     assert (
         (directory / "nowhere").glob("*") == []
         and (directory / "x=1").is_directory()
@@ -112,7 +124,9 @@ def test_globs_and_listings_are_sorted_and_hold_files_only(directory):
 
 def test_killed_writer_leaves_only_a_hidden_file_that_is_removed(directory):
     path = directory / "x=1" / "part.parquet"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
     assert killed.returncode == -signal.SIGKILL
     assert len(path.parent.list_names()) == 1 and not directory.glob("**/*.parquet")
     for theirs in (".notes.tmp", "part.parquet.0123abcd.tmp"):

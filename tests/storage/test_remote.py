@@ -17,7 +17,7 @@ from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.storage import remote
-from eagle_ray.storage.model_files import fetch_model
+from eagle_ray.storage.model_download import fetch_model
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import NotFound, NotSupported, StorageError
 from tests.support.inputs import JSONL, ids, plan, zstd
@@ -40,7 +40,9 @@ class RangeHandler(SimpleHTTPRequestHandler):
             content = file.read()
         part = content[int(first) : int(last) + 1]
         self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        self.send_header(
+            "Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        )
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
         self.wfile.write(part)
@@ -75,7 +77,9 @@ class Bucket:
 def test_files_of_a_server_are_read_as_local_ones(url, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(JSONL)
     (tmp_path / "b.jsonl.zst").write_bytes(zstd(JSONL))
-    pq.write_table(pa.table({"id": range(40), "prompt": ["x"] * 40}), tmp_path / "c.parquet", row_group_size=7)
+    pq.write_table(
+        pa.table({"id": range(40), "prompt": ["x"] * 40}), tmp_path / "c.parquet", row_group_size=7
+    )
     for name in ("a.jsonl", "b.jsonl.zst", "c.parquet", "a.jsonl?download=1"):
         assert ids(plan(f"{url}/{name}")) == [str(i) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"prompt": "x"}) for _ in range(2)))
@@ -84,7 +88,9 @@ def test_files_of_a_server_are_read_as_local_ones(url, tmp_path):
 
 
 def test_a_large_file_is_read_past_the_first_block(url, tmp_path):
-    rows = [json.dumps({"id": i, "prompt": "x" * 100_000}) for i in range(120)]  # more than fsspec's 5 MiB
+    rows = [
+        json.dumps({"id": i, "prompt": "x" * 100_000}) for i in range(120)
+    ]  # more than fsspec's 5 MiB
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     assert ids(plan(f"{url}/a.jsonl")) == [str(i) for i in range(120)]
 
@@ -105,20 +111,30 @@ def test_a_file_that_changed_or_is_absent(url, tmp_path):
 def test_a_server_that_does_not_answer_is_a_storage_error():
     with pytest.raises(StorageError, match=r"http://127\.0\.0\.1:9/a\.jsonl: "):
         StoragePath.of("http://127.0.0.1:9/a.jsonl").stat()
+    with pytest.raises(StorageError, match="Cannot connect") as opened:
+        StoragePath.of("http://127.0.0.1:9/a.gguf").read_bytes()
+    assert not isinstance(opened.value, NotFound), "the file may be there"
     with pytest.raises(StorageError, match="Cannot connect") as caught:
         fetch_model("http://127.0.0.1:9/model", [])
     assert not isinstance(caught.value, NotFound), "the model may be there"
 
 
 def test_a_storage_that_fsspec_does_not_know_is_final():
-    with pytest.raises(ConfigError, match=r"model\.target: foo://bucket/x: fsspec has no file system for it"):
+    with pytest.raises(
+        ConfigError, match=r"model\.target: foo://bucket/x: fsspec has no file system for it"
+    ):
         download("foo://bucket/x", "target")
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
-    for address, package in (("gs://b/a.jsonl", "gcsfs"), ("hf://datasets/o/n/a.jsonl", "huggingface_hub")):
-        with pytest.raises(ConfigError, match=rf"input\.path: '{address}' needs the package {package}.*pip install"):
+    for address, package in (
+        ("gs://b/a.jsonl", "gcsfs"),
+        ("hf://datasets/o/n/a.jsonl", "huggingface_hub"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"input\.path: '{address}' needs the package {package}.*pip install"
+        ):
             plan(address)
 
 
@@ -129,11 +145,15 @@ def test_other_file_systems_are_those_of_fsspec(monkeypatch):
     system.pipe("/bucket/a.jsonl", JSONL)
     monkeypatch.setattr(remote, "find_spec", lambda name: name)
     monkeypatch.setattr(remote, "file_system_of", lambda scheme: Bucket(system))
-    assert ids(plan("gs://bucket/*.jsonl")) == ids(plan("gs://bucket")) == [str(i) for i in range(40)]
+    assert (
+        ids(plan("gs://bucket/*.jsonl")) == ids(plan("gs://bucket")) == [str(i) for i in range(40)]
+    )
 
 
 def test_output_is_refused():
-    with pytest.raises(ConfigError, match=r"output\.path: unsupported storage 'gs://b/a'.*conditional writes"):
+    with pytest.raises(
+        ConfigError, match=r"output\.path: unsupported storage 'gs://b/a'.*conditional writes"
+    ):
         load_config(None, env={}, overrides={"input.path": "a.jsonl", "output.path": "gs://b/a"})
     with pytest.raises(NotSupported, match="read only"):
         StoragePath("hf://datasets/o/n/a").write_atomic(b"")
@@ -153,6 +173,7 @@ def test_a_model_of_a_server_is_downloaded_as_it_is(url, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "file"))
     with pytest.raises(
-        ConfigError, match=r"model\.target: .* cannot be kept in .*: Not a directory\. Set EAGLE_RAY_CACHE"
+        ConfigError,
+        match=r"model\.target: .* cannot be kept in .*: Not a directory\. Set EAGLE_RAY_CACHE",
     ):
         download(f"{url}/model", "target")

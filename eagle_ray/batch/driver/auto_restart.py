@@ -1,9 +1,9 @@
-"""keep_going: run a job in a child process, and restart it while it ends for transient reasons.
+"""keep_going: run a job in a child process, and start it again after each transient failure.
 
-The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so each attempt is
-a new process that runs the same command. Permanent outcomes end it at once, and so does a locked output: another
-driver is doing the work. The wait before a restart doubles, is shortened at random, and is reset once files were
-added.
+The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so
+each attempt is a new process that runs the same command. Permanent outcomes end it at once, and so
+does a locked output: another driver is doing the work. The wait before a restart doubles, is
+shortened at random, and is reset once files were added.
 
     keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name      # 'done'
 """
@@ -21,10 +21,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from eagle_ray.batch.driver.signals import accept_interrupt, check_not_interrupted
 from eagle_ray.config import JobConfig
+from eagle_ray.config.deadline import deadline_of
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.core.child_process import child_environment, python_command
 from eagle_ray.core.json_text import dump_json
@@ -44,7 +46,8 @@ from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 RUN = "from eagle_ray.cli.__main__ import command; raise SystemExit(command())"
-RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
+# Resume what the previous attempt began, even if the command says --overwrite.
+RESTARTED = "--restarted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,13 @@ class OutputState:
 
 
 def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
-    """Run the job until it is done or a restart would not help. arguments: of ``eagle-ray run``."""
+    """Run the job until it is done or a restart would not help.
+
+    Args:
+        arguments: arguments of ``eagle-ray run``.
+    """
     output, restarts = output_of(config), config.execution.restarts
+    arguments = [*arguments, *deadline_flags(config)]
     num_restarts = num_in_a_row = 0
     try:
         first = state = _state_or_none(output)
@@ -80,7 +88,10 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
             if now is not None and state is not None and now.files - state.files:
                 num_in_a_row = 0
             if num_in_a_row >= restarts.limit:
-                log.error("eagle-ray: giving up after %d restarts in a row that added no file", num_in_a_row)
+                log.error(
+                    "eagle-ray: giving up after %d restarts in a row that added no file",
+                    num_in_a_row,
+                )
                 break
 
             wait_before_restart(ending, restarts, num_in_a_row)
@@ -91,6 +102,14 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
         accept_interrupt()
         ending = RunResult(INTERRUPTED, "interrupted between two attempts")
     return replace(ending, restarts=num_restarts)
+
+
+def deadline_flags(config: JobConfig) -> list[str]:
+    """Return the deadline as a moment, since a duration counts from the start of this command, not of a restart."""
+    finish_by = config.execution.finish_by
+    if finish_by is None:
+        return []
+    return ["--finish-by", deadline_of(finish_by, datetime.now(timezone.utc)).isoformat()]
 
 
 def write_ending(path: str, ending: RunResult) -> None:
@@ -115,7 +134,9 @@ def wait_before_restart(ending: RunResult, restarts: RestartsConfig, num_in_a_ro
 def _state_or_none(output: StoragePath) -> OutputState | None:
     """Return the state, or None if the storage does not respond for now. The child reports other faults."""
     try:
-        return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(data_of(output))))
+        return OutputState(
+            _last_driver(output), frozenset(str(file) for file in part_files(data_of(output)))
+        )
     except OSError as error:
         return None if outcome_of(error).is_transient else OutputState(None, frozenset())
 
@@ -132,15 +153,25 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
     """Run one attempt to its end. An interrupt is passed on, and the child's end is awaited."""
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
-        flags = ["--no-keep-going", "--no-exit-zero-if-permanent", "--parent", str(os.getpid()), "--ending", str(path)]
-        child = subprocess.Popen(python_command(RUN, "run", *arguments, *flags), env=child_environment())
+        flags = [
+            "--no-keep-going",
+            "--no-exit-zero-if-permanent",
+            "--parent",
+            str(os.getpid()),
+            "--ending",
+            str(path),
+        ]
+        child = subprocess.Popen(
+            python_command(RUN, "run", *arguments, *flags), env=child_environment()
+        )
         is_interrupted = False
         try:
             code = child.wait()
         except KeyboardInterrupt:
             accept_interrupt()
             is_interrupted = True
-            child.send_signal(signal.SIGTERM)  # the terminal may have sent it as well; a second signal is ignored
+            # The terminal may have sent it as well; a second signal is ignored.
+            child.send_signal(signal.SIGTERM)
             code = child.wait()
         ending = _ending_of(path, code)
     if ending.outcome.is_transient and is_interrupted:
@@ -155,5 +186,9 @@ def _ending_of(path: Path, code: int) -> RunResult:
     except (OSError, ValueError):
         outcome = outcome_by_code(code)
         ended = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return RunResult(TRANSIENT if outcome is DEFECT else outcome, f"the driver was {ended} without a reason")
-    return RunResult(outcome_by_code(left["exit_code"]), left["reason"], left["rows"], left["errors"])
+        return RunResult(
+            TRANSIENT if outcome is DEFECT else outcome, f"the driver was {ended} without a reason"
+        )
+    return RunResult(
+        outcome_by_code(left["exit_code"]), left["reason"], left["rows"], left["errors"]
+    )

@@ -1,7 +1,9 @@
 """Claim: an output that this process holds for a plan, and which of the plan's rows are missing.
 
-with claim(plan) as claimed:
-    claimed.missing()       # None once every row is there
+The output's lease is held while the context is open:
+
+    with claim(plan) as claimed:
+        claimed.missing()       # None once every row is there
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from eagle_ray.batch.driver.job_manifest import begin_run
 from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.batch.driver.start_checks import CheckedStart, check_start
-from eagle_ray.runs.layout import SUMMARY, claim_output
+from eagle_ray.runs.layout import STOPPED_FILE, SUMMARY, claim_output
 from eagle_ray.runs.lease import Lease, free_lease, hold, hold_lease
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.store import extended_retries
+from eagle_ray.storage.retries import extended_retries
 
 log = logging.getLogger("eagle_ray")
 
@@ -46,7 +48,7 @@ class Claim:
         return self.start.index is None
 
     def missing(self) -> Completeness | None:
-        """Return what the files hold if rows are to be generated, else None."""
+        """Return the counts of complete rows if some rows are missing, else None."""
         if not self.start.needs_rows:
             return None
         if self.start.missing is not None:
@@ -67,7 +69,8 @@ class Claim:
 def claim(plan: JobPlan) -> Iterator[Claim]:
     """Check the plan, hold the output's lease, begin an attempt, and record how it ends.
 
-    Raises OutputLocked if another driver holds it, and as check_start does. Then nothing has changed.
+    Raises OutputLocked if another driver holds it, and as check_start does. Then nothing has
+    changed.
     """
     lease = free_output(plan.output)
     with plan.input.detect_changes():
@@ -86,15 +89,16 @@ def claim(plan: JobPlan) -> Iterator[Claim]:
 def _begun(plan: JobPlan, start: CheckedStart, lease: Lease) -> Iterator[Run]:
     """Begin an attempt at a checked output, and record how it ends.
 
-    This is all that a start writes before its first row, in this order. ``_run.json`` decides: a start that is killed
-    before it leaves the old run, with files that nothing names; one that is killed after it leaves the new attempt,
-    and the next start does the rest again.
+    This is all that a start writes before its first row, in this order. ``_run.json`` decides: a
+    start that is killed before it leaves the old run, with files that nothing names; one that is
+    killed after it leaves the new attempt, and the next start does the rest again.
     """
     claim_output(plan.config)  # the first shard's
     fingerprints = plan.input.fingerprints
     run = begin_run(start.earlier, plan.config, fingerprints, lease.check)  # _run.json
     with run.recorded_outcome():
         run.remove_stale_files()
+        (run.output / STOPPED_FILE).remove()
         if start.needs_rows:
             (run.output / SUMMARY).remove()  # it no longer says what the files hold
         plan.input.index.save(run.index)

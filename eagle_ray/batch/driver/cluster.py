@@ -1,7 +1,9 @@
-"""The Ray cluster: join or start one, plan a job's workers on it, and notice its loss.
+"""Connect to a Ray cluster or start one, plan a job's workers on it, and disconnect.
 
-connect("local")
-plan_workers(config, num_rows=1000).describe()      # "4 workers with up to 2 CPU threads each"
+    connect("local")
+    plan_workers(config, num_rows=1000).describe()      # "4 workers with up to 2 CPU threads each"
+
+`cluster_watch.py` notices its loss.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import ANSWERS_WITHIN_S, LOCAL
@@ -32,28 +33,31 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.child_process import module_directories
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import Stderr, log_while_waiting
-from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
+from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
 
 log = logging.getLogger("eagle_ray")
-START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
+# Seconds. Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores.
+START_WITHIN_S = 180.0
 JOIN_WITHIN_S = 90.0
-# Ray says how many workers it has ended for lack of memory: 0 if others crashed. Then it lists what may be the cause of
-# a crash, with "the process was killed by the OOM killer" in it.
-MEMORY_KILLS = re.compile(r"\b[1-9]\d* Workers? \(tasks / actors\) killed due to memory pressure", re.IGNORECASE)
+# Ray says how many workers it has ended for lack of memory: 0 if others crashed. Then it lists what
+# may be the cause of a crash, with "the process was killed by the OOM killer" in it.
+MEMORY_KILLS = re.compile(
+    r"\b[1-9]\d* Workers? \(tasks / actors\) killed due to memory pressure", re.IGNORECASE
+)
 NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other programs there. Waiting for memory"
 TELL_MEMORY_EVERY_S = 60.0
 MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
-ASK_GCS_EVERY_S = 5.0
-RESUME_ANYWHERE = f"{RESUME[:-1]}, on this cluster or another."
-LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
-RECONNECT_AFTER_S = 0.01
-EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
-ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
-SIGTERM_LINE = "Raylet received SIGTERM: it may be ended at any time\n"  # what Ray's process_watcher looks for
+# Ray's process_watcher looks for this line.
+SIGTERM_LINE = "Raylet received SIGTERM: it may be ended at any time\n"
 LATEST = "session_latest"  # Ray's link to the directory of its latest session
 LOOPBACK_ADDRESS = "127.0.0.1"
-DRIVER_PATH = "_py_driver_sys_path"  # of a JobConfig
-UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
+DRIVER_PATH = "_py_driver_sys_path"  # key of a JobConfig
+# Methods of Ray's Node.
+UNUSED_PROCESSES = (
+    "start_monitor",
+    "start_log_monitor",
+    "start_api_server",
+)
 LOCAL_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
@@ -85,9 +89,15 @@ def connect(address: str) -> None:
         ):
             if "://" not in address:
                 options = options | {"job_config": driver_config()}
-            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
-    except Exception as error:  # of many kinds, bare ones among them
-        raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
+            ray.init(
+                address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options
+            )
+    except Exception as error:  # Ray raises many kinds, bare ones among them
+        raise (
+            start_error(error, limit_s)
+            if address == LOCAL
+            else _join_error(error, address, limit_s)
+        ) from error
     if address == LOCAL:
         check_loopback(ray.util.get_node_ip_address())
         end_agents_with_raylet()
@@ -97,10 +107,12 @@ def connect(address: str) -> None:
 def end_agents_with_raylet() -> None:
     """Let the agents of our raylet end with it.
 
-    If its log does not say that it was asked to end, they tell the GCS first. If the driver was killed, the GCS is
-    gone, too, and they would try for a minute.
+    If its log does not say that it was asked to end, they tell the GCS first. If the driver was
+    killed, the GCS is gone, too, and they would try for a minute.
     """
-    logs = node_part("get_logs_dir_path", without="Ray's agents outlive a killed driver for a minute")
+    logs = node_part(
+        "get_logs_dir_path", without="Ray's agents outlive a killed driver for a minute"
+    )
     if logs is None:
         return
     with suppress(OSError), open(os.path.join(logs, "raylet.out"), "a") as log_file:
@@ -110,8 +122,8 @@ def end_agents_with_raylet() -> None:
 class ModulePath(list[str]):
     """The directories that Ray puts before a worker's own when it looks for modules.
 
-    Ray adds the driver's script directory and its working directory. A driver does not look for modules in its working
-    directory, unless it was started with `-m` or `-c`; then no worker does.
+    Ray adds the driver's script directory and its working directory. A driver does not look for
+    modules in its working directory, unless it was started with `-m` or `-c`; then no worker does.
     """
 
     def extend(self, directories: Iterable[str]) -> None:
@@ -125,7 +137,10 @@ def driver_config() -> ray.job_config.JobConfig:
     if hasattr(config, DRIVER_PATH):
         setattr(config, DRIVER_PATH, ModulePath())
     else:
-        log_missing(f"job_config.JobConfig.{DRIVER_PATH}", "workers look for modules in the driver's directory, too")
+        log_missing(
+            f"job_config.JobConfig.{DRIVER_PATH}",
+            "workers look for modules in the driver's directory, too",
+        )
     return config
 
 
@@ -177,7 +192,9 @@ def check_answers(address: str) -> None:
         url = urlsplit(address if "://" in address else f"//{address}")
         host, port = url.hostname, url.port
     except ValueError as error:
-        raise ConfigError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+        raise ConfigError(
+            f"execution.ray_address: {address!r} is not an address: {error}"
+        ) from None
     if host is None or port is None:
         return
     try:
@@ -190,10 +207,11 @@ def check_answers(address: str) -> None:
 
 
 class RayMessages:
-    """What Ray itself would print in this process: messages of raylets, and errors of its own actors.
+    """Collects the messages that Ray would print in this process: raylets' messages and actors' errors.
 
     Attributes:
-        memory_kill_at: when Ray last ended workers for lack of memory, on the monotonic clock, or None.
+        memory_kill_at: when Ray last ended workers for lack of memory, on the monotonic clock, or
+            None.
     """
 
     def __init__(self) -> None:
@@ -212,7 +230,9 @@ class RayMessages:
 
     def lacks_memory(self, now: float) -> bool:
         """Return whether Ray ended workers for lack of memory a short time ago."""
-        return self.memory_kill_at is not None and now - self.memory_kill_at < MEMORY_KILL_IS_RECENT_S
+        return (
+            self.memory_kill_at is not None and now - self.memory_kill_at < MEMORY_KILL_IS_RECENT_S
+        )
 
 
 ray_messages = RayMessages()
@@ -239,7 +259,8 @@ def take_ray_messages() -> None:
 def _preserve_sigterm() -> Iterator[None]:
     """Keep SIGTERM for the job, which reports before it ends. Ray handles it twice and would end the process at once.
 
-    Its Python handler is replaced by a function that does nothing; its core takes the signal from the system.
+    Its Python handler is replaced by a function that does nothing; its core takes the signal from
+    the system.
     """
     handler = signal.getsignal(signal.SIGTERM)
     without = "SIGTERM while Ray starts ends this process at once"
@@ -255,10 +276,13 @@ def _preserve_sigterm() -> Iterator[None]:
 def _without_unused_processes() -> Iterator[None]:
     """Let Ray start no autoscaler, no log monitor and no API server in a cluster of one node and one driver.
 
-    No option of ray.init leaves them out. They take 1.4 s of CPU to start, and the autoscaler a second to end.
+    No option of ray.init leaves them out. They take 1.4 s of CPU to start, and the autoscaler a
+    second to end.
     """
     unused = dict.fromkeys(UNUSED_PROCESSES, _start_nothing)
-    with replaced("_private.node.Node", unused, without="Ray starts processes that a job does not use"):
+    with replaced(
+        "_private.node.Node", unused, without="Ray starts processes that a job does not use"
+    ):
         yield
 
 
@@ -274,7 +298,9 @@ def silence_stderr() -> Iterator[None]:
     """
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    handlers = [h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr]
+    handlers = [
+        h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr
+    ]
     with Stderr.of(stderr) as stream:
         os.dup2(nowhere, 2)
         try:
@@ -295,18 +321,25 @@ def nodes() -> list[Mapping[str, float]]:
 
 def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
     """Return the workers of a job on the connected cluster. Arguments and errors are WorkerPlan.of_job's."""
-    return WorkerPlan.of_job(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
+    return WorkerPlan.of_job(
+        config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ)
+    )
 
 
 def is_own_cluster() -> bool:
     """Return whether this process has started the cluster, which then has one node."""
-    return bool(node_part("is_head", without="a job on this machine is run as on a cluster, which starts later"))
+    return bool(
+        node_part(
+            "is_head", without="a job on this machine is run as on a cluster, which starts later"
+        )
+    )
 
 
 def end_ray(keeps_logs: bool) -> None:
     """End the cluster that this process has started, with its files, or leave the cluster that it has joined.
 
-    keeps_logs: leave the files of the session, in which its logs are.
+    Args:
+        keeps_logs: leave the files of the session, in which its logs are.
     """
     without = "the files of Ray's session are left"
     session = node_part("get_session_dir_path", without) if is_own_cluster() else None
@@ -318,135 +351,3 @@ def end_ray(keeps_logs: bool) -> None:
         if os.readlink(latest) == session:
             os.unlink(latest)
     shutil.rmtree(session, ignore_errors=True)
-
-
-def check_alive() -> None:
-    """Raise ClusterError if a process of our own local cluster is gone.
-
-    Ray reports that only after a minute, and then ends this process at once.
-    """
-    without = "the end of a process of Ray's own is noticed after a minute"
-    gone = {name for name, _ in node_part("dead_processes", without) or ()}
-    for name in ESSENTIAL:
-        if name in gone:
-            logs = node_part("get_logs_dir_path", without)
-            raise ClusterError(
-                f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
-                f"{logs}. {RESUME}"
-            )
-
-
-def gcs_address() -> str | None:
-    """Return the address of the connected cluster's GCS; None for a Ray Client, which cannot see it."""
-    with suppress(Exception):  # a Ray Client has no such attribute, and says so in its own way
-        return ray.get_runtime_context().gcs_address
-    return None
-
-
-class GcsWatch:
-    """Detects the loss of a remote cluster: its GCS no longer responds.
-
-    Ray reports nothing for a minute, and then ends this process with exit code 1.
-    """
-
-    def __init__(self, address: str | None):
-        self._address = address
-        self._answered_at = self._checked_at = time.monotonic()
-
-    def check(self) -> None:
-        """Raise ClusterError after LOST_AFTER_S without a response. Asks every ASK_GCS_EVERY_S."""
-        if self._address is None or time.monotonic() - self._checked_at < ASK_GCS_EVERY_S:
-            return
-        self._checked_at = time.monotonic()
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-            self._answered_at = time.monotonic()
-        except OSError as error:
-            if time.monotonic() - self._answered_at > LOST_AFTER_S:
-                raise ClusterError(
-                    f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
-                    f"({error}). {RESUME_ANYWHERE}"
-                ) from None
-
-
-def raylet_socket() -> str | None:
-    """Return the path of the socket of the raylet of a cluster that this driver joined.
-
-    None for a Ray Client, which has none, and for our own local cluster, whose processes check_alive sees.
-    """
-    without = "the end of this node's raylet is noticed after a minute"
-    return None if is_own_cluster() else node_part("raylet_socket_name", without)
-
-
-class RayletWatch:
-    """Reports at once that the raylet of the driver's node has ended. It holds a connection and waits for its end.
-
-    Ray's core ends a driver without a raylet with exit code 1, at its next use of the object store.
-
-    Args:
-        path: path of the raylet's Unix socket; None: nothing is watched.
-        on_loss: called with a ClusterError, from a thread of the watch.
-    """
-
-    def __init__(self, path: str | None, on_loss: Callable[[ClusterError], None]):
-        self._on_loss = on_loss
-        self._closing = threading.Event()
-        self._connection = socket.socket(socket.AF_UNIX)
-        if path is not None:
-            threading.Thread(target=self._watch, args=(path,), name="eagle-ray-raylet", daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
-        with suppress(OSError):  # not connected, or closed already
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _watch(self, path: str) -> None:
-        """Wait until nothing listens at the path. A raylet that only dropped the connection is connected again."""
-        try:
-            while not self._closing.wait(RECONNECT_AFTER_S):
-                with self._connection as connection, suppress(ConnectionResetError):
-                    connection.connect(path)
-                    while connection.recv(1024):
-                        pass
-                self._connection = socket.socket(socket.AF_UNIX)
-        except (ConnectionRefusedError, FileNotFoundError):
-            self._on_loss(
-                ClusterError(
-                    f"the raylet of this driver's Ray node has ended ({path}; was the node lost, or out of memory?). "
-                    f"{RESUME_ANYWHERE}"
-                )
-            )
-        except OSError as error:  # such as a socket of another user
-            log.debug("the raylet at %s is not watched: %s", path, error)
-
-
-def reason_of(error: RayError) -> Exception:
-    """Return in one line why a job's stream failed, as what a worker raised if that ends a job by itself."""
-    reason = _root_cause(error)
-    if isinstance(reason, (JobError, ConfigError)):
-        return type(reason)(str(reason).partition("\n")[0])
-    return _error_class(reason)(f"a worker failed: {describe_error(reason)}")
-
-
-def _error_class(error: Exception) -> type[Exception]:
-    """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
-    if isinstance(error, OSError) and not outcome_of(error).is_transient:
-        return ConfigError
-    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
-
-
-def _root_cause(error: Exception) -> Exception:
-    """Return the exception that was raised first; Ray wraps it several times."""
-    while isinstance(cause := getattr(error, "cause", None), Exception):
-        error = cause
-    return error
-
-
-def describe_error(error: Exception) -> str:
-    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if not isinstance(error, RayError):
-        return f"{type(error).__name__}: {lines[0]}"
-    raised = [line for line in lines if EXCEPTION_LINE.match(line)]
-    return raised[-1] if raised else lines[0]

@@ -1,8 +1,8 @@
 """Completeness: which of the rows that the input asks for are in the files of the output.
 
-The rows are compared a range of ids at a time. An id has a row for each sample of each turn; they are in one file once
-they are done. Memory holds one range, and a byte for each row of the input, which is in a temporary file if there are
-many.
+The rows are compared a range of ids at a time. An id has a row for each sample of each turn; they
+are in one file once they are done. Memory holds one range, and a byte for each row of the input,
+which is in a temporary file if there are many.
 
     count_done(plan.rows, OutputIndex.read(run.data)).num_missing      # 0
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle_ray.batch.driver.input_index import ExpectedRows
+from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.runs.output_index import OutputIndex, excess_in
-from eagle_ray.runs.row_index import EMPTY, Digests, index_of, num_ranges
+from eagle_ray.runs.row_index import NO_DIGESTS, Digests, index_of, num_ranges
 from eagle_ray.storage.path import StoragePath
 
 MAX_ROWS_IN_MEMORY = 1 << 24
@@ -26,11 +26,11 @@ MISSING_SHOWN = 4  # ids that are kept for a message
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """What the files hold of the expected rows.
+    """The expected rows that the output files hold.
 
     Attributes:
-        done: for each row of the input, in its order, whether its output rows are all in one file. Rows of other shards
-            of the job count as done.
+        done: for each row of the input, in its order, whether its output rows are all in one file.
+            Rows of other shards of the job count as done.
         num_rows: output rows that the input asks for.
         num_done_rows: those of them that are done.
         num_missing: ids that are not done.
@@ -49,29 +49,48 @@ class Completeness:
 
 
 def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
-    """Return what the files hold, in one pass over both indexes."""
+    """Count the expected rows that the files hold, in one pass over both indexes."""
     done = _flags(expected.num_input_rows, fill=expected.shard is not None)
-    num_rows = num_done_rows = num_missing = num_others = 0
-    missing = EMPTY
+    num_rows = 0
+    num_done_rows = 0
+    num_missing = 0
+    num_others = 0
+    missing = NO_DIGESTS
     excess: dict[StoragePath, list[Digests]] = {}
+
     parts = num_ranges(expected.num_input_rows + output.num_entries)
-    for expected_rows, stored_rows in zip(expected.by_range(parts), output.by_range(parts), strict=True):
-        index = index_of(stored_rows["id"], expected_rows["id"])
+    both = zip(expected.by_range(parts), output.by_range(parts), strict=True)
+    for expected_rows, stored_rows in both:
+        expected_ids = expected_rows["id"]
+        expected_counts = expected_rows["rows"]
+        stored_ids = stored_rows["id"]
+
+        # An id is complete in a file that has as many rows of it as were asked for. Ids that are
+        # not of the input have the index -1, which is the appended default.
+        index = index_of(stored_ids, expected_ids)
         default = np.uint32(expected.default_rows)
-        wanted = np.append(expected_rows["rows"], default)[index]  # -1, of no place, is the last
+        wanted = np.append(expected_counts, default)[index]
         is_complete = stored_rows["rows"] == wanted
-        is_done = np.zeros(len(expected_rows["id"]), bool)
-        is_done[index[is_complete & (index >= 0)]] = True
+        is_of_input = index >= 0
+        is_done = np.zeros(len(expected_ids), bool)
+        is_done[index[is_complete & is_of_input]] = True
         done[expected_rows["place"]] = is_done
-        num_others += len(np.unique(stored_rows["id"][index < 0]))
-        num_rows += int(expected_rows["rows"].sum())
-        num_done_rows += int(expected_rows["rows"][is_done].sum())
-        left = expected_rows["id"][~is_done]
-        num_missing += len(left)
-        missing = np.concatenate([missing, left[: MISSING_SHOWN - len(missing)]])
+
+        num_rows += int(expected_counts.sum())
+        num_done_rows += int(expected_counts[is_done].sum())
+        other_ids = np.unique(stored_ids[~is_of_input])
+        num_others += len(other_ids)
+
+        missing_ids = expected_ids[~is_done]
+        num_missing += len(missing_ids)
+        num_shown = MISSING_SHOWN - len(missing)
+        missing = np.concatenate([missing, missing_ids[:num_shown]])
+
         extra = excess_in(stored_rows, is_complete)
         for rank in np.unique(extra["file"]):
-            excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
+            ids = extra["id"][extra["file"] == rank]
+            excess.setdefault(output.files[rank], []).append(ids)
+
     joined = {file: np.concatenate(ids) for file, ids in excess.items()}
     return Completeness(done, num_rows, num_done_rows, num_missing, missing, joined, num_others)
 

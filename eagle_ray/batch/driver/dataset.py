@@ -1,12 +1,13 @@
-"""A Ray Dataset of prompts to a Ray Dataset of completions, lazily.
+"""Turn a Ray Dataset of prompts into a Ray Dataset of completions, lazily.
 
     answered = generate_dataset(ray.data.read_parquet("prompts/"), config)
     answered.take(1)[0]["text"]                                                 # 'Paris.'
 
-Nothing is stored on the way, so an execution that fails starts again from its inputs; ``run_dataset_job`` has a job's
-output, progress and resume. The columns of the input travel with each request as one opaque value, so that their types
-stay as they are. What a function of the user adds to a row travels as one opaque value, too: Arrow has one type for a
-column of a block, so values of other rows would change what the row means.
+Nothing is stored on the way, so an execution that fails starts again from its inputs;
+``run_dataset_job`` has a job's output, progress and resume. The columns of the input travel with
+each request as one opaque value, so that their types stay as they are. What a function of the user
+adds to a row travels as one opaque value, too: Arrow has one type for a column of a block, so
+values of other rows would change what the row means.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ray import cloudpickle
 from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.execute import map_engine
-from eagle_ray.batch.reader.input_columns import output_names, request_columns, settings_line, template_of
+from eagle_ray.batch.reader.carried_columns import output_names
+from eagle_ray.batch.reader.input_columns import request_columns, settings_line, template_of
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
@@ -46,23 +48,43 @@ from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 INPUT_ROW = pa.field("_input_row", pa.binary())  # an Arrow stream of one row: the input's columns
-ADDED_VALUES = pa.field("_added_values", pa.binary())  # a pickled dictionary: what a function added to the row
-SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's own LLM processors take it
+# Column of pickled dictionaries: what a function added to each row.
+ADDED_VALUES = pa.field("_added_values", pa.binary())
+# A column of dictionaries, as Ray Data's own LLM processors take it.
+SAMPLING_PARAMS = "sampling_params"
 ERROR_COLUMN = "max_tokens"  # holds the error of a row whose sampling_params are none; any column that is read does
-LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
-WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
+# Place of every row: a row of a Dataset has none of its own.
+DATASET_LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))
+# Output columns that have a meaning in a job's files alone.
+WITHOUT_MEANING = (
+    "row_index",
+    "source_file",
+    "run_id",
+    "attempt",
+    "config_hash",
+)
 ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
-READ = frozenset(field.name for field in ROW_FIELDS) | {"prompt"}  # input columns that the output's replace
-PATHS = {"input": {"path": "dataset"}, "output": {"path": "dataset"}}  # keys that are required and not read
+# Input columns that the output's replace.
+READ = frozenset(field.name for field in ROW_FIELDS) | {"prompt"}
+# Keys that are required and not read.
+PATHS = {
+    "input": {"path": "dataset"},
+    "output": {"path": "dataset"},
+}
 # Keys, or their beginnings, of a job's input files, its output and what it does at its end.
-OF_JOBS = (
+JOB_ONLY_KEYS = (
+    "engine.kind",
     "input.format",
     "input.allow_unfinished",
     "execution.ray_address",
     "execution.rows_per_file",
     "execution.max_error_rate",
     "execution.price_per_hour",
+    "execution.on_late",
+    "execution.workers",
+    "execution.finish_by",
+    "execution.max_dollars",
     "execution.restarts.",
     "execution.shard",
     "output.partition_by",
@@ -84,21 +106,23 @@ class DatasetActor(EngineActor):
 def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:
     """Return the input's columns and the output columns ADDED, one row per sample.
 
-    Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and sampling values of
-    their own, also as a dictionary sampling_params. A row without an id gets one from its content, so that seeds
-    depend on neither order nor blocks. A row that cannot be answered has status error. An input column with the name of
-    an output column gets the prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the
-    cluster lacks the GPUs.
+    Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and
+    sampling values of their own, also as a dictionary sampling_params. A row without an id gets one
+    from its content, so that seeds depend on neither order nor blocks. A row that cannot be
+    answered has status error. An input column with the name of an output column gets the prefix
+    ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the cluster lacks
+    the GPUs.
     """
-    from eagle_ray.assembly.hub import check_models  # torch
+    from eagle_ray.assembly.draft_choice import with_checked_models  # torch
 
     _check_keys(config)
-    check_models(config.model, config.speculative)
+    config = with_checked_models(config)
     execution, limit = config.execution, config.input.limit
     if limit is not None:
         dataset = dataset.limit(limit)
     if execution.preserve_order:
-        dataset.context.execution_options.preserve_order = True  # the context of every Dataset made from it, too
+        # Every Dataset made from it has this context, too.
+        dataset.context.execution_options.preserve_order = True
     log.setLevel(config.logging.level.upper())
     columns = dataset.columns(fetch_if_missing=False)  # None where a function makes them
     if columns is not None:
@@ -120,15 +144,22 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     )
     nested = map_engine(requests, batch_size, workers, actor_args, DatasetActor)
     return nested.map_batches(
-        OutputMaker(config.input.passthrough), batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True
+        OutputMaker(config.input.passthrough),
+        batch_format="pyarrow",
+        batch_size=None,
+        udf_modifying_row_count=True,
     )
 
 
 def _check_keys(config: JobConfig) -> None:
-    """Raise ConfigError naming the keys that ask for what only a job can do, which stores its output."""
+    """Raise ConfigError if the configuration has keys that only work for a job, because they need a stored output."""
     usual = flatten_config(JobConfig.model_validate(PATHS).model_dump(mode="json"))
     given = flatten_config(config.model_dump(mode="json"))
-    wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] and given[key] != usual.get(key)]
+    wrong = [
+        key
+        for key in given
+        if key.startswith(JOB_ONLY_KEYS) and given[key] and given[key] != usual.get(key)
+    ]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: of no meaning to eagle_ray.generate without output_path, which stores nothing. Leave "
@@ -138,7 +169,7 @@ def _check_keys(config: JobConfig) -> None:
 
 @cache
 def name_settings(columns: tuple[str, ...]) -> None:
-    """Log once in this process which of these columns are taken for parameters of their rows."""
+    """Log once per process which columns set parameters of their rows."""
     if (line := settings_line(READ.intersection(columns) - {"prompt"})) is not None:
         log.warning("%s", line)
 
@@ -168,22 +199,28 @@ def split_added(batch: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
     return batch.drop_columns([ADDED_VALUES.name]), added
 
 
-def with_added_columns(table: pa.Table, added: list[dict[str, Any]], but: Container[str]) -> pa.Table:
-    """Return the rows with what was added to them as columns. A row without a value has that of its own column.
+def with_added_columns(
+    table: pa.Table, added: list[dict[str, Any]], but: Container[str]
+) -> pa.Table:
+    """Return the rows with added values as columns. Where a row has none, the row's own column is kept.
 
-    but: added names that become no columns.
+    Args:
+        but: added names that become no columns.
     """
     for name in dict.fromkeys(name for row in added for name in row if name not in but):
-        is_read = name in table.column_names and any(name not in row for row in added)
-        own = table[name].to_pylist() if is_read else [None] * len(added)
-        column = any_column([row.get(name, value) for row, value in zip(added, own, strict=True)])
-        others = table.drop_columns([name]) if name in table.column_names else table
-        table = others.append_column(name, column)
+        has_column = name in table.column_names
+        own = [None] * len(added)
+        if has_column and any(name not in row for row in added):
+            own = table[name].to_pylist()
+        values = [row.get(name, value) for row, value in zip(added, own, strict=True)]
+        if has_column:
+            table = table.drop_columns([name])
+        table = table.append_column(name, any_column(values))
     return table
 
 
 def any_column(values: list[Any]) -> pa.Array:
-    """Return values as a column of the type that Arrow finds; if it finds none, as texts and JSON texts."""
+    """Return values as an Arrow column; values of no common type become JSON texts."""
     values = [None if isinstance(value, RequestError) else value for value in values]
     try:
         return pa.array(values)
@@ -196,7 +233,7 @@ def _text(value: Any) -> str:
 
 
 def value_json(value: Any) -> str:
-    """Return the JSON text of any value, which arrow_rows alone reads: NaN stays, so that it is refused as such."""
+    """Return JSON text for any value. NaN is kept, so that the reader refuses it by name."""
     return json.dumps(plain_value(value, _opened), default=_json_form)
 
 
@@ -207,23 +244,28 @@ def _json_form(value: Any) -> Any:
 
 
 def _opened(value: Any) -> Any:
-    """Return what an object of a user's function says: its values, or a model's schema. Keys are texts, as in JSON."""
+    """Return a user's object as plain values: a pydantic model becomes its schema, keys become texts."""
     if isinstance(value, SamplingParams):
         return value.given()
     if isinstance(value, type) and hasattr(value, "model_json_schema"):
         return value.model_json_schema()
     if hasattr(value, "model_dump"):
         value = value.model_dump(exclude_unset=True)
-    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else value
+    return (
+        {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else value
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id.
+    """A task that turns blocks of input rows into request rows.
 
-    settings: how rows are treated that cannot be answered, and columns that ask for what rows cannot set.
-    names_settings: whether to log the columns that are taken for parameters.
-    is_private: errors quote no value of their rows.
+    Attributes:
+        columns: columns of a row that have its prompt and id.
+        settings: how rows are treated that cannot be answered, and columns that ask for what rows
+            cannot set.
+        names_settings: whether to log the columns that are taken for parameters.
+        is_private: errors quote no value of their rows.
     """
 
     columns: RequestColumns
@@ -232,20 +274,25 @@ class RequestMaker:
     is_private: bool = False
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        rows = []
         inputs, added = split_added(batch)
         if self.names_settings:
             name_settings(tuple(inputs.column_names))
         table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
-        for i, row in enumerate(arrow_rows(inputs)):
-            row = {name: plain_value(value, _opened) for name, value in (row | added[i]).items()}
+
+        rows = []
+        for i, own in enumerate(arrow_rows(inputs)):
+            values = own | added[i]
+            row = {name: plain_value(value, _opened) for name, value in values.items()}
             request = self._request(with_checked_texts(row))
-            carried = stream_bytes(table.slice(i, 1))
-            if self.columns.id.column_in(row) is None or request.id == LOCATION.id:
+
+            # Rows of a dataset have no place, so a row without an id gets one of its content.
+            if self.columns.id.column_in(row) is None or request.id == DATASET_LOCATION.id:
                 request = replace(request, id=content_id(request))
             if request.error is not None and self.settings.on_bad_row == "fail":
-                message = str(request.error).removeprefix(f"{LOCATION}: ")
+                message = str(request.error).removeprefix(f"{DATASET_LOCATION}: ")
                 raise ConfigError(f"dataset: {message} (input.on_bad_row is fail)")
+
+            carried = stream_bytes(table.slice(i, 1))
             rows.append(request.to_row() | {INPUT_ROW.name: carried})
         return table_of(rows, request_schema([INPUT_ROW]))
 
@@ -257,17 +304,21 @@ class RequestMaker:
                 continue
             problem = f"dataset: column {name!r} is a request parameter that rows cannot set"
             if self.settings.on_unknown == "refuse":
-                raise ConfigError(f"{problem}. Drop it, or treat it as data (input.on_unknown=carry).")
+                raise ConfigError(
+                    f"{problem}. Drop it, or treat it as data (input.on_unknown=carry)."
+                )
             log.warning("%s. It is treated as data.", problem)
-        return parse_row(row, self.columns, LOCATION, self.is_private)
+        return parse_row(row, self.columns, DATASET_LOCATION, self.is_private)
 
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with the entries of its sampling_params as values."""
     params = plain_value(row.get(SAMPLING_PARAMS), _opened)
     rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
-    if params is None or isinstance(params, RequestError):
-        return rest if params is None else rest | {ERROR_COLUMN: params}
+    if params is None:
+        return rest
+    if isinstance(params, RequestError):
+        return rest | {ERROR_COLUMN: params}
     if not isinstance(params, Mapping):
         wrong = f"column {SAMPLING_PARAMS!r} must be an object of sampling values, got {describe_value(params)}"
         return rest | {ERROR_COLUMN: RequestError("bad_type", wrong)}
@@ -275,8 +326,12 @@ def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_id(request: Request) -> str:
-    """Return an id made from what a request asks: rows that ask the same have the same id, and so the same samples."""
-    values = {name: value for name, value in request.to_row().items() if name != "request_id" and value is not None}
+    """Return an id that is a hash of the request, so equal requests have equal ids and equal samples."""
+    values = {
+        name: value
+        for name, value in request.to_row().items()
+        if name != "request_id" and value is not None
+    }
     return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=8).hexdigest()
 
 
@@ -290,7 +345,11 @@ def stream_bytes(table: pa.Table) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OutputMaker:
-    """A task that turns blocks of nested output rows into rows of the result. carried: as input.passthrough."""
+    """A task that turns blocks of nested output rows into rows of the result.
+
+    Attributes:
+        carried: carried columns, in the form of input.passthrough.
+    """
 
     carried: str | list[str]
 
@@ -301,19 +360,31 @@ class OutputMaker:
 def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa.Table:
     """Return the rows of a block with the columns of their input rows before the output columns.
 
-    carried: all, none or a list of names, as input.passthrough.
+    Args:
+        carried: "all", "none" or a list of names, as in input.passthrough.
     """
     rows = unnest(nested)
-    streams = [pa.ipc.open_stream(value.as_buffer()).read_all() for value in rows[INPUT_ROW.name].combine_chunks()]
+    streams = [
+        pa.ipc.open_stream(value.as_buffer()).read_all()
+        for value in rows[INPUT_ROW.name].combine_chunks()
+    ]
     outputs = rows.select(ADDED)
-    messages = pc.replace_substring(outputs["error_message"], f"{LOCATION}: ", "", max_replacements=1)
-    outputs = outputs.set_column(outputs.column_names.index("error_message"), "error_message", messages)
+    messages = pc.replace_substring(
+        outputs["error_message"], f"{DATASET_LOCATION}: ", "", max_replacements=1
+    )
+    outputs = outputs.set_column(
+        outputs.column_names.index("error_message"), "error_message", messages
+    )
     if not streams:
         return outputs
     inputs = _concatenated(streams)
-    listed = {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
+    listed = (
+        {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
+    )
     carried_names = [
-        name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS
+        name
+        for name in inputs.column_names
+        if name in listed and name not in READ and name != SAMPLING_PARAMS
     ]
     names = output_names(carried_names, ADDED)
     inputs = inputs.select(list(names)).rename_columns(list(names.values()))
@@ -332,8 +403,12 @@ def _concatenated(tables: list[pa.Table]) -> pa.Table:
 
 
 def _joined(name: str, tables: list[pa.Table]) -> pa.ChunkedArray | pa.Array:
-    parts = [table[name] if name in table.column_names else pa.nulls(len(table)) for table in tables]
+    parts = [
+        table[name] if name in table.column_names else pa.nulls(len(table)) for table in tables
+    ]
     try:
-        return pa.concat_tables([pa.table([part], [name]) for part in parts], promote_options="permissive")[name]
+        return pa.concat_tables(
+            [pa.table([part], [name]) for part in parts], promote_options="permissive"
+        )[name]
     except pa.ArrowException:
         return any_column([value for part in parts for value in part.to_pylist()])

@@ -1,11 +1,12 @@
-"""A job over the rows of a Ray Dataset: they become Parquet files next to the output, and then the job's input.
+"""Run a job over a Ray Dataset: write its rows to Parquet files next to the output, and use them as input.
 
     run_dataset_job(ray.data.read_parquet("prompts/"), config)
 
-A job resumes by the ids and files of its input, so the rows must have a fixed place. The files are written in the
-Dataset's order, and a file that is there with the same content is left alone: a repeated call resumes the job, and a
-call with other rows is refused as a changed input is. Values that requests are made of are stored as JSON where a
-function or `sampling_params` gave them, since a column of a file has one type.
+A job resumes by the ids and files of its input, so the rows must have a fixed place. The files are
+written in the Dataset's order, and a file that is there with the same content is left alone: a
+repeated call resumes the job, and a call with other rows is refused as a changed input is. Values
+that requests are made of are stored as JSON where a function or `sampling_params` gave them, since
+a column of a file has one type.
 """
 
 from __future__ import annotations
@@ -48,24 +49,32 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
     Raises ConfigError before anything has started, JobError if the job cannot be completed.
     """
     if config.execution.shard:
-        raise ConfigError("execution.shard: the rows of a Dataset are one job on one cluster. Leave the key out.")
+        raise ConfigError(
+            "execution.shard: the rows of a Dataset are one job on one cluster. Leave the key out."
+        )
     join_cluster(config)
     output = output_of(config)
     directory = output.parent / f"{output.name}.input"
     with wrap_os_errors(directory):
-        write_input_files(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
+        write_input_files(
+            dataset, directory, request_columns(config.input.columns, template_of(config.input))
+        )
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
     run_job(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 
 
-def write_input_files(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
+def write_input_files(
+    dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns
+) -> None:
     """Write the rows in order as files of ROWS_PER_FILE rows; files with other content are replaced."""
     dataset.context.execution_options.preserve_order = True
     directory.make_directory()
     names = []
-    for number, batch in enumerate(dataset.iter_batches(batch_size=ROWS_PER_FILE, batch_format="pyarrow")):
+    for number, batch in enumerate(
+        dataset.iter_batches(batch_size=ROWS_PER_FILE, batch_format="pyarrow")
+    ):
         name = f"rows-{number:06d}.parquet"
         names.append(name)
         data = parquet_bytes(input_table(batch, columns), COMPRESSION)
@@ -79,31 +88,47 @@ def write_input_files(dataset: ray.data.Dataset, directory: StoragePath, columns
 
 
 def input_table(batch: pa.Table, columns: RequestColumns) -> pa.Table:
-    """Return rows as a job reads them.
+    """Return rows in the form in which a job reads its input.
 
-    Values that requests are made of are JSON if they were added, are entries of sampling_params or have a type of Ray
-    Data, such as arrays and columns of several types. All other columns keep their types.
+    Values that requests are made of are JSON if they were added, are entries of sampling_params or
+    have a type of Ray Data, such as arrays and columns of several types. All other columns keep
+    their types.
     """
     inputs, added = split_added(batch)
     prompts = [name for path in columns.prompts.values() for name in path.names]
     read = {*ROW_SETTINGS, *prompts, *columns.id.names, SAMPLING_PARAMS}
     table = with_added_columns(inputs, added, read)
-    rays = [field.name for field in inputs.schema if isinstance(field.type, pa.BaseExtensionType)]
-    encoded = [name for name in (SAMPLING_PARAMS, *rays) if name in read]
-    values = [
-        _request_values(with_checked_texts(own) | row, read)
-        for own, row in zip(_rows_of(inputs, encoded), added, strict=True)
-    ]
+
+    # Values of each row that become JSON.
+    encoded = [SAMPLING_PARAMS]
+    for field in inputs.schema:
+        if isinstance(field.type, pa.BaseExtensionType):
+            encoded.append(field.name)
+    encoded = [name for name in encoded if name in read]
+    values = []
+    for own, row in zip(_rows_of(inputs, encoded), added, strict=True):
+        checked = with_checked_texts(own)
+        values.append(_request_values(checked | row, read))
+
+    # A column with such a value is JSON in every row.
     for name in dict.fromkeys(name for row in values for name in row):
-        before = [row.get(name) for row in _rows_of(inputs, [name])]
-        texts = [value_json(row.get(name, own)) for row, own in zip(values, before, strict=True)]
+        texts = _json_texts(inputs, name, values)
         field = pa.field(name, pa.string(), metadata=JSON_VALUES)
-        table = _without(table, name).append_column(field, pa.array(texts))
+        table = _without(table, name).append_column(field, texts)
     return _without(table, SAMPLING_PARAMS).combine_chunks()
 
 
+def _json_texts(inputs: pa.Table, name: str, values: list[dict[str, Any]]) -> pa.Array:
+    """Return a column as JSON texts; a row without a value in `values` has that of the input."""
+    texts = []
+    for row, own in zip(values, _rows_of(inputs, [name]), strict=True):
+        value = row.get(name, own.get(name))
+        texts.append(value_json(value))
+    return pa.array(texts)
+
+
 def _rows_of(table: pa.Table, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the rows with those of the columns that the table has."""
+    """Return the named columns that the table has, as rows."""
     present = [name for name in names if name in table.column_names]
     return arrow_rows(table.select(present)) if present else [{}] * len(table)
 

@@ -1,6 +1,8 @@
-"""Execute: one Ray Data stream of the missing requests through a pool of engine actors into Parquet files.
+"""Execute: stream the missing requests through a pool of engine actors into Parquet files with Ray Data.
 
-execute(claimed, claimed.missing())
+It returns once every request is answered:
+
+    execute(claimed, claimed.missing())
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.cluster import is_own_cluster, plan_workers, reason_of
+from eagle_ray.batch.driver.cluster import is_own_cluster
 from eagle_ray.batch.driver.completeness import Completeness
-from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
+from eagle_ray.batch.driver.job_engine import JobEngine
+from eagle_ray.batch.driver.stream_errors import reason_of
+from eagle_ray.batch.driver.watched import FEEDER, BatchFeeder, ElasticPlan, fleet_of, watched
 from eagle_ray.batch.reader.file_slices import read_requests
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
@@ -31,44 +35,69 @@ from eagle_ray.runs.part_files import next_schema
 log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight: with batches of half the slots, four rows for each slot
-BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some milliseconds and the GIL
+BATCHES_PER_ACTOR = 64  # batches grow instead of more: each costs Ray some milliseconds and the GIL
 MAX_ROWS_PER_SLOT = 4  # rows of a batch
-WINDOW_ROWS_PER_SLOT = 32  # rows that an engine holds and orders; with 4 it gained 1 % (jobs/results/order.md)
-MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
+# Rows that an engine holds and orders; with 4 it gained 1 % (jobs/results/order.md).
+WINDOW_ROWS_PER_SLOT = 32
+MIN_FILES = 8  # files of a small job, so that finished rows reach the disk early
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
 EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
-ROWS_FOR_WRITERS = 1_000  # of a job whose rows are written by several tasks; each starts a process, for a second of CPU
+# Rows from which on several tasks write; each starts a process, for a second of CPU.
+ROWS_FOR_WRITERS = 1_000
 NEVER_S = 1 << 30
-UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
+# Share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached.
+UPSCALING_THRESHOLD = 1.0
 
 
 def execute(claimed: Claim, missing: Completeness) -> None:
-    """Answer every request except those that are done. Ray must be connected.
+    """Answer every missing request. Ray must be connected.
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
+        BoundReached, EndpointRefused, EndpointGone: it has stopped by itself, and rows are left.
         ConfigError: a model is missing.
     """
-    config, plan, run = claimed.plan.config, claimed.plan.input, claimed.run
+    config = claimed.plan.config
+    execution = config.execution
+    plan = claimed.plan.input
+    run = claimed.run
     num_rows = missing.num_rows - missing.num_done_rows
-    workers = plan_workers(config, num_rows)
-    progress = start_progress(workers.min_workers)
+
+    engine = JobEngine.start(claimed, num_rows)
+    workers = engine.workers
+    progress = start_progress(workers.max_workers if execution.is_elastic else workers.min_workers)
     max_starts = workers.max_workers * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
-    limits = Limits(config.execution.max_error_rate, max_starts)
-    ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
+
+    # Where answers are written.
+    rows_per_file = _rows_per_file(execution.rows_per_file, num_rows)
+    ids_per_file = max(1, rows_per_file // config.sampling.n)
     schema = next_schema(run.data, plan.carried_fields)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, claimed.plan.partitions, progress)
-    slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
+    partitions = claimed.plan.partitions
+    sink = AtomicParquetSink(
+        run, schema, ids_per_file, config.output.compression, partitions, progress
+    )
+
+    # How requests are handed to workers.
+    slots = engine.slots
     batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
-    calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
-    _set_up_ray_data(config.execution.preserve_order, max_starts)
-    log.info("loading %s in %s", config.model.target, workers.describe())
+    calls = plan_calls(execution.order, slots, batch_size, workers.max_workers, num_rows)
+
+    _set_up_ray_data(execution.preserve_order, max_starts)
+    log.info("%s", engine.description)
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
-    spare = None if workers.num_gpus else claimed.plan.spare.address  # its environment is not that of one of the GPUs
-    actor_args = (config, run, plan.carried_fields, workers, progress, spare)
-    answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
-    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
-        write_dataset(answers, sink, 1 if num_rows < ROWS_FOR_WRITERS else None)
+
+    actor_args = engine.actor_arguments(progress)
+    num_writers = 1 if num_rows < ROWS_FOR_WRITERS else None
+    with fleet_of(claimed, ElasticPlan(workers, actor_args, calls)) as fleet:
+        if fleet is None:
+            answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
+        else:
+            in_flight = calls * workers.max_workers
+            feeder_args = (fleet.dispatcher,)
+            answers = map_engine(requests, batch_size, FEEDER, feeder_args, BatchFeeder, in_flight)
+        with watched(claimed, missing, workers, progress, max_starts, fleet):
+            write_dataset(answers, sink, num_writers)
+    engine.check_ended()
 
 
 def map_engine(
@@ -76,7 +105,7 @@ def map_engine(
     batch_size: int,
     workers: WorkerPlan,
     actor_args: tuple,
-    actor: type[EngineActor] | None = None,
+    actor: type | None = None,
     calls: int = CALLS_PER_ACTOR,
 ) -> ray.data.Dataset:
     """Return the nested output rows of the requests, lazily.
@@ -98,9 +127,10 @@ def map_engine(
 
 
 def write_dataset(dataset: ray.data.Dataset, sink: AtomicParquetSink, writers: int | None) -> None:
-    """Execute the stream. Ray wraps what a worker raised; raise the reason itself in one line.
+    """Run the stream, and raise a worker's own error, without the ones that Ray wraps around it.
 
-    writers: tasks that write at a time at most; None: as many as there are CPUs.
+    Args:
+        writers: tasks that write at a time at most; None: as many as there are CPUs.
     """
     try:
         with _without_actors_of_ray_data():
@@ -121,7 +151,9 @@ def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:
 
 def plan_batch_size(slots: int, actors: int, num_rows: int) -> int:
     """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
-    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots))
+    wanted = max(
+        slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots)
+    )
     return max(1, min(wanted, num_rows // (2 * actors)))
 
 
@@ -153,22 +185,31 @@ class LocalActor:
 
 
 def _local_actors() -> list[tuple[Any, str, LocalActor]]:
-    """Return functions of Ray Data, by module and name, that return an actor's handle, and what they return here.
+    """Return Ray Data's private functions that start actors, with replacements that return a local actor.
 
-    They are private, so another version of Ray may lack them: then nothing is replaced, and jobs start later.
+    They are private, so another version of Ray may lack them: then nothing is replaced, and jobs
+    start later.
     """
     try:
         stats: Any = import_module("ray.data._internal.stats")
-        resources: Any = import_module("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator")
+        resources: Any = import_module(
+            "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
+        )
         statistics = LocalActor(stats._StatsActor.__ray_metadata__.modified_class())
-        coordinator = type("Coordinator", (resources._AutoscalingCoordinatorActor,), {"TICK_INTERVAL_S": NEVER_S})
+        coordinator = type(
+            "Coordinator", (resources._AutoscalingCoordinatorActor,), {"TICK_INTERVAL_S": NEVER_S}
+        )
         replacements = [
             (stats, "get_or_create_stats_actor", statistics),
             (resources, "get_or_create_autoscaling_coordinator", LocalActor(coordinator())),
         ]
         return [each for each in replacements if callable(getattr(each[0], each[1]))]
     except (ImportError, AttributeError, TypeError) as error:
-        log.info("Ray %s: actors of Ray Data are not replaced (%s): a job starts later", ray.__version__, error)
+        log.info(
+            "Ray %s: actors of Ray Data are not replaced (%s): a job starts later",
+            ray.__version__,
+            error,
+        )
         return []
 
 
@@ -176,8 +217,8 @@ def _local_actors() -> list[tuple[Any, str, LocalActor]]:
 def _without_actors_of_ray_data() -> Iterator[None]:
     """Keep Ray Data's statistics, and its record of resources, in this process if it started the cluster.
 
-    As actors they take two seconds of CPU to start, and no task runs before the second. A cluster of one node needs no
-    thread that refreshes the record.
+    As actors they take two seconds of CPU to start, and no task runs before the second. A cluster
+    of one node needs no thread that refreshes the record.
     """
     replaced = _local_actors() if is_own_cluster() else []
     before = [getattr(module, name) for module, name, _ in replaced]

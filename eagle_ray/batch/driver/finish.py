@@ -1,8 +1,8 @@
-"""Complete an output that shards have written: verify all of them, then settle it as a run without shards.
+"""Finish a job of several shards: verify all shards, then settle the output like a run without shards.
 
-It holds the lease of the output and of every shard, so that no row changes between the count and ``_SUCCESS``. The
-input is read, because it says which ids there must be. Everything is verified before anything is written, so a refusal
-changes nothing.
+It holds the lease of the output and of every shard, so that no row changes between the count and
+``_SUCCESS``. The input is read, because it says which ids there must be. Everything is verified
+before anything is written, so a refusal changes nothing.
 
     print(finish_text(finish_shards(StoragePath.of("runs/a"))))
     # shard  ids  rows  errors  attempts  finished
@@ -28,31 +28,36 @@ from eagle_ray.batch.driver.settle import end_run
 from eagle_ray.batch.driver.status import facts_of_attempt, status_of, summarize_rows
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.report.text import number, render, run_table
-from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import (
-    SHARD_PLAN,
-    Fingerprint,
-    JobShard,
-    changed_files,
-    data_of,
-    read_inputs,
-    read_shard_plan,
-    shard_outputs,
+from eagle_ray.report.run_table import run_table
+from eagle_ray.report.text import number, render
+from eagle_ray.runs.job_errors import (
+    Incomplete,
+    JobError,
+    OutputDamaged,
+    OutputLocked,
+    OutputMismatch,
 )
+from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
+from eagle_ray.runs.recorded_inputs import Fingerprint, changed_files, read_inputs
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.store import extended_retries
+from eagle_ray.storage.retries import extended_retries
 
 log = logging.getLogger("eagle_ray")
-INPUT_KEYS = ("path", "limit")  # of `input`; they decide which ids are expected, and shards may differ in them
+# Keys of `input` that decide which ids are expected; shards may differ in them.
+INPUT_KEYS = (
+    "path",
+    "limit",
+)
 Shards = Mapping[JobShard, RunState]
 
 
-def finish_shards(root: StoragePath, input_path: str | None = None, limit: int | None = None) -> dict[str, Any]:
+def finish_shards(
+    root: StoragePath, input_path: str | None = None, limit: int | None = None
+) -> dict[str, Any]:
     """Verify every shard, complete the output and return what ``_summary.json`` holds.
 
     Args:
@@ -82,7 +87,8 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
         _check_only_shards(root, shards)
         with extended_retries():
             verified = [_verify(shard, state, plan) for shard, state in shards.items()]
-            counts = summarize_rows(data_of(root), bool(config.input.columns.turns)) | {"shards": verified}
+            counts = summarize_rows(data_of(root), bool(config.input.columns.turns))
+            counts |= {"shards": verified}
 
         run = begin_job(Run.inspect(root), config, plan.fingerprints, partial(_check_all, checks))
         with run.recorded_outcome(), extended_retries():
@@ -95,7 +101,10 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
 def finish_text(summary: dict[str, Any]) -> str:
     """Return the counts of each shard, and the table of a run."""
     names = ("ids", "rows", "errors", "attempts")
-    lines = [[s["shard"], *(number(s[name]) for name in names), s["finished_at"] or ""] for s in summary["shards"]]
+    lines = [
+        [s["shard"], *(number(s[name]) for name in names), s["finished_at"] or ""]
+        for s in summary["shards"]
+    ]
     return f"{render(['shard', *names, 'finished'], lines)}\n\n{run_table(summary)}"
 
 
@@ -129,19 +138,29 @@ def _hold_finished(
             problems.append(f"shard {shard} is not complete: {_reason(output)}")
     if problems:
         kind: type[JobError] = OutputLocked if is_running else Incomplete
-        raise kind("; ".join(problems) + f". Run each with its --shard, then finish again ({len(outputs)} shards).")
+        raise kind(
+            "; ".join(problems)
+            + f". Run each with its --shard, then finish again ({len(outputs)} shards)."
+        )
     return shards
 
 
 def _reason(output: StoragePath) -> str:
     status = status_of(output)
-    return f"attempt {status.attempt} ended with {status.outcome}" if status.outcome else f"it is {status.state}"
+    return (
+        f"attempt {status.attempt} ended with {status.outcome}"
+        if status.outcome
+        else f"it is {status.state}"
+    )
 
 
-def _config_of(root: StoragePath, recorded: dict[str, Any], shards: Shards, given: Mapping[str, Any]) -> JobConfig:
+def _config_of(
+    root: StoragePath, recorded: dict[str, Any], shards: Shards, given: Mapping[str, Any]
+) -> JobConfig:
     """Return the configuration of the whole output: the shards', without a shard. Raises ConfigError.
 
-    given: values of INPUT_KEYS in place of the shards', None for theirs.
+    Args:
+        given: values of INPUT_KEYS in place of the shards', None for theirs.
     """
     try:
         config = JobConfig.model_validate(upgrade_config(recorded))
@@ -152,7 +171,9 @@ def _config_of(root: StoragePath, recorded: dict[str, Any], shards: Shards, give
         ) from None
     chosen: dict[str, Any] = {}
     for key in INPUT_KEYS:
-        values = {shard: state.record["config"]["input"].get(key) for shard, state in shards.items()}
+        values = {
+            shard: state.record["config"]["input"].get(key) for shard, state in shards.items()
+        }
         first_shard, first = next(iter(values.items()))
         differing = [f"{value!r} in {shard}" for shard, value in values.items() if value != first]
         if given[key] is None and differing:
@@ -171,7 +192,9 @@ def _config_of(root: StoragePath, recorded: dict[str, Any], shards: Shards, give
     )
 
 
-def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]) -> None:
+def _check_same_input(
+    shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]
+) -> None:
     """Raise OutputMismatch if a file is not the one that the shard has read; new files are added."""
     if changed := changed_files(read, files):
         raise OutputMismatch(
@@ -185,15 +208,17 @@ def _check_only_shards(root: StoragePath, shards: Shards) -> None:
     own = [data_of(state.output) for state in shards.values()]
     for file in part_files(data_of(root)):
         if all(file.relative_to(directory) is None for directory in own):
-            raise OutputMismatch(f"{file} was not made by a shard of this output: move it out of {data_of(root)}")
+            raise OutputMismatch(
+                f"{file} was not made by a shard of this output: move it out of {data_of(root)}"
+            )
 
 
 def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]:
-    """Count the ids of one shard in its files, without their index. Raises Incomplete unless each of its ids is there
-    once, with all rows.
+    """Count the ids of one shard in its files, without their index. Raises Incomplete unless each
+    of its ids is there once, with all rows.
 
-    Returns the shard's ids in the input, its rows and error rows in the files, ids there that the input does not have
-    ("others"), its attempts and when it finished.
+    Returns the shard's ids in the input, its rows and error rows in the files, ids there that the
+    input does not have ("others"), its attempts and when it finished.
     """
     data = data_of(state.output)
     index = OutputIndex.read(data)
@@ -227,4 +252,6 @@ def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
     for entries in index.by_range(num_ranges(index.num_entries)):
         if not (own := shard.holds(entries["id"])).all():
             file = index.files[entries["file"][int(np.argmin(own))]]
-            raise OutputMismatch(f"{file} has rows of another shard than {shard}: move it out of the output")
+            raise OutputMismatch(
+                f"{file} has rows of another shard than {shard}: move it out of the output"
+            )

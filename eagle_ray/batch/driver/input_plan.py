@@ -1,7 +1,8 @@
 """InputPlan: the whole input, scanned before anything starts.
 
-It fixes the order of files and slices, the columns to read and the types of carried columns, and finds duplicate
-ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
+It fixes the order of files and slices, the columns to read and the types of carried columns, and
+finds duplicate ids. A file that the run's index describes as it is now is not scanned again
+(``input_index``).
 
     plan = plan_input(config)
     [request.id for request in requests_of(plan)]      # ['q-1', 'q-2']
@@ -22,34 +23,45 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.input_index import ExpectedRows, InputIndex, PreviousRun, Scan, index_key
-from eagle_ray.batch.reader.file_slices import FileSlice, RequestReader
-from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
-from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
-from eagle_ray.batch.reader.input_columns import (
-    ROW_SETTINGS,
+from eagle_ray.batch.driver.embedding_columns import check_prompt_names, made_fields
+from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
+from eagle_ray.batch.reader.carried_columns import (
     CarriedColumn,
-    carried_names,
-    check_columns_exist,
     join_into,
     output_names,
     python_values,
+)
+from eagle_ray.batch.reader.file_slices import FileSlice, RequestReader
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import (
+    begins_with,
+    check_unchanged,
+    detect_changes,
+    fingerprints,
+)
+from eagle_ray.batch.reader.input_columns import (
+    ROW_SETTINGS,
+    carried_names,
+    check_columns_exist,
     request_columns,
     settings_line,
     template_of,
 )
-from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
-from eagle_ray.batch.reader.text_files import detect_batch
+from eagle_ray.batch.reader.jsonl_files import detect_batch
+from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner
+from eagle_ray.batch.reader.unread_parameters import remedy_of_unread
 from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.requests.request import InputRow, Request, id_of
 from eagle_ray.requests.row_schema import RESERVED
-from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
+from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, Table, digests, isin
 
 log = logging.getLogger("eagle_ray")
-MAX_NAMES = 3  # in a message
+MAX_NAMES = 3  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,9 @@ class InputPlan:
         fingerprints: fingerprints of the files, by path.
         changes: how the files differ from those that the run was made from.
         key: key of the settings and the content of the files; equal keys have equal rows.
-        default_rows: output rows of an id that the input does not have, whose rows another input left.
+        default_rows: output rows of an id that the input does not have, whose rows another input
+            left.
+        made_fields: columns of the output that the job's task makes, besides those of every job.
     """
 
     reader: RequestReader
@@ -74,6 +88,7 @@ class InputPlan:
     changes: InputChanges
     key: str
     default_rows: int
+    made_fields: tuple[pa.Field, ...] = ()
 
     @property
     def files(self) -> tuple[InputFile, ...]:
@@ -126,8 +141,8 @@ class InputPlan:
 
     @property
     def carried_fields(self) -> list[pa.Field]:
-        """Return the output columns of the carried columns."""
-        return self.reader.carried_fields
+        """Return the output fields of this job alone: those of its task, and the carried columns."""
+        return [*self.made_fields, *self.reader.carried_fields]
 
     @property
     def carried_types(self) -> dict[str, pa.DataType]:
@@ -137,13 +152,15 @@ class InputPlan:
 
 @dataclass(frozen=True, slots=True)
 class InputChanges:
-    """How input files differ from those that the run was made from.
+    """Differences between the input files now and those that the run recorded.
 
     Attributes:
         grown: paths of files that begin with what they were.
-        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their rows are the same.
+        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their
+            rows are the same.
         changed: ids of rows of each changed file that make another request now, sorted, by path.
-        gone: rows of each changed file that are not in the input any more, by path: columns id and row, its place.
+        gone: rows of each changed file that are not in the input any more, by path: columns id and
+            row, its place.
         absent: ids as in `changed`, of files that the input does not have.
     """
 
@@ -160,13 +177,18 @@ class InputChanges:
 
 
 def plan_input(
-    config: JobConfig, previous: PreviousRun | None = None, scan_with: Callable[[RowScanner], Scan] | None = None
+    config: JobConfig,
+    previous: PreviousRun | None = None,
+    scan_with: Callable[[RowScanner], Scan] | None = None,
 ) -> InputPlan:
     """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
 
-    With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
-    parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
-    again. scan_with: makes the scan of new files from one that scans them here.
+    With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns
+    that are request parameters which rows cannot set raise. If the previous run is finished, its
+    rows stay on disk and are not checked again.
+
+    Args:
+        scan_with: makes the scan of new files from one that scans them here.
     """
     files = find_files(config.input.path, config.input.format, config.input.allow_unfinished)
     of_run = any(file.format == RUN_FORMAT for file in files)
@@ -174,13 +196,22 @@ def plan_input(
     job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
     noted = previous.inputs if previous is not None else {}
     prints = fingerprints(files, noted)
+
+    # The index of the previous run, if it was made with these settings.
     detects = _detects_batches(config.input)
-    settings = {"columns": columns, "n": config.sampling.n, "detects": detects, "version": __version__}
+    settings = {
+        "columns": columns,
+        "n": config.sampling.n,
+        "detects": detects,
+        "version": __version__,
+    }
     index = InputIndex(index_key(settings))
     if previous is not None and previous.index is not None:
         index = InputIndex.load(previous.index, index.key)
     if detects:
         files = _with_formats(files, prints, index)
+
+    # The rows of a finished run are not needed.
     key = _plan_key(config, files, prints)
     finished = previous is not None and key == previous.finished_key
     if not finished:
@@ -189,18 +220,21 @@ def plan_input(
     scan = scan_with(scanner) if scan_with is not None else scanner
     changes = _update(index, files, noted, prints, scan, finished)
 
-    types: dict[str, pa.DataType] = {}
-    slices: list[FileSlice] = []
-    for file in files:
-        entry = index.files[file.path]
-        join_into(types, entry.types)
-        slices += entry.slices_of(file)
+    types, slices = _joined_files(files, index)
     if types:
-        check_columns_exist(config.input.columns, columns, types, any(file.format == "csv" for file in files))
+        has_csv = any(file.format == "csv" for file in files)
+        check_columns_exist(config.input.columns, columns, types, has_csv)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
+
     is_private = not config.output.store_prompt
-    names = output_names(carried_names(config.input, columns, types, is_private), RESERVED)
-    carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
+    made = made_fields(config)
+    reserved = RESERVED.union(field.name for field in made)
+    names = output_names(carried_names(config.input, columns, types, is_private), reserved)
+    check_prompt_names(config, types, names)
+    carried = tuple(
+        CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items()
+    )
+
     plan = InputPlan(
         reader=RequestReader(files, columns, carried, job_shard, is_private),
         slices=_apply_limit(slices, config.input.limit),
@@ -210,12 +244,26 @@ def plan_input(
         changes=changes,
         key=key,
         default_rows=config.sampling.n,
+        made_fields=tuple(made),
     )
     if not finished:  # the run has passed these checks with this key
         _check_unread(plan, config.input.on_unknown)
         _check_ids(plan, plan.all_rows.duplicates())
         _check_rows(plan, config.input.on_bad_row)
     return plan
+
+
+def _joined_files(
+    files: Iterable[InputFile], index: InputIndex
+) -> tuple[dict[str, pa.DataType], list[FileSlice]]:
+    """Return the columns' types and the slices of all files together."""
+    types: dict[str, pa.DataType] = {}
+    slices: list[FileSlice] = []
+    for file in files:
+        entry = index.files[file.path]
+        join_into(types, entry.types)
+        slices += entry.slices_of(file)
+    return types, slices
 
 
 def _update(
@@ -228,23 +276,43 @@ def _update(
 ) -> InputChanges:
     """Scan the files that the index lacks, and return what changed since the run recorded its input.
 
-    finished: the output is complete for these files as they are, whatever else was recorded since.
+    Args:
+        finished: whether the output is complete for these files as they are, whatever else was
+            recorded since.
     """
     files = list(files)
     before = {path: entry.number for path, entry in index.files.items() if path in noted}
-    differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
-    grown = {file.path for file in differing if _has_grown(file, noted[file.path], prints[file.path])}
-    as_noted = {path for path in grown & before.keys() if not what_changed(index.files[path].fingerprint, noted[path])}
-    index.add(files, prints, scan_parts, as_noted)
 
+    # Files that differ from what was recorded; new rows of grown ones are added to their entries.
+    differing = []
+    grown = set()
+    for file in files:
+        path = file.path
+        if path in noted and what_changed(noted[path], prints[path]):
+            differing.append(path)
+            if _has_grown(file, noted[path], prints[path]):
+                grown.add(path)
+    as_noted = {
+        path
+        for path in grown & before.keys()
+        if not what_changed(index.files[path].fingerprint, noted[path])
+    }
+    index.add(files, prints, scan_parts, as_noted)
     if finished:
-        return InputChanges(rewritten=tuple(file.path for file in differing))
+        return InputChanges(rewritten=tuple(differing))
+
+    # Files that have other entries now, or none.
     current = {file.path: index.files[file.path].number for file in files}
-    replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
-    absent = {path: number for path, number in before.items() if path not in current}
-    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
+    replaced = {}
+    absent = {}
+    for path, number in before.items():
+        if path not in current:
+            absent[path] = number
+        elif current[path] != number:
+            replaced[path] = number
     if not (replaced or absent):
         return InputChanges(tuple(sorted(grown)))
+    rewritten = tuple(path for path in differing if path in replaced and path not in grown)
     changed, gone = index.compare(replaced | absent, current.values())
     return InputChanges(
         tuple(sorted(grown)),
@@ -256,22 +324,32 @@ def _update(
 
 
 def _has_grown(file: InputFile, was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether a file's lines are the recorded ones, and more behind them."""
+    """Return whether the file still begins with the recorded lines and has new ones after them."""
     is_of_lines = file.format in ("jsonl", "openai_batch") and file.can_split
     return is_of_lines and begins_with(file.storage_path, was, now)
 
 
-def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
+def _plan_key(
+    config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]
+) -> str:
     content = [(file.path, file.name, file.format, content_of(prints[file.path])) for file in files]
     settings = config.input.model_dump(mode="json", exclude={"path"})
-    checked = {"input": settings, "n": config.sampling.n, "partition_by": config.output.partition_by}
+    checked = {
+        "input": settings,
+        "n": config.sampling.n,
+        "partition_by": config.output.partition_by,
+    }
     checked["shard"] = config.execution.shard
     return index_key(checked | {"files": content, "version": __version__})
 
 
 def _detects_batches(config: InputConfig) -> bool:
     """Return whether OpenAI batch files are detected: unless the configuration says how to read a file's lines."""
-    return config.format == "auto" and config.template is None and not any(config.columns.model_dump().values())
+    return (
+        config.format == "auto"
+        and config.template is None
+        and not any(config.columns.model_dump().values())
+    )
 
 
 def _with_formats(
@@ -281,10 +359,15 @@ def _with_formats(
     known = [index.known_format(file, prints[file.path]) for file in files]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         opened = threads.map(
-            detect_batch, [file for file, format_ in zip(files, known, strict=True) if format_ is None]
+            detect_batch,
+            [file for file, format_ in zip(files, known, strict=True) if format_ is None],
         )
         return tuple(
-            next(opened) if format_ is None else file if format_ == file.format else replace(file, format=format_)
+            next(opened)
+            if format_ is None
+            else file
+            if format_ == file.format
+            else replace(file, format=format_)
             for file, format_ in zip(files, known, strict=True)
         )
 
@@ -292,7 +375,12 @@ def _with_formats(
 def row_settings_line(plan: InputPlan) -> str | None:
     """Return settings_line of the plan's columns; requests of batch files are not columns."""
     entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
-    names = {name for entry in entries for name, type_ in entry.types.items() if not pa.types.is_null(type_)}
+    names = {
+        name
+        for entry in entries
+        for name, type_ in entry.types.items()
+        if not pa.types.is_null(type_)
+    }
     return settings_line(names & ROW_SETTINGS)
 
 
@@ -319,7 +407,10 @@ def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Yield every row of the input in order, good or bad, with its request and carried columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
-        yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        yield from (
+            dict(zip(table.schema.names, values, strict=True))
+            for values in zip(*columns, strict=True)
+        )
 
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
@@ -332,7 +423,9 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
     if on_unknown == "carry":
         return
     paths = (plan.reader.columns.id, *plan.reader.columns.prompts.values())
-    mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
+    mapped = {
+        name for path in paths for name in (path.names if path.parent is None else [path.text])
+    }
     num_rows = plan.rows_by_file
     problems: dict[str, str] = {}
     for file in plan.files:
@@ -342,7 +435,11 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
                 problem = f"{location}: column {column!r} ({text}) is a request parameter that rows cannot set here"
                 problems.setdefault(column, problem)
     if problems and on_unknown == "refuse":
-        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in problems.items()))
+        raise ConfigError(
+            "\n".join(
+                f"{problem}. {remedy_of_unread(column)}" for column, problem in problems.items()
+            )
+        )
     for problem in problems.values():
         log.warning("%s. It is treated as data.", problem)
 

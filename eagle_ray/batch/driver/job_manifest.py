@@ -1,12 +1,12 @@
-"""The manifest of a job: what ``_run.json`` says of its configuration and inputs, and which job may resume it.
+"""The manifest of a job (``_run.json``): its configuration and input files, and whether a job may resume it.
 
     with hold(output):
         run = open_run(config, plan.fingerprints)     # check_run, which writes nothing, then begin_run
         with run.recorded_outcome():
             generate(...)
 
-**Finished runs**: the record of one names its plan by its key and the files in data/ by their states. It holds only
-while both are unchanged, and then a second start reads no row.
+**Finished runs**: the record of one names its plan by its key and the files in data/ by their
+states. It holds only while both are unchanged, and then a second start reads no row.
 """
 
 from __future__ import annotations
@@ -35,22 +35,18 @@ from eagle_ray.config import (
 from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import JobError, OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import (
+from eagle_ray.runs.layout import RUN, data_of, output_of, root_of, wrap_os_errors
+from eagle_ray.runs.part_files import part_files
+from eagle_ray.runs.recorded_inputs import (
     FORMAT_WITH_INPUTS,
-    RUN,
     Fingerprint,
     changed_files,
-    data_of,
     input_lists,
-    output_of,
     read_inputs,
-    root_of,
-    wrap_os_errors,
     write_inputs,
 )
-from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.row_index import (
-    INDEX,
+    INDEX_DIRECTORY,
     free_index_name,
     read_index_file,
     write_facts,
@@ -68,16 +64,16 @@ from eagle_ray.runs.run import (
 from eagle_ray.storage.model_files import gguf_file, stored_quantization
 from eagle_ray.storage.path import StoragePath
 
-REMEDY = "choose another output.path, or --overwrite, which deletes its rows"
+OTHER_OUTPUT = "choose another output.path, or --overwrite, which deletes its rows"
 EXISTS_REMEDY = "Choose another output.path, or --resume, or --overwrite, which deletes its rows"
-PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
-FILE = "finished.json"
+RECORDED_PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
+FINISHED_FILE = "finished.json"
 log = logging.getLogger("eagle_ray")
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """What an output holds before a start, which may begin there.
+    """The run in an output directory before a start, and where that start may continue it.
 
     Attributes:
         state: state of the job's run, or of a new one.
@@ -100,15 +96,17 @@ def open_run(
     return begin_run(check_run(config, files, accepted), config, files, check_lock)
 
 
-def check_run(config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str] = ()) -> EarlierRun:
-    """Return what the output holds. Nothing is written.
+def check_run(
+    config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str] = ()
+) -> EarlierRun:
+    """Return the state of the output directory. Nothing is written.
 
     Args:
         files: fingerprints of the input files by path.
         accepted: paths of changed files whose rows were compared with the answers.
 
-    Raises ConfigError if there is output and if_exists is fail, or if the directory cannot be read; OutputMismatch if
-    it is another job's or another program's output.
+    Raises ConfigError if there is output and if_exists is fail, or if the directory cannot be read;
+    OutputMismatch if it is another job's or another program's output.
     """
     output = output_of(config)
     with wrap_os_errors(output):
@@ -125,10 +123,10 @@ def begin_run(
     files: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Begin an attempt at what check_run has found. The caller holds its lease, whose check is check_lock.
+    """Begin an attempt at the run that check_run returned. The caller must hold the output's lease.
 
-    Raises OutputLocked if the run was written since, ConfigError if the directory is not writable, StorageUnavailable
-    if it cannot be written for now.
+    Raises OutputLocked if the run was written since, ConfigError if the directory is not writable,
+    StorageUnavailable if it cannot be written for now.
     """
     with wrap_os_errors(earlier.state.output):
         run = begin_job(earlier.state, config, {**earlier.inputs, **files}, check_lock)
@@ -138,9 +136,12 @@ def begin_run(
 
 
 def resumable(
-    output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
+    output: StoragePath,
+    config: JobConfig,
+    files: Mapping[str, Fingerprint],
+    accepted: Container[str],
 ) -> tuple[RunState, dict[str, Fingerprint]]:
-    """Return what the output holds, and the input files that it was made from. Raises as check_run does."""
+    """Return the run in the output directory and its input files. Raises as check_run does."""
     state = Run.inspect(output)
     if state.manifest is None:
         check_no_foreign_data(output)
@@ -152,7 +153,9 @@ def resumable(
         )
     _check_same_job(output, state.manifest, config)
     noted = read_inputs(output, state.manifest)
-    check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+    check_same_files(
+        output, noted, {path: each for path, each in files.items() if path not in accepted}
+    )
     return state, noted
 
 
@@ -162,11 +165,14 @@ def begin_job(
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
 ) -> Run:
-    """Begin an attempt whatever the directory holds. The caller holds its lease. If it fails, all is as it was.
+    """Begin an attempt, whatever the directory holds. The caller holds the lease. A failure changes nothing.
 
-    First comes the list of input files, which nothing names yet; then ``_run.json``, which names it.
+    First comes the list of input files, which nothing names yet; then ``_run.json``, which names
+    it.
 
-    inputs: all files of the run, also those of earlier attempts that are not asked for now.
+    Args:
+        inputs: all files of the run, including files of earlier attempts that are not asked for
+            now.
     """
     earlier_lists = input_lists(state.output)
     try:
@@ -183,8 +189,10 @@ def begin_job(
     return replace(run, check_lock=check_lock)
 
 
-def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
-    """Return what the manifest says of a job, and write its list of input files."""
+def job_facts(
+    state: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]
+) -> dict[str, Any]:
+    """Write the list of input files, and return the manifest's facts about the job."""
     before = state.manifest or {}
     return {
         "name": before.get("name", config.name),
@@ -192,14 +200,16 @@ def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerpri
         "config_hash": config_hash(config),
         "inputs": write_inputs(state.output, inputs, before.get("inputs")),
         "target_quantization": _target_quantization(config),
-        "models": {name: _model_files(name) for name in (config.model.target, *config.model.drafts)},
+        "models": {
+            name: _model_files(name) for name in (config.model.target, *config.model.drafts)
+        },
         "versions": library_versions(),
         "hardware": _hardware(),
     }
 
 
 def remove_unused_lists(lists: Iterable[StoragePath], used: str) -> None:
-    """Delete lists of input files that were there before this attempt began: a later driver may write others."""
+    """Delete lists of input files that existed before this attempt. Newer ones belong to a later driver."""
     with suppress(OSError):
         for file in lists:
             if file.name != used:
@@ -209,21 +219,27 @@ def remove_unused_lists(lists: Iterable[StoragePath], used: str) -> None:
 def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
     """Check that a resume asks for the completions of the earlier run."""
     if (format_version := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
-        raise OutputMismatch(f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {REMEDY}")
+        raise OutputMismatch(
+            f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {OTHER_OUTPUT}"
+        )
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
         check_config_hash(output, old)
-        changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
-        raise OutputMismatch(f"{output} belongs to another configuration ({changes}): {REMEDY}")
+        changes = "; ".join(
+            f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys
+        )
+        raise OutputMismatch(
+            f"{output} belongs to another configuration ({changes}): {OTHER_OUTPUT}"
+        )
     _check_same_weights(output, old, _target_quantization(config))
 
 
 def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
-    """Raise OutputDamaged if the recorded configuration is not the one that was written, as its hash tells.
+    """Raise OutputDamaged if the recorded configuration does not have the recorded hash.
 
     Nothing tells for a record of another release, whose hash may be of other keys.
     """
-    is_own_release = record["versions"].get(PACKAGES[0]) == _version(PACKAGES[0])
+    is_own_release = record["versions"].get(RECORDED_PACKAGES[0]) == _version(RECORDED_PACKAGES[0])
     if is_own_release and is_hash_of_another(record["config"], record["config_hash"]):
         raise OutputDamaged(
             f"{output / RUN} is damaged (its configuration has another hash than it says): {RUN_REMEDY}"
@@ -231,7 +247,7 @@ def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
 
 
 def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | None) -> None:
-    """Check that the target is quantised as it was: its outputs are others otherwise.
+    """Raise OutputMismatch if the target is quantised differently than before, since its outputs would change.
 
     Older releases did not record it, and dequantised GGUF files.
     """
@@ -239,14 +255,16 @@ def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | Non
     before = old.get("target_quantization", unrecorded)
     if before != now and "unknown" not in (before, now):
         raise OutputMismatch(
-            f"{output} was made with a target of other weights (quantization: was {before}, now {now}): {REMEDY}"
+            f"{output} was made with a target of other weights (quantization: was {before}, now {now}): {OTHER_OUTPUT}"
         )
 
 
 def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Check that a resume has the earlier run's files; new files are added."""
     if changed := changed_files(old, new):
-        raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
+        raise OutputMismatch(
+            f"input changed since {output} was made from it: {changed}: put it back, {OTHER_OUTPUT}"
+        )
 
 
 def check_no_foreign_data(output: StoragePath) -> None:
@@ -276,7 +294,7 @@ def check_no_table(output: StoragePath) -> None:
 
 
 def _table_kind(place: StoragePath) -> str | None:
-    """Return what table a directory is. What may not be looked at, as above one's own directories, is none."""
+    """Return "a Delta" or "an Iceberg" if a directory is such a table, else None, also if it may not be read."""
     try:
         if (place / "_delta_log").is_directory():
             return "a Delta"
@@ -292,14 +310,17 @@ def _value_at(tree: Any, dotted: str) -> Any:
 
 
 def _model_files(name: str) -> dict[str, dict[str, int]]:
-    """Size and time of a local model's files: what stood under that name. An embedded one comes with the version."""
+    """Return the size and time of a local model's files, by which a changed model is noticed."""
     path = Path(name)
     files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.is_file())
-    return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
+    return {
+        file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns}
+        for file in files
+    }
 
 
 def _target_quantization(config: JobConfig) -> str | None:
-    """Return how the target is quantised whose plain decoding gives the run's outputs; None if it is not.
+    """Return the quantization of the target that decodes the run's outputs, or None for plain weights.
 
     A model that is no file here is "unknown": workers get it from storage or the hub.
     """
@@ -307,7 +328,7 @@ def _target_quantization(config: JobConfig) -> str | None:
     if model.quantization != "none":
         stored: str | None = f"{model.quantization}, rounded when it is loaded"
     elif model.dtype == "float32":
-        stored = None  # whatever the files hold is dequantised
+        stored = None  # the files' weights are dequantised
     elif model.target == SMOLLM2:
         file = gguf_file()
         stored = None if file is None else stored_quantization(file)
@@ -321,7 +342,9 @@ def _target_quantization(config: JobConfig) -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: _version(name) for name in RECORDED_PACKAGES
+    }
 
 
 def _version(package: str) -> str:
@@ -336,12 +359,13 @@ def _hardware() -> dict[str, Any]:
 
 
 def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousRun:
-    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten.
+    """Return the state that earlier attempts left. If the output will be overwritten, only the input's index.
 
-    is_index_damaged: the index cannot be used, nor what it says of a finished run.
+    Args:
+        is_index_damaged: the index cannot be used, nor what it says of a finished run.
     """
     output = output_of(config)
-    index = None if is_index_damaged else output / INDEX
+    index = None if is_index_damaged else output / INDEX_DIRECTORY
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
             if manifest := Run.inspect(output).manifest:
@@ -352,7 +376,7 @@ def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousR
 
 def finished_key(output: StoragePath) -> str | None:
     """Return the key of the plan whose rows the files hold, all of them and once, or None if that is not on record."""
-    finished = read_index_file(output / INDEX / FILE)
+    finished = read_index_file(output / INDEX_DIRECTORY / FINISHED_FILE)
     if finished is None or finished.get("files") != files_key(output):
         return None
     return finished.get("key")
@@ -361,14 +385,16 @@ def finished_key(output: StoragePath) -> str | None:
 def record_finished(output: StoragePath, key: str, counted: str) -> None:
     """Record that the files hold every row of the plan with this key.
 
-    counted: the key of the files before they were counted, so that the record does not hold for a late file.
+    Args:
+        counted: the key of the files before they were counted, so that the record does not hold for
+            a late file.
     """
-    write_facts(output / INDEX / FILE, {"key": key, "files": counted})
+    write_facts(output / INDEX_DIRECTORY / FINISHED_FILE, {"key": key, "files": counted})
 
 
 def remove_finished(output: StoragePath) -> None:
     """Delete the record, so that the next start counts the rows."""
-    (output / INDEX / FILE).remove()
+    (output / INDEX_DIRECTORY / FINISHED_FILE).remove()
 
 
 def files_key(output: StoragePath) -> str:

@@ -1,8 +1,10 @@
-"""JobPlan: what a job will do, read and checked before its output is touched.
+"""JobPlan: the work of a job, read and checked before anything is written.
 
-with SpareEngine() as spare:
-    plan = plan_job(load_config("job.yaml"), spare)
-    plan.input.num_rows        # 480
+The spare process checks the models meanwhile:
+
+    with SpareEngine() as spare:
+        plan = plan_job(load_config("job.yaml"), spare)
+        plan.input.num_rows        # 480
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
-from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
+from eagle_ray.batch.driver.input_plan import (
+    InputPlan,
+    check_not_empty,
+    plan_input,
+    request_rows,
+    row_settings_line,
+)
 from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output
@@ -19,7 +27,7 @@ from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
-from eagle_ray.runs.part_files import Partitions
+from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -27,7 +35,7 @@ log = logging.getLogger("eagle_ray")
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What a job will do.
+    """The work of a job.
 
     Attributes:
         output: the directory of the run's record, that of the shard if the job has one.
@@ -65,17 +73,26 @@ class JobPlan:
         self.spare.check_models()
 
     def log_settings(self) -> None:
-        """Log what a user may not expect of the rows that will be generated."""
+        """Log settings that may surprise a user, once, before rows are generated."""
         if (line := row_settings_line(self.input)) is not None:
             log.info("%s", line)
-        if (note := plain_decoding_note(self.config.speculative.merged_methods, self.config.model.drafts)) is not None:
+        if not self.config.engine.is_own:
+            return
+        if (
+            note := plain_decoding_note(
+                self.config.speculative.merged_methods, self.config.model.drafts
+            )
+        ) is not None:
             log.info("%s: %s", self.config.model.target, note)
 
 
 def plan_job(
-    config: JobConfig, spare: SpareEngine, retry_errors: bool = False, is_index_damaged: bool = False
+    config: JobConfig,
+    spare: SpareEngine,
+    retry_errors: bool = False,
+    is_index_damaged: bool = False,
 ) -> JobPlan:
-    """Scan the input and check it against the output. Nothing is written. Raises ConfigError for what cannot work.
+    """Scan the input and compare it with the output. Nothing is written. Raises ConfigError for an impossible job.
 
     Args:
         spare: not started yet; the caller ends it.
@@ -87,13 +104,15 @@ def plan_job(
     previous = previous_run(config, is_index_damaged)
     if previous.finished_key is None:
         spare.start(config)  # rows are missing, it seems
-    input_plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
+    input_plan = plan_input(
+        config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config))
+    )
     is_finished = input_plan.key == previous.finished_key
     return _checked(JobPlan(config, output, input_plan, retry_errors, is_finished, spare))
 
 
 def plan_for_validation(config: JobConfig) -> JobPlan:
-    """Do what plan_job does in this process, and check every row, as if no earlier attempt had finished."""
+    """Plan the job in this process and check every row, ignoring that an earlier attempt may have finished."""
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
     previous = replace(previous_run(config), finished_key=None)

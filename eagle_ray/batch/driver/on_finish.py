@@ -1,7 +1,7 @@
-"""on_finish: tell a command or a web server how a run ended.
+"""on_finish: notify a command or a webhook when a run has ended.
 
-Whatever fails here is one warning: it never changes the exit code. A webhook's URL may hold secrets, so only its scheme
-and host are ever shown.
+Whatever fails here is one warning: it never changes the exit code. A webhook's URL may hold
+secrets, so only its scheme and host are ever shown.
 
     tell(config, ending)      # the RunResult of run_job
 """
@@ -32,20 +32,44 @@ from eagle_ray.runs.job_errors import RunResult
 
 log = logging.getLogger("eagle_ray")
 STDERR = 2  # the number of the file
-VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
+VARIABLE_PREFIX = "EAGLE_RAY_"  # prefix of the name of each fact in the command's environment
 
 
 def tell(config: JobConfig, ending: RunResult) -> None:
     """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
-    hooks, facts = config.on_finish, facts_of(config, ending)
+    _tell(config, facts_of(config, ending))
+
+
+def _tell(config: JobConfig, facts: dict[str, Any]) -> None:
+    hooks = config.on_finish
     if hooks.command is not None:
-        _attempt(f"command {hooks.command[0]!r}", partial(_run, hooks.command, facts, hooks.timeout_s))
+        _attempt(
+            f"command {hooks.command[0]!r}", partial(_run, hooks.command, facts, hooks.timeout_s)
+        )
     if hooks.webhook is not None:
-        _attempt(f"webhook {shown(hooks.webhook)}", partial(_post, hooks.webhook, facts, hooks.timeout_s))
+        _attempt(
+            f"webhook {shown(hooks.webhook)}", partial(_post, hooks.webhook, facts, hooks.timeout_s)
+        )
+
+
+def tell_warning(config: JobConfig, warning: str, line: str) -> None:
+    """Tell, in a thread of its own, what a job that runs is warned of, if on_finish.warnings is set.
+
+    Args:
+        warning: late, over or nearly_spent, in the place of an outcome.
+    """
+    if not config.on_finish.warnings:
+        return
+    nothing = dict.fromkeys(("exit_code", "rows", "errors", "restarts"))
+    facts = {"name": config.name, "output": config.output.path, **nothing}
+    facts |= {"outcome": warning, "reason": line}
+    threading.Thread(
+        target=_tell, args=(config, facts), name="eagle-ray-warning", daemon=True
+    ).start()
 
 
 def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:
-    """Return what is told. A fact that is not known is null, and empty in the environment."""
+    """Return the facts for the notification. Unknown facts are null, and empty in the environment."""
     return {"name": config.name, "output": config.output.path} | ending.as_json()
 
 
@@ -61,12 +85,12 @@ def _attempt(name: str, work: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         accept_interrupt()
         log.warning("on_finish: the %s was interrupted", name)
-    except Exception as error:  # of whatever kind: the run has ended as it has
+    except Exception as error:  # any kind: it cannot change how the run has ended
         log.warning("on_finish: the %s failed: %s", name, _reason(error))
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without parts that may repeat a URL or an argument."""
+    """Return the error's message without the parts that may repeat a URL or an argument."""
     if isinstance(error, HTTPError):
         return f"HTTP status {error.code}"
     if isinstance(error, URLError):
@@ -82,7 +106,10 @@ class HookError(Exception):
 
 def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
     """Run the command with the facts in its environment and on its stdin; its output goes to stderr."""
-    variables = {VARIABLE + name.upper(): "" if value is None else str(value) for name, value in facts.items()}
+    variables = {
+        VARIABLE_PREFIX + name.upper(): "" if value is None else str(value)
+        for name, value in facts.items()
+    }
     output = STDERR if has_reader(STDERR) else subprocess.DEVNULL  # SIGPIPE would end the command
     process = subprocess.Popen(
         command,
@@ -107,7 +134,7 @@ def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
 
 
 def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
-    """POST the facts as JSON. A thread does it, since urllib's own timeout is for each read, not for all of it."""
+    """Send the facts as JSON by POST, in a thread: urllib's timeout limits each read and not the request."""
     failed: list[Exception] = []
 
     def send() -> None:
@@ -127,7 +154,7 @@ def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Return whether urllib gave up waiting: it wraps what happened while it connects."""
+    """Return whether urllib timed out. It wraps the error if it was still connecting."""
     return isinstance(error.reason if isinstance(error, URLError) else error, TimeoutError)
 
 

@@ -1,8 +1,10 @@
-"""Environment variables that Ray reads at import, so they must be set before it. Does not import Ray.
+"""Set environment variables that Ray reads when it is imported. This module does not import Ray.
 
-address = prepare_ray_environment("auto")
-from eagle_ray.batch.driver.cluster import connect
-connect(address)
+So the cluster's module, which imports Ray, is imported afterwards:
+
+    address = prepare_ray_environment("auto")
+    from eagle_ray.batch.driver.cluster import connect
+    connect(address)
 """
 
 from __future__ import annotations
@@ -29,31 +31,34 @@ QUIET_VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning at each start
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # else Ray's core logs an error about Ray Data's own actors at each start
 }
-LOOPBACK_VARIABLES = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
-}  # else Ray takes 127.0.0.1 for the machine's own address
+# Without these Ray takes 127.0.0.1 for the machine's own address.
+LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ELSEWHERE = ("10.255.255.255", 9)  # any address beyond this machine; nothing is sent to it
-ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+# Seconds of a connection, not of a cluster: Ray itself waits for minutes and then ends the process.
+ANSWERS_WITHIN_S = 5.0
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below the temporary directory
 MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
 MAX_TMPDIR_BYTES = MAX_SOCKET_BYTES - len(SOCKET)
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp")
 MODULES = "PYTHONPATH"
-MODE = "RAY_AUTH_MODE"  # which Ray sets when it starts a cluster
-variables_before: dict[str, str | None] = {}  # what the user had set for the variables that were set here
+MODE = "RAY_AUTH_MODE"  # Ray sets it when it starts a cluster
+# The user's values of the variables that were set here.
+variables_before: dict[str, str | None] = {}
 
 
 def prepare_ray_environment(address: str) -> str:
     """Set the variables and return the address to connect to, as resolve_address does.
 
-    QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1. Raises ConfigError
-    if Ray cannot be started on this machine.
+    QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1.
+    Raises ConfigError if Ray cannot be started on this machine.
     """
     address = resolve_address(address)
     variables = {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
     if address == LOCAL:
-        variables |= LOOPBACK_VARIABLES | _directory_variable() | _token_variable() | _module_variable()
+        variables |= (
+            LOOPBACK_VARIABLES | _directory_variable() | _token_variable() | _module_variable()
+        )
     elif _is_on_loopback_alone(address):
         variables |= LOOPBACK_VARIABLES
     for name in (*variables, MODE):
@@ -63,11 +68,17 @@ def prepare_ray_environment(address: str) -> str:
 
 
 def user_environment() -> dict[str, str]:
-    """Return the environment as the user set it, for a command of the user: with our token it would reach no cluster
-    of theirs.
+    """Return the environment as the user set it, for a command of the user: with our token it would
+    reach no cluster of theirs.
     """
-    environment = dict(os.environ) | {name: value for name, value in variables_before.items() if value is not None}
-    return {name: value for name, value in environment.items() if variables_before.get(name, value) is not None}
+    environment = dict(os.environ) | {
+        name: value for name, value in variables_before.items() if value is not None
+    }
+    return {
+        name: value
+        for name, value in environment.items()
+        if variables_before.get(name, value) is not None
+    }
 
 
 def resolve_address(address: str) -> str:
@@ -78,15 +89,21 @@ def resolve_address(address: str) -> str:
 def temporary_directory(environ: Mapping[str, str] = os.environ) -> str:
     """Return the directory for the files of a Ray that is started on this machine.
 
-    It is RAY_TMPDIR, or TMPDIR, or a short one if the names of Ray's sockets below TMPDIR would be too long. Raises
-    ConfigError if it cannot be used.
+    It is RAY_TMPDIR, or TMPDIR, or a short one if the names of Ray's sockets below TMPDIR would be
+    too long. Raises ConfigError if it cannot be used.
     """
     name = TMPDIR if environ.get(TMPDIR) else "TMPDIR"
     wanted = environ.get(name) or SHORT_DIRECTORIES[0]
     if problem := _problem_of(wanted):
-        others = [] if name == TMPDIR else [other for other in SHORT_DIRECTORIES if not _problem_of(other)]
+        others = (
+            []
+            if name == TMPDIR
+            else [other for other in SHORT_DIRECTORIES if not _problem_of(other)]
+        )
         if not others:
-            raise ConfigError(f"{name}: {problem}. Set {TMPDIR} to another directory for Ray's files, such as /tmp.")
+            raise ConfigError(
+                f"{name}: {problem}. Set {TMPDIR} to another directory for Ray's files, such as /tmp."
+            )
         return others[0]
     return wanted
 
@@ -117,7 +134,7 @@ def _directory_variable() -> dict[str, str]:
 
 
 def _module_variable() -> dict[str, str]:
-    """Return this process's module path if it was told to ignore PYTHONPATH (``python -I``): Ray's workers were not."""
+    """Return PYTHONPATH for Ray's workers if this process ignores its own (``python -I``), else nothing."""
     return {MODULES: os.pathsep.join(module_directories())} if sys.flags.ignore_environment else {}
 
 
@@ -144,7 +161,7 @@ def _is_on_loopback_alone(address: str) -> bool:
 
 
 def own_host() -> str:
-    """Return this machine's address as other machines see it, or 127.0.0.1 if it has no other."""
+    """Return the address of this machine in its network, or 127.0.0.1 without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(ELSEWHERE)

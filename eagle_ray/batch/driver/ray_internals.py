@@ -1,8 +1,10 @@
 """Parts of Ray that are not public. A version without one costs a feature, which the log names, and never a start.
 
-with replaced("_private.node.Node", {"start_monitor": nothing}, without="Ray starts processes that are not used"):
-    ray.init()
-node_part("raylet_socket_name", without="the end of a raylet is noticed late")
+`without` says what a missing part costs:
+
+    with replaced("_private.node.Node", {"start_monitor": nothing}, without="unused processes start"):
+        ray.init()
+    node_part("raylet_socket_name", without="the end of a raylet is noticed late")
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from typing import Any
 import ray
 
 log = logging.getLogger("eagle_ray")
-NODE = "_private.worker._global_node"  # what this process knows of its node; None before ray.init, and for a Ray Client
+NODE = "_private.worker._global_node"  # record of this process's node; None before ray.init and for a Ray Client
 
 
 def ray_part(path: str, without: str) -> Any | None:
-    """Return what a module of Ray has, or None if this version lacks it.
+    """Return an attribute of a private module of Ray, or None if this version has no such attribute.
 
     Args:
         path: its path below `ray`.
@@ -41,7 +43,7 @@ def log_missing(path: str, without: str) -> None:
 
 
 def node_part(name: str, without: str) -> Any | None:
-    """Return what Ray's record of this process's node has by this name, called if it is a method; None without one."""
+    """Return an attribute of Ray's record of this node (called if it is a method), or None without one."""
     node = ray_part(NODE, without)
     if node is None:
         return None
@@ -54,7 +56,7 @@ def node_part(name: str, without: str) -> Any | None:
 
 @contextmanager
 def replaced(path: str, parts: Mapping[str, Any], without: str) -> Iterator[None]:
-    """Replace parts of a module or class while the context lasts. Those that this version lacks are left out."""
+    """Replace parts of a module or class while the context lasts. Parts that this version lacks are left out."""
     owner = ray_part(path, without)
     before = {name: getattr(owner, name) for name in parts if hasattr(owner, name)}
     if owner is not None:

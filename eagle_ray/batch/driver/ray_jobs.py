@@ -1,7 +1,7 @@
 """Ray jobs: submit a job to a Ray cluster over HTTP and follow it to its end.
 
-The cluster gets a working directory with the resolved configuration and this package: its nodes need our
-dependencies only. The job's exit code is the exit code of the process.
+The cluster gets a working directory with the resolved configuration and this package: its nodes
+need our dependencies only. The job's exit code is the exit code of the process.
 
     code = submit(config, "http://127.0.0.1:8265", follow=True)
     # submitted as raysubmit_6vHbeXjhHnwpBVpe
@@ -35,7 +35,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import RESUME, ClusterError
 
 CONFIG_FILE = "job.yaml"
-POLL_S = 1.0
+JOB_POLL_S = 1.0
 MAX_TRIES = 5  # to reach a cluster that answered before
 FALLBACK_EXIT_CODE = 5  # the exit code of a job whose process left none
 INTERRUPTED_EXIT_CODE = 130
@@ -47,18 +47,32 @@ EXCLUDED_FILES = ["**/__pycache__/**"]
 def submit(config: JobConfig, address: str | None, flags: list[str], follow: bool) -> int:
     """Submit the job and return its exit code, or 0 at once if it is not followed.
 
-    address: http://host:port of the cluster's dashboard; None: RAY_API_SERVER_ADDRESS or RAY_ADDRESS. flags: of
-    ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster responds, ConfigError if the
-    address is invalid or the cluster refuses the token.
+    Raises ClusterError if no cluster responds, ConfigError if the address is invalid or the cluster
+    refuses the token.
+
+    Args:
+        address: http://host:port of the cluster's dashboard; None: RAY_API_SERVER_ADDRESS or
+            RAY_ADDRESS.
+        flags: flags of ``eagle-ray run``, besides the configuration.
     """
-    os.environ.update({name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ})
+    os.environ.update(
+        {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
+    )
     client = _client(address)
     with _working_directory(config) as directory:
         package = str(Path(eagle_ray.__file__).parent)
-        environment = {"working_dir": directory, "py_modules": [package], "excludes": EXCLUDED_FILES}
-        entrypoint = shlex.join([_python_executable(client), "-m", "eagle_ray.cli", "run", "-c", CONFIG_FILE, *flags])
+        environment = {
+            "working_dir": directory,
+            "py_modules": [package],
+            "excludes": EXCLUDED_FILES,
+        }
+        entrypoint = shlex.join(
+            [_python_executable(client), "-m", "eagle_ray.cli", "run", "-c", CONFIG_FILE, *flags]
+        )
         with _wrap_client_errors(address):
-            job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": config.name})
+            job = client.submit_job(
+                entrypoint=entrypoint, runtime_env=environment, metadata={"name": config.name}
+            )
     print(f"submitted as {job}", flush=True)
     if not follow:
         return 0
@@ -77,7 +91,9 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
     absolute = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return config.model_copy(
         update={
-            "input": config.input.model_copy(update={"path": absolute[0] if isinstance(paths, str) else absolute}),
+            "input": config.input.model_copy(
+                update={"path": absolute[0] if isinstance(paths, str) else absolute}
+            ),
             "output": config.output.model_copy(update={"path": _absolute(config.output.path)}),
             "execution": config.execution.model_copy(update={"ray_address": "auto"}),
         }
@@ -87,7 +103,11 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
 def check_output_outlives_job(config: JobConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if a Ray job would write into its working directory, a copy that is deleted with the job."""
     path = config.output.path
-    if RAY_JOB_VARIABLE in environ and path == _relative(path) and "runtime_resources" in os.getcwd():
+    if (
+        RAY_JOB_VARIABLE in environ
+        and path == _relative(path)
+        and "runtime_resources" in os.getcwd()
+    ):
         raise ConfigError(
             f"output.path: {path!r} is relative, and this job runs in a copy of its working directory, which Ray "
             "deletes: give an absolute path that every node sees, or s3://"
@@ -109,20 +129,25 @@ def _relative(path: str) -> str | None:
 def _working_directory(config: JobConfig) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         settings = with_absolute_paths(config).model_dump(mode="json")
-        (Path(directory) / CONFIG_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), "utf-8")
+        (Path(directory) / CONFIG_FILE).write_text(
+            yaml.safe_dump(settings, allow_unicode=True), "utf-8"
+        )
         yield directory
 
 
 def _client(address: str | None) -> Any:
-    from ray.job_submission import JobSubmissionClient  # seconds of imports: only where there is a job to submit
+    # These imports take seconds, so they are made only if there is a job to submit.
+    from ray.job_submission import (
+        JobSubmissionClient,
+    )
 
     with _wrap_client_errors(address):
         return JobSubmissionClient(address)
 
 
 def _python_executable(client: Any) -> str:
-    """Return this interpreter for a cluster on this machine, since it may not be on its PATH; else the
-    cluster's own.
+    """Return this interpreter for a cluster on this machine, since it may not be on its PATH; else
+    the cluster's own.
     """
     return sys.executable if urlsplit(client.get_address()).hostname in LOOPBACK_HOSTS else "python"
 
@@ -136,10 +161,17 @@ def _wrap_client_errors(address: str | None) -> Iterator[None]:
         yield
     except (AuthenticationError, RuntimeError, ValueError, OSError) as error:
         kind = ConfigError if isinstance(error, (AuthenticationError, ValueError)) else ClusterError
-        where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "no address"
+        where = (
+            address
+            or os.environ.get("RAY_API_SERVER_ADDRESS")
+            or os.environ.get("RAY_ADDRESS")
+            or "no address"
+        )
         first = str(error).strip().partition("\n")[0]
         remedy = TOKEN_REMEDY if isinstance(error, AuthenticationError) else DASHBOARD_REMEDY
-        raise kind(f"--address {where}: no Ray cluster takes the job there ({first}): {remedy}") from None
+        raise kind(
+            f"--address {where}: no Ray cluster takes the job there ({first}): {remedy}"
+        ) from None
 
 
 async def _print_log(client: Any, job: str) -> None:
@@ -150,13 +182,15 @@ async def _print_log(client: Any, job: str) -> None:
         async for lines in client.tail_job_logs(job):
             print(lines, end="", flush=True)
     except (ClientError, RuntimeError, OSError) as error:
-        print(f"{job}: its log cannot be followed any more ({error}); waiting for its end", flush=True)
+        print(
+            f"{job}: its log cannot be followed any more ({error}); waiting for its end", flush=True
+        )
 
 
 def _exit_code(client: Any, job: str) -> int:
     """Return the exit code of the job's process once it has ended."""
     while not (info := _job_info(client, job)).status.is_terminal():
-        time.sleep(POLL_S)
+        time.sleep(JOB_POLL_S)
     if info.status == "STOPPED":
         print(f"{job} was stopped. {RESUME}", flush=True)
         return INTERRUPTED_EXIT_CODE
@@ -172,6 +206,6 @@ def _job_info(client: Any, job: str) -> Any:
         try:
             return client.get_job_info(job)
         except (ConnectionError, RuntimeError):  # a head that is busy: it answers later
-            time.sleep(POLL_S)
+            time.sleep(JOB_POLL_S)
     with _wrap_client_errors(None):
         return client.get_job_info(job)

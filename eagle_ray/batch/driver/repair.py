@@ -1,8 +1,8 @@
 """Repair an output whose record is lost or damaged: adopt the rows in ``data/``, so that the run can be resumed.
 
-The rows say which run and attempts made them, when, and with which configuration hash. The configuration itself must
-be given; it is compared with that hash. What nothing says is not recorded: how an attempt ended, and what the input
-files held at that time.
+The rows say which run and attempts made them, when, and with which configuration hash. The
+configuration itself must be given; it is compared with that hash. What nothing says is not
+recorded: how an attempt ended, and what the input files held at that time.
 
     print(repair_output(load_config("job.yaml")))      # runs/a: adopted run 5f0c2a91d3b7 ...
 """
@@ -34,40 +34,61 @@ from eagle_ray.runs.layout import (
     claim_output,
     data_of,
     output_of,
-    read_inputs,
     root_of,
 )
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
+from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run, RunState, new_manifest, now_text, version_of
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 DAMAGED_COPY = f"{RUN}.damaged"
 OUTCOME = "repaired"
-STATED = ("target_model", "draft_model", "method")  # what rows say of their configuration, in plain words
+# What rows say of their configuration, in plain words.
+STATED = (
+    "target_model",
+    "draft_model",
+    "method",
+)
 EPOCH = "1970-01-01T00:00:00+00:00"  # when an attempt began whose rows were never decoded
-ORIGIN_COLUMNS = ["run_id", "attempt", "config_hash", "source_file", *STATED]  # what rows say of the run that made them
-COUNTED = [("status", "count"), ("is_error", "sum"), ("started_at", "min"), ("finished_at", "max"), ("file", "min")]
+# What rows say of the run that made them.
+ORIGIN_COLUMNS = [
+    "run_id",
+    "attempt",
+    "config_hash",
+    "source_file",
+    *STATED,
+]
+COUNTED = [
+    ("status", "count"),
+    ("is_error", "sum"),
+    ("started_at", "min"),
+    ("finished_at", "max"),
+    ("file", "min"),
+]
 
 
 def repair_output(config: JobConfig, trust_config: bool = False) -> str:
-    """Write a manifest for the rows that are there and return what was done, or that nothing was to be done.
+    """Write a manifest for the rows in ``data/``, and return a description of what was done.
 
     Args:
-        trust_config: adopt rows although their configuration hash differs, as after a change of release. Models and
-            method must be equal.
+        trust_config: adopt rows although their configuration hash differs, as after a change of
+            release. Models and method must be equal.
 
     Raises:
         ConfigError: there are no rows.
-        OutputMismatch: the rows are of another configuration or input, of two runs, or of another program.
+        OutputMismatch: the rows are of another configuration or input, of two runs, or of another
+            program.
         OutputLocked: a driver writes the output.
     """
     output = output_of(config)
     if config.execution.shard is None:
         check_not_sharded(root_of(output))
     if not part_files(data_of(output)):
-        raise ConfigError(f"{output}: there are no rows in {data_of(output)}: nothing to adopt. Run the job.")
+        raise ConfigError(
+            f"{output}: there are no rows in {data_of(output)}: nothing to adopt. Run the job."
+        )
     free = free_output(output)
     damage = _damage_of(output)
     if damage is None:
@@ -89,7 +110,9 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
         run = begin_job(state, config, plan.fingerprints, lease.check)
         remove_finished(output)
         run.record({"finished_at": now_text(), "outcome": OUTCOME})
-        return "\n".join([f"{output.display_path}: {damage}", *_report(run, origins, plan, index, is_complete)])
+        return "\n".join(
+            [f"{output.display_path}: {damage}", *_report(run, origins, plan, index, is_complete)]
+        )
 
 
 def _damage_of(output: StoragePath) -> str | None:
@@ -111,11 +134,15 @@ def _origins_in(output: StoragePath) -> tuple[OutputIndex, pa.Table]:
     """
     data = data_of(output)
     index = OutputIndex.read(data)  # refuses the files that cannot be read, by name
-    if data == root_of(output) / DATA and (shards := data.glob(f"{SHARD_DATA_PREFIX}*/**/*.parquet")):
+    if data == root_of(output) / DATA and (
+        shards := data.glob(f"{SHARD_DATA_PREFIX}*/**/*.parquet")
+    ):
         raise OutputMismatch(f"{shards[0]} is a shard's. Repair each shard with its --shard i/n.")
     tables = []
     for file, table in zip(
-        index.files, read_tables(data, [*ORIGIN_COLUMNS, "status", "started_at", "finished_at"]), strict=True
+        index.files,
+        read_tables(data, [*ORIGIN_COLUMNS, "status", "started_at", "finished_at"]),
+        strict=True,
     ):
         table = table.append_column("is_error", pc.equal(table["status"], "error"))
         table = table.append_column("file", pa.array([file.name] * len(table), pa.string()))
@@ -124,13 +151,22 @@ def _origins_in(output: StoragePath) -> tuple[OutputIndex, pa.Table]:
 
 
 def _check_one_run(output: StoragePath, origins: pa.Table) -> None:
-    runs = origins.group_by("run_id").aggregate([("file_min", "min")]).sort_by("file_min_min").to_pylist()
+    runs = (
+        origins.group_by("run_id")
+        .aggregate([("file_min", "min")])
+        .sort_by("file_min_min")
+        .to_pylist()
+    )
     if len(runs) > 1:
         names = ", ".join(f"{run['run_id']} (such as {run['file_min_min']})" for run in runs)
-        raise OutputMismatch(f"{output} has rows of {len(runs)} runs: {names}. Move the files of all but one away.")
+        raise OutputMismatch(
+            f"{output} has rows of {len(runs)} runs: {names}. Move the files of all but one away."
+        )
 
 
-def _check_config(output: StoragePath, origins: pa.Table, config: JobConfig, trust_config: bool) -> None:
+def _check_config(
+    output: StoragePath, origins: pa.Table, config: JobConfig, trust_config: bool
+) -> None:
     """Refuse a configuration that did not make the rows, and show what the rows say of theirs."""
     given, hashes = config_hash(config), _values(origins, "config_hash")
     if hashes == [given]:
@@ -169,16 +205,24 @@ def _state_from(output: StoragePath, origins: pa.Table) -> RunState:
     version = version_of(output / RUN)
     [run_id] = _values(origins, "run_id")
     attempts = _attempts_in(origins)
-    notes = [read_json_object(output / name) or {} for name in (PROGRESS, SUMMARY, RUN)]
-    noted = [note.get("attempt") for note in notes if note.get("run_id") == run_id]  # one may have made no row
-    last = max(number for number in [*noted, attempts[-1]["attempt"]] if isinstance(number, int))
+
+    # An attempt may have made no row, so other files may know a later one.
+    numbers = [attempts[-1]["attempt"]]
+    for name in (PROGRESS, SUMMARY, RUN):
+        note = read_json_object(output / name) or {}
+        if note.get("run_id") == run_id:
+            numbers.append(note.get("attempt"))
+    last = max(number for number in numbers if isinstance(number, int))
+
     facts = {"run_id": run_id, "created_at": attempts[0]["started_at"], "attempts": attempts}
     return RunState(output, version, new_manifest(last) | facts)
 
 
 def _attempts_in(origins: pa.Table) -> list[dict[str, Any]]:
-    """Return the attempts without outcomes, as those that were killed have: their writers are waited for."""
-    times = origins.group_by("attempt").aggregate([("started_at_min", "min"), ("finished_at_max", "max")])
+    """Return the attempts that the rows name, without outcomes, so that their writers are waited for."""
+    times = origins.group_by("attempt").aggregate(
+        [("started_at_min", "min"), ("finished_at_max", "max")]
+    )
     began, ended = "started_at_min_min", "finished_at_max_max"
     return [
         {"attempt": each["attempt"], "started_at": _text(each[began]) or EPOCH, "adopted": True}
@@ -187,7 +231,9 @@ def _attempts_in(origins: pa.Table) -> list[dict[str, Any]]:
     ]
 
 
-def _report(run: Run, origins: pa.Table, plan: InputPlan, index: OutputIndex, is_complete: bool) -> list[str]:
+def _report(
+    run: Run, origins: pa.Table, plan: InputPlan, index: OutputIndex, is_complete: bool
+) -> list[str]:
     num_ids, counted = len(plan.rows), count_done(plan.rows, index)
     num_errors = pc.sum(origins["is_error_sum"]).as_py() or 0
     numbers = ", ".join(map(str, sorted(set(origins["attempt"].to_pylist()))))
@@ -198,7 +244,11 @@ def _report(run: Run, origins: pa.Table, plan: InputPlan, index: OutputIndex, is
         f"and {counted.num_others:,} in the files that it does not have",
         "not known, and not recorded: how those attempts ended, their machines, and whether the input has changed "
         "since; its files are recorded as they are now",
-        *([f"{SUCCESS} was there and is removed: the run writes it again after its count"] if is_complete else []),
+        *(
+            [f"{SUCCESS} was there and is removed: the run writes it again after its count"]
+            if is_complete
+            else []
+        ),
         "Run the same configuration to resume.",
     ]
 

@@ -1,7 +1,8 @@
 """Run a batch job: from a configuration to an output directory that holds every row, and an exit code.
 
-A job is planned, claimed, executed and settled (``job_plan``, ``claim``, ``execute``, ``settle``). Ray is imported only
-if rows are missing, and torch only in engines' processes, so a finished job ends in a second.
+A job is planned, claimed, executed and settled (``job_plan``, ``claim``, ``execute``, ``settle``).
+Ray is imported only if rows are missing, and torch only in engines' processes, so a finished job
+ends in a second.
 
     run_to_end(load_config("configs/demo.yaml")).outcome.code      # 0
 """
@@ -17,6 +18,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.batch.driver.claim import claim
+from eagle_ray.batch.driver.job_draft import with_job_draft
 from eagle_ray.batch.driver.job_plan import plan_job
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.settle import settle
@@ -26,7 +28,8 @@ from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging, print_result
-from eagle_ray.report.text import run_table
+from eagle_ray.publishing.publisher import publish_all, publishing
+from eagle_ray.report.run_table import run_table
 from eagle_ray.runs.job_errors import (
     DONE,
     EXPECTED_ERRORS,
@@ -53,26 +56,47 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
         ConfigError: before anything has started.
         JobError: the job cannot be completed.
     """
+    config = with_job_draft(config)
     try:
         return _run_attempt(config, retry_errors)
     except IndexDamaged as error:
         log.warning("the index of %s is built again: %s", config.output.path, error)
-    resumed = config.output.model_copy(update={"if_exists": "resume"})  # what the attempt has made stays
-    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors, is_index_damaged=True)
+    # What the attempt has made stays.
+    resumed = config.output.model_copy(update={"if_exists": "resume"})
+    return _run_attempt(
+        config.model_copy(update={"output": resumed}), retry_errors, is_index_damaged=True
+    )
 
 
-def _run_attempt(config: JobConfig, retry_errors: bool, is_index_damaged: bool = False) -> dict[str, Any]:
-    """Do what run_job does. Raises IndexDamaged, too."""
-    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors, is_index_damaged)) as claimed:
+def _run_attempt(
+    config: JobConfig, retry_errors: bool, is_index_damaged: bool = False
+) -> dict[str, Any]:
+    """Run the four steps of run_job once. Raises IndexDamaged in addition to run_job's errors."""
+    with (
+        SpareEngine() as spare,
+        claim(plan_job(config, spare, retry_errors, is_index_damaged)) as claimed,
+    ):
         if (missing := claimed.missing()) is not None:
-            from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
+            # This imports Ray, whose environment is ready now.
+            from eagle_ray.batch.driver.execute import (
+                execute,
+            )
 
-            execute(claimed, missing)
-        return settle(claimed)
+            with publishing(claimed.run.output, config.output.publish):
+                execute(claimed, missing)
+        summary = settle(claimed)
+    publish_all(claimed.run.output, config.output.publish)
+    return summary
 
 
-def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> RunResult:
-    """Run the job to its end and print its table. fail_on_row_errors: a job with error rows ends with ROW_ERRORS."""
+def run_to_end(
+    config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False
+) -> RunResult:
+    """Run the job to its end and print its table.
+
+    Args:
+        fail_on_row_errors: a job with error rows ends with ROW_ERRORS.
+    """
     began = datetime.now(timezone.utc)
 
     def work() -> str:

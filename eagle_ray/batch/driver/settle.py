@@ -1,6 +1,8 @@
-"""Settle: count the rows of a run again, remove duplicates, make the checks, and write the summary and ``_SUCCESS``.
+"""Settle: recount the rows of a run, remove duplicates, run the checks, write the summary and ``_SUCCESS``.
 
-settle(claimed)["total"]["rows"]      # 480
+It returns what ``_summary.json`` holds:
+
+    settle(claimed)["total"]["rows"]      # 480
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.input_plan import sample_ids
 from eagle_ray.batch.driver.job_manifest import files_key, record_finished
 from eagle_ray.batch.driver.job_plan import join_cluster
-from eagle_ray.batch.driver.status import facts_of_attempt, store_report, stored_summary, summarize_run
+from eagle_ray.batch.driver.status import (
+    facts_of_attempt,
+    store_report,
+    stored_summary,
+    summarize_run,
+)
 from eagle_ray.config import JobConfig
+from eagle_ray.port.spend import drop_answers, spend_summary
 from eagle_ray.runs.job_errors import Incomplete, TooManyErrors
 from eagle_ray.runs.layout import SUMMARY
 from eagle_ray.runs.run import Run
@@ -39,7 +47,11 @@ def settle(claimed: Claim) -> dict[str, Any]:
         plan.check_unchanged()
         summary = there | summarize_run(run)
     summary |= _checks(claimed, there)
+    if not config.engine.is_own:
+        summary["spend"] = spend_summary(run)
     end_run(config, run, summary, claimed.at_end)
+    if not config.engine.is_own:
+        drop_answers(run)
     if counted is not None:
         record_finished(run.output, plan.key, counted)
     return summary
@@ -68,11 +80,18 @@ def remove_duplicates(claimed: Claim) -> str:
         counted = files_key(run.output)
         there = claimed.count()
         for file, ids in there.excess.items():
-            log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
+            log.warning(
+                "%d ids stand twice and are taken out of %s: %s",
+                len(ids),
+                file,
+                sample_ids(ids, plan),
+            )
             run.remove_rows(file, ids, claimed.plan.config.output.compression)
         if there.num_missing:
             names = sample_ids(there.missing, plan)
-            raise Incomplete(f"{there.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
+            raise Incomplete(
+                f"{there.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again"
+            )
         if not there.excess:
             return counted
 
@@ -80,7 +99,11 @@ def remove_duplicates(claimed: Claim) -> str:
 def _checks(claimed: Claim, there: dict[str, Any]) -> dict[str, Any]:
     """Make the CHECKS that the configuration asks for, and return their results; none if the summary has them all."""
     config = claimed.plan.config
-    wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    wanted = {}
+    for name in CHECKS:
+        number = getattr(config.report, name)
+        if number:
+            wanted[name] = number
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
     join_cluster(config)

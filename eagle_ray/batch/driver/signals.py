@@ -1,9 +1,9 @@
-"""Signals that end a job: Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP, and interrupts by the job's own threads.
+"""Turn signals into KeyboardInterrupt: SIGINT, SIGTERM, SIGHUP, and interrupts from the job's own threads.
 
-All raise KeyboardInterrupt in the main thread. Libraries may swallow it, as compiled code does that imports a module.
-So it is raised again every AGAIN_S until the main thread is seen to unwind, and what a half-imported module raises in
-its place counts as the interrupt. Signals that arrive while the main thread unwinds, or later, are ignored, so that the
-job can clean up and report how it ends.
+All raise KeyboardInterrupt in the main thread. Libraries may swallow it, as compiled code does that
+imports a module. So it is raised again every AGAIN_S until the main thread is seen to unwind, and
+what a half-imported module raises in its place counts as the interrupt. Signals that arrive while
+the main thread unwinds, or later, are ignored, so that the job can clean up and report how it ends.
 
     with interruptible():
         work()
@@ -22,8 +22,8 @@ from typing import Any
 
 FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_WITHIN = signal.SIGUSR1
-AGAIN = signal.SIGALRM  # of a timer that runs while an interrupt has not arrived
-AGAIN_S = 0.2  # between two attempts to raise an interrupt
+AGAIN = signal.SIGALRM  # signal of a timer that runs while an interrupt has not arrived
+AGAIN_S = 0.2  # seconds between two attempts to raise an interrupt
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class Interrupts:
     Attributes:
         depth: ``interruptible`` contexts that are open.
         is_from_outside: a signal of FROM_OUTSIDE has arrived in the outermost of them.
-        is_pending: an interrupt was raised, and its exception has not arrived where it ends something.
+        is_pending: an interrupt was raised, and its exception has not arrived where it ends
+            something.
         error_before: the exception that was being handled when the outermost context was entered.
         handlers_before: the handlers to put back.
         alarm_before: the handler of AGAIN to put back.
@@ -54,11 +55,12 @@ _state = Interrupts()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C. Signals that the parent ignores, as under nohup, stay
-    ignored.
+    """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C. Signals that the parent ignores, as
+    under nohup, stay ignored.
 
-    A signal from outside always leaves this context as KeyboardInterrupt, whatever libraries made of it, unless
-    ``accept_interrupt`` was called. Only the main thread gets signals; in another thread nothing changes.
+    A signal from outside always leaves this context as KeyboardInterrupt, whatever libraries made
+    of it, unless ``accept_interrupt`` was called. Only the main thread gets signals; in another
+    thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -88,14 +90,16 @@ def _take_over() -> None:
     _state.error_before = sys.exc_info()[1]
     _state.report_before = sys.unraisablehook
     handlers = {number: signal.getsignal(number) for number in (*FROM_OUTSIDE, FROM_WITHIN)}
-    _state.handlers_before = {n: before for n, before in handlers.items() if before not in (signal.SIG_IGN, None)}
+    _state.handlers_before = {
+        n: before for n, before in handlers.items() if before not in (signal.SIG_IGN, None)
+    }
     sys.unraisablehook = _report_unless_interrupt
     for number in _state.handlers_before:
         signal.signal(number, _interrupted)
 
 
 def _put_back() -> None:
-    """Put back what was taken over."""
+    """Restore the signal handlers."""
     for number, handler in _state.handlers_before.items():
         if signal.getsignal(number) is _interrupted:
             signal.signal(number, handler)
@@ -104,16 +108,17 @@ def _put_back() -> None:
 
 
 def _clear_interrupt() -> None:
-    """Let the process end with its exit code.
+    """Make the process exit with its own exit code although an interrupt was caught before.
 
-    Under ``python -m`` CPython ends by SIGINT instead if an interrupt has left a text that ``exec`` or ``eval`` ran, as
-    dataclasses do while a module is imported, although it was caught later. Running another text clears that.
+    Under ``python -m`` CPython ends by SIGINT instead if an interrupt has left a text that ``exec``
+    or ``eval`` ran, as dataclasses do while a module is imported, although it was caught later.
+    Running another text clears that.
     """
     exec("")
 
 
 def interrupt() -> None:
-    """Interrupt the main thread from any thread, by a real signal, which ends whatever it waits for.
+    """Interrupt the main thread from any thread with a real signal, which also ends a blocking system call.
 
     Outside ``interruptible`` it acts like Ctrl-C.
     """
@@ -144,8 +149,8 @@ def accept_interrupt() -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread if it is still in this context after these seconds, whatever it waits
-    for. Outside ``interruptible``, and in other threads, there is no limit.
+    """Raise TimeoutError in the main thread if it is still in this context after these seconds,
+    whatever it waits for. Outside ``interruptible``, and in other threads, there is no limit.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(FROM_WITHIN) is not _interrupted:
@@ -185,7 +190,7 @@ def ignore_until_exit() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Note the signal, and raise KeyboardInterrupt unless one is on its way. AGAIN arrives until it has arrived."""
+    """Record the signal and raise KeyboardInterrupt, unless one is pending. AGAIN repeats it until it is seen."""
     if number != AGAIN:
         if _state.is_from_outside and not _state.is_pending:
             return  # it has arrived

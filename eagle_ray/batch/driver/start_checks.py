@@ -1,12 +1,12 @@
-"""Checks of a start: what it would make of its output, and whether it may. They read, and write nothing.
+"""Checks before a start: may this job write to its output, and which rows would it generate? Nothing is written.
 
     check_start(plan).needs_rows       # True
 
-**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone. Without an id column, an
-id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, has today's ids
-and would get today's output. An answer from a file that is no longer in the input stands if the input has its row under
-the same id, as after a move. Of a file that is not in the input's index, the whole content must be there under another
-name.
+**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone.
+Without an id column, an id is made from the file's name and the row's number. So tomorrow's
+prompts.jsonl, in another directory, has today's ids and would get today's output. An answer from a
+file that is no longer in the input stands if the input has its row under the same id, as after a
+move. If a file is not in the input's index, its whole content must be there under another name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from itertools import islice
 
 import numpy as np
@@ -22,15 +23,32 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.completeness import Completeness, count_done
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.batch.driver.job_manifest import REMEDY, EarlierRun, check_run, finished_key, resumable
+from eagle_ray.batch.driver.job_manifest import (
+    OTHER_OUTPUT,
+    EarlierRun,
+    check_run,
+    finished_key,
+    resumable,
+)
 from eagle_ray.batch.driver.job_plan import JobPlan
+from eagle_ray.batch.driver.run_bounds import NO_BOUNDS, RunBounds
+from eagle_ray.batch.driver.status import usage_of
 from eagle_ray.config import JobConfig, config_hash
+from eagle_ray.publishing.publisher import check_place
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import Fingerprint, check_claim, content_of, data_of, output_of
+from eagle_ray.runs.layout import check_claim, data_of, output_of
 from eagle_ray.runs.output_index import OutputIndex, error_ids, own_files, rows_by_id
-from eagle_ray.runs.part_files import as_stored, check_part, part_files, read_part, schema_after, schema_of
-from eagle_ray.runs.row_index import EMPTY, INDEX, Digests, Table, digests, isin
+from eagle_ray.runs.part_files import (
+    as_stored,
+    check_part,
+    part_files,
+    read_part,
+    schema_after,
+    schema_of,
+)
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of
+from eagle_ray.runs.row_index import INDEX_DIRECTORY, NO_DIGESTS, Digests, Table, digests, isin
 from eagle_ray.runs.run import stale_files
 from eagle_ray.storage.path import StoragePath
 
@@ -38,9 +56,10 @@ log = logging.getLogger("eagle_ray")
 
 
 def preview_output(plan: InputPlan, config: JobConfig) -> str:
-    """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
+    """Return what a run would do with its output. Raises the run's errors, and OutputDamaged."""
     output = output_of(config)
     check_claim(config)
+    checked_bounds(config)
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
     check_changes(plan, output)
@@ -55,6 +74,18 @@ def preview_output(plan: InputPlan, config: JobConfig) -> str:
     return f"a run would resume run {run_id}"
 
 
+def checked_bounds(config: JobConfig) -> RunBounds:
+    """Return the bounds of a run that starts now. Raises ConfigError if it could begin no row within them."""
+    now = datetime.now(timezone.utc)
+    bounds = RunBounds.of(config.execution, now)
+    usage, is_known = None, True
+    if bounds.max_dollars is not None and config.output.if_exists != "overwrite":
+        with suppress(OSError):  # an output that cannot be read is refused by its name later
+            usage, is_known = usage_of(output_of(config))
+    bounds.check_start(usage, now, is_known)
+    return bounds
+
+
 def check_changes(plan: InputPlan, output: StoragePath) -> None:
     """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
     changed, gone = plan.changes.changed, plan.changes.gone
@@ -64,8 +95,8 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
         raise OutputMismatch(
             f"input changed since {output} was made from it: {number} rows of "
             f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
-            "same ids (-i FILE --retry-errors)."
+            f"new rows at the file's end or in another file; {OTHER_OUTPUT}. Correct error rows in another file, with "
+            "the same ids (-i FILE --retry-errors)."
         )
     for path in plan.changes.rewritten:
         log.info(
@@ -77,11 +108,11 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
 
 
 def _names_of_gone(gone: Mapping[str, Table], output: StoragePath) -> Iterator[str]:
-    """Yield the id of each row that is gone from its file, and its place; after those the rows without a known id.
+    """Yield the id of each missing row and its place; rows of unknown id come last.
 
     The index has digests of ids. The ids themselves are in the output, if the rows were answered.
     """
-    wanted = np.sort(np.concatenate([rows["id"] for rows in gone.values()])) if gone else EMPTY
+    wanted = np.sort(np.concatenate([rows["id"] for rows in gone.values()])) if gone else NO_DIGESTS
     ids = _answered_ids(output, wanted)
     without_id = []
     for path, rows in gone.items():
@@ -102,7 +133,9 @@ def _answered_ids(output: StoragePath, wanted: Digests) -> dict[bytes, str]:
         for file in part_files(data_of(output)) if len(wanted) else ():
             ids = read_part(file, ["request_id"])["request_id"].to_pylist()
             known = digests(ids)
-            answered |= {known[i].item(): ids[i] for i in np.flatnonzero(isin(known, wanted)).tolist()}
+            answered |= {
+                known[i].item(): ids[i] for i in np.flatnonzero(isin(known, wanted)).tolist()
+            }
             if len(answered) >= MAX_NAMES:
                 return answered
     return answered
@@ -128,13 +161,17 @@ def check_sources(
     suspects: dict[str, Digests | None] = {
         path: None  # any of its ids
         for path, was in recorded.items()
-        if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
+        if path not in plan.fingerprints
+        and path not in plan.index.files
+        and content_of(was) not in contents
     }
     suspects |= plan.changes.absent
     for file in files if suspects else ():
         table = read_part(file, ["request_id", "source_file"])
         for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
-            request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
+            request_ids = table.filter(pc.equal(table["source_file"], path))[
+                "request_id"
+            ].to_pylist()
             is_other = plan.rows.contains(ids := digests(request_ids))
             if (others := suspects[path]) is not None:
                 is_other &= isin(ids, others)
@@ -143,7 +180,7 @@ def check_sources(
             if is_other.any():
                 raise OutputMismatch(
                     f"{output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
-                    f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
+                    f"is not in this input: give its rows ids of their own (input.columns.id), {OTHER_OUTPUT}"
                 )
 
 
@@ -153,12 +190,12 @@ def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StorageP
     if unread := plan.row_settings.intersection(unread_settings(there)):
         raise OutputMismatch(
             f"{output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
-            f"{REMEDY[0].upper()}{REMEDY[1:]}."
+            f"{OTHER_OUTPUT[0].upper()}{OTHER_OUTPUT[1:]}."
         )
     following = as_stored(schema_after(there, plan.carried_fields))
     if there.names and (columns := schema_differences(there, following)):
         raise OutputMismatch(
-            f"{output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
+            f"{output} has rows of other columns than this input carries: {', '.join(columns)}: {OTHER_OUTPUT}"
         )
 
 
@@ -169,9 +206,11 @@ class CheckedStart:
     Attributes:
         earlier: what the output holds.
         index: the ids in its files; None if the output was found complete for this input.
-        missing: what the files hold if rows are to be generated; None if they are to be counted first.
+        missing: what the files hold if rows are to be generated; None if they are to be counted
+            first.
         errors: ids of the error rows to drop, by file.
         needs_rows: whether rows are to be generated.
+        bounds: by when that shall be done, and what it may cost.
     """
 
     earlier: EarlierRun
@@ -179,15 +218,17 @@ class CheckedStart:
     missing: Completeness | None = None
     errors: Mapping[StoragePath, Digests] = field(default_factory=dict)
     needs_rows: bool = False
+    bounds: RunBounds = NO_BOUNDS
 
 
 def check_start(plan: JobPlan) -> CheckedStart:
     """Make every check of a start. It only reads, so a start that is refused changes nothing.
 
-    Raises OutputMismatch if the output is another job's, OutputDamaged, InputChanged, and ConfigError if the models
-    cannot work here.
+    Raises OutputMismatch if the output is another job's, OutputDamaged, InputChanged, and
+    ConfigError if the models cannot work here.
     """
-    output, input_plan = plan.output, plan.input
+    output = plan.output
+    input_plan = plan.input
     check_claim(plan.config)
     check_changes(input_plan, output)
     earlier = check_run(plan.config, input_plan.fingerprints, input_plan.changes.accepted)
@@ -198,12 +239,14 @@ def check_start(plan: JobPlan) -> CheckedStart:
     if is_finished and not plan.retry_errors:
         return CheckedStart(earlier)
 
-    index = OutputIndex.read(data_of(output), output / INDEX, ignored={*stale, *earlier.erased})
+    index = OutputIndex.read(
+        data_of(output), output / INDEX_DIRECTORY, ignored={*stale, *earlier.erased}
+    )
     errors = _error_rows(index, input_plan) if plan.retry_errors else {}
     if is_finished and not errors:
         return CheckedStart(earlier)
     if is_resumed and earlier.state.is_complete:
-        for file in index.unknown:  # of which only the ids were read
+        for file in index.unknown:  # only their ids were read
             check_part(file)
 
     if is_resumed:
@@ -212,12 +255,17 @@ def check_start(plan: JobPlan) -> CheckedStart:
     if not errors:
         log.info("%d rows asked for, %d already there", there.num_rows, there.num_done_rows)
     needs_rows = bool(errors) or there.num_done_rows < there.num_rows
+    bounds = NO_BOUNDS
     if needs_rows:
+        bounds = checked_bounds(plan.config)
+        run_id = earlier.state.record["run_id"] if is_resumed else None
+        check_place(plan.config.output.publish, run_id)
         plan.log_settings()
         if is_resumed:
-            check_columns(output, input_plan, [file for file in index.files if _keeps_rows(file, errors)])
+            remaining = [file for file in index.files if _keeps_rows(file, errors)]
+            check_columns(output, input_plan, remaining)
         plan.check_models()
-    return CheckedStart(earlier, index, None if errors else there, errors, needs_rows)
+    return CheckedStart(earlier, index, None if errors else there, errors, needs_rows, bounds)
 
 
 def _error_rows(index: OutputIndex, plan: InputPlan) -> dict[StoragePath, Digests]:

@@ -1,17 +1,19 @@
-"""Slices: small consecutive parts of input files that read tasks read separately, in any format, as requests.
+"""File slices: consecutive parts of input files that read tasks turn into requests, in any format.
 
-Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
-A compressed file, and one that is read through fsspec, is one slice: its parts could only be read from its start.
-A malformed record is one bad row. Memory is bounded by a record or a batch.
+Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and
+OpenAI batch files. A compressed file, and one that is read through fsspec, is one slice: its parts
+could only be read from its start. A malformed record is one bad row. Memory is bounded by a record
+or a batch.
 
-Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
-column of that name. Their values are texts, but a run's own files tell the types that the values had.
+Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``),
+except where a row has a column of that name. Their values are texts, but a run's own files tell the
+types that the values had.
 
     [chunk] = chunks_in(file_slice, ["prompt"], carried={})
     chunk.rows                                                  # [(RowPosition(row=0, line=1), {'prompt': 'Hi'})]
 
-A read task parses slices with the parser that validate uses, and skips rows that are done or that are in another shard
-of the job. Blocks are small, so that every actor has work.
+A read task parses slices with the parser that validate uses, and skips rows that are done or that
+are in another shard of the job. Blocks are small, so that every actor has work.
 
     read_requests(plan.reader, plan.slices).schema().names[:2]  # ['request_id', 'row_index']
 """
@@ -32,17 +34,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, CarriedColumn, carry, column_of
+from eagle_ray.batch.reader.csv_files import parse_csv_value, rows_in_csv
 from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, advice_on
-from eagle_ray.batch.reader.input_columns import CSV_TEXT, CarriedColumn, carry, column_of
-from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet, batches_in_run, run_schema
-from eagle_ray.batch.reader.text_files import (
-    CutLine,
-    ZeroBytes,
-    parse_csv_value,
-    rows_in_batch,
-    rows_in_csv,
-    rows_in_jsonl,
-)
+from eagle_ray.batch.reader.jsonl_files import CutLine, ZeroBytes, rows_in_batch, rows_in_jsonl
+from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet
+from eagle_ray.batch.reader.run_rows import batches_in_run, run_schema
 from eagle_ray.core.errors import ConfigError, RequestError, one_line
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
@@ -50,17 +47,24 @@ from eagle_ray.requests.request import UNCARRIED, InputRow, Request, parse_row, 
 from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import JobShard
-from eagle_ray.runs.part_files import open_part, partition_types
+from eagle_ray.runs.part_files import open_part
+from eagle_ray.runs.partitions import partition_types
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.file_kinds import START_BYTES, advice, foreign_kind
-from eagle_ray.storage.store import StorageError, extended_retries
+from eagle_ray.storage.retries import extended_retries
+from eagle_ray.storage.store import StorageError
 
 log = logging.getLogger("eagle_ray")
 COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupError)
-READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
+# Errors that pyarrow raises for a damaged or foreign file.
+READ_ERRORS = (
+    OSError,
+    pa.ArrowException,
+    OverflowError,
+)
 
 Item = TypeVar("Item")
 PlacedRow = tuple[RowPosition, InputRow]
@@ -70,9 +74,13 @@ BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
+    """Consecutive rows of one file.
 
     Blank lines are not rows, but row indices count them.
+
+    Attributes:
+        start: row group (Parquet) or byte offset.
+        first: position of the first row.
     """
 
     file: InputFile
@@ -95,7 +103,7 @@ class Chunk:
 
 @contextmanager
 def reading(file: InputFile) -> Iterator[None]:
-    """Raise ConfigError naming the file if the body finds that it cannot be read as what it is."""
+    """Raise ConfigError naming the file if the body cannot read it."""
     try:
         yield
     except StorageError:  # the storage is at fault, not the file
@@ -104,10 +112,13 @@ def reading(file: InputFile) -> Iterator[None]:
         raise _unreadable_error(file, error) from None
 
 
-def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+def chunks_in(
+    file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
+) -> Iterator[Chunk]:
     """Yield the rows of a slice in chunks with their carried columns.
 
-    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
+    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be
+    read now.
 
     Args:
         needed: columns that rows need of Parquet; other formats have all of theirs.
@@ -138,8 +149,8 @@ def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
 
 @contextmanager
 def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises ConfigError naming it if it or what the body reads of it is damaged; OutputDamaged if
-    it is another run's part file.
+    """Open a Parquet file. Raises ConfigError naming it if it or what the body reads of it is
+    damaged; OutputDamaged if it is another run's part file.
     """
     if file.format == RUN_FORMAT:
         with open_part(file.storage_path) as parquet:
@@ -155,15 +166,23 @@ def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
 
 
 def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
-    """Return the file's partition columns. types: those that are known; others are texts, and null has no type."""
+    """Return the file's partition columns.
+
+    Args:
+        types: known types; columns of others are texts, and null has no type.
+    """
     scalars = {}
     for name, text in file.partitions.items():
-        known = None if types is None or name not in types.names else types.field(name).type
-        value = text if known is not None or text is None or name not in ROW_PARAMETERS else parse_csv_value(name, text)
-        if known is not None:
-            scalars[name] = pa.scalar(text, pa.string()).cast(known)
-        elif value is None or isinstance(value, str):
-            scalars[name] = pa.scalar(value, pa.null() if value is None else CSV_TEXT)
+        if types is not None and name in types.names:
+            scalars[name] = pa.scalar(text, pa.string()).cast(types.field(name).type)
+            continue
+        value = text
+        if text is not None and name in ROW_PARAMETERS:
+            value = parse_csv_value(name, text)
+        if value is None:
+            scalars[name] = pa.scalar(None, pa.null())
+        elif isinstance(value, str):
+            scalars[name] = pa.scalar(value, CSV_TEXT)
         else:
             scalars[name] = pa.scalar(value)
     return scalars
@@ -174,23 +193,34 @@ def with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
     return {**values, **row} if values and isinstance(row, dict) else row
 
 
-def _record_chunks(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+def _record_chunks(
+    file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
+) -> Iterator[Chunk]:
     values = {name: scalar.as_py() for name, scalar in partition_scalars(file_slice.file).items()}
     records = records_in(file_slice.file, file_slice.start, file_slice.first)
-    rows = ((position, with_values(row, values)) for _, position, row in islice(records, file_slice.num_rows))
+    rows = (
+        (position, with_values(row, values))
+        for _, position, row in islice(records, file_slice.num_rows)
+    )
     while some := list(islice(rows, BATCH_ROWS)):
         yield _chunk(some, carried, partial(_record_column, some))
 
 
-def _record_column(rows: list[PlacedRow], name: str, type_: pa.DataType, start: int, stop: int) -> pa.Array:
-    return column_of([row.get(name) if isinstance(row, dict) else None for _, row in rows[start:stop]], type_)
+def _record_column(
+    rows: list[PlacedRow], name: str, type_: pa.DataType, start: int, stop: int
+) -> pa.Array:
+    return column_of(
+        [row.get(name) if isinstance(row, dict) else None for _, row in rows[start:stop]], type_
+    )
 
 
 def _chunk(rows: list[PlacedRow], carried: Mapping[str, pa.DataType], convert: Convert) -> Chunk:
-    """Return the rows with their carried columns. A row with a value that does not fit its type gets an error and a
-    null, and keeps its id.
+    """Return the rows with their carried columns.
 
-    convert: returns a column of some of the rows, or raises an error of CARRY_ERRORS.
+    A row with a value that does not fit its type gets an error and a null, and keeps its id.
+
+    Args:
+        convert: returns a column of some of the rows, or raises an error of CARRY_ERRORS.
     """
     columns: dict[str, pa.Array] = {}
     errors: dict[int, RequestError] = {}
@@ -198,17 +228,26 @@ def _chunk(rows: list[PlacedRow], carried: Mapping[str, pa.DataType], convert: C
         try:
             columns[name] = convert(name, type_, 0, len(rows))
         except CARRY_ERRORS:
-            parts = [_value_or_error(convert, name, type_, row) for row in range(len(rows))]
-            errors |= {row: part for row, part in enumerate(parts) if isinstance(part, RequestError)}
+            # Row by row, to find those that do not fit.
             null = column_of([None], type_)
-            columns[name] = pa.concat_arrays([null if isinstance(part, RequestError) else part for part in parts])
+            values = []
+            for i in range(len(rows)):
+                part = _value_or_error(convert, name, type_, i)
+                if isinstance(part, RequestError):
+                    errors[i] = part
+                    values.append(null)
+                else:
+                    values.append(part)
+            columns[name] = pa.concat_arrays(values)
     for i, error in errors.items():
         position, row = rows[i]
         rows[i] = position, row | {UNCARRIED: error} if isinstance(row, dict) else row
     return Chunk(rows, columns)
 
 
-def _value_or_error(convert: Convert, name: str, type_: pa.DataType, row: int) -> pa.Array | RequestError:
+def _value_or_error(
+    convert: Convert, name: str, type_: pa.DataType, row: int
+) -> pa.Array | RequestError:
     try:
         return convert(name, type_, row, row + 1)
     except CARRY_ERRORS as error:
@@ -217,7 +256,9 @@ def _value_or_error(convert: Convert, name: str, type_: pa.DataType, row: int) -
         return RequestError("bad_type", message)
 
 
-def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
+def records_in(
+    file: InputFile, start: int, start_position: RowPosition
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every record from byte `start` on, which is at start_position.
 
     A last line that is not whole is left out, since another process may be writing it.
@@ -225,18 +266,30 @@ def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iter
     with file.open() as stream:
         if start == 0:
             _check_kind(stream.read(START_BYTES), file)
-        for offset, position, row in RECORD_READERS[file.format](stream, file.path, start, start_position):
+        for offset, position, row in RECORD_READERS[file.format](
+            stream, file.path, start, start_position
+        ):
             if isinstance(row, ZeroBytes):
-                log.warning("%s, line %s: %s. %s.", file.path, position.line, row, _cut_command(file, offset))
+                log.warning(
+                    "%s, line %s: %s. %s.",
+                    file.path,
+                    position.line,
+                    row,
+                    _cut_command(file, offset),
+                )
                 return
             if isinstance(row, CutLine):
-                log.warning("%s, line %s: the last line is not whole. It is read once it is.", file.path, position.line)
+                log.warning(
+                    "%s, line %s: the last line is not whole. It is read once it is.",
+                    file.path,
+                    position.line,
+                )
                 return
             yield offset, position, row
 
 
 def _cut_command(file: InputFile, num_bytes: int) -> str:
-    """Return how to cut off what stands behind a file's last whole line."""
+    """Return a shell command that truncates a file to its last complete line."""
     if not file.storage_path.is_local or file.is_compressed:
         return "The line is left out. Write the file again"
     return f"The line is left out. Cut it off: truncate -s {num_bytes} {shlex.quote(file.path)}"
@@ -245,11 +298,13 @@ def _cut_command(file: InputFile, num_bytes: int) -> str:
 def _check_kind(first_bytes: bytes, file: InputFile) -> None:
     """Raise ConfigError if a file is something else than its format, all of whose lines would be bad rows."""
     if (kind := foreign_kind(first_bytes, file.format)) is not None:
-        raise ConfigError(f"cannot read {file.path} as {file.format}: {advice(kind, file.storage_path)}")
+        raise ConfigError(
+            f"cannot read {file.path} as {file.format}: {advice(kind, file.storage_path)}"
+        )
 
 
 def partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
-    """Return the partition columns of a Parquet file, without those that it has itself."""
+    """Return the partition columns that are in the file's path and not in the Parquet file itself."""
     schema = parquet.schema_arrow
     scalars = partition_scalars(file, partition_types(schema))
     return {name: scalar for name, scalar in scalars.items() if name not in schema.names}
@@ -260,9 +315,13 @@ def columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
 
 
 def columnar_batches(
-    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+    parquet: pq.ParquetFile,
+    file: InputFile,
+    needed: Iterable[str],
+    groups: list[int],
+    carried: Iterable[str] = (),
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are."""
+    """Yield batches of some row groups: columns of requests as Python rows, carried ones as Arrow columns."""
     if file.format == RUN_FORMAT:
         return batches_in_run(parquet, file.path, needed, groups, carried)
     return batches_in_parquet(parquet, file, needed, groups, carried)
@@ -278,17 +337,23 @@ def _columnar_chunks(
         partitions = {name: scalar.as_py() for name, scalar in partitions_in(parquet, file).items()}
         read = {name: partitions[name] for name in needed if name in partitions}
         for rows, batch in columnar_batches(parquet, file, needed, [file_slice.start], carried):
-            some = rows[:left]
-            placed = [(RowPosition(index + i, None), with_values(row, read)) for i, row in enumerate(some)]
+            placed = []
+            for i, row in enumerate(rows[:left]):
+                placed.append((RowPosition(index + i, None), with_values(row, read)))
             yield _chunk(placed, carried, partial(_columnar_column, batch, partitions))
-            index += len(some)
-            left -= len(some)
+            index += len(placed)
+            left -= len(placed)
             if left == 0:
                 return
 
 
 def _columnar_column(
-    batch: pa.RecordBatch, partitions: Mapping[str, Any], name: str, type_: pa.DataType, start: int, stop: int
+    batch: pa.RecordBatch,
+    partitions: Mapping[str, Any],
+    name: str,
+    type_: pa.DataType,
+    start: int,
+    stop: int,
 ) -> pa.Array:
     if name in batch.schema.names:
         return carry(batch.column(name)[start:stop], type_)
@@ -315,14 +380,17 @@ class RequestReader:
     def rows(self, file_slice: FileSlice) -> Iterator[tuple[InputRow, RowLocation]]:
         """Yield the rows of a slice as they are read, with their places."""
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
-            yield from ((row, file_slice.file.location_of(position)) for position, row in chunk.rows)
+            yield from (
+                (row, file_slice.file.location_of(position)) for position, row in chunk.rows
+            )
 
     def tables(self, file_slice: FileSlice) -> Iterator[pa.Table]:
         """Yield the requests of a slice in small tables, with their carried columns."""
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
-            locations = (file_slice.file.location_of(position) for position, _ in chunk.rows)
-            rows = (row for _, row in chunk.rows)
-            requests = [self.parse(row, place) for row, place in zip(rows, locations, strict=True)]
+            requests = []
+            for position, row in chunk.rows:
+                location = file_slice.file.location_of(position)
+                requests.append(self.parse(row, location))
             table = table_of_requests(requests)
             for column in self.carried_columns:
                 table = table.append_column(column.name, chunk.carried[column.source])
@@ -348,14 +416,19 @@ class RequestReader:
             file_slice = FileSlice(self.files[row["file"]], row["start"], first, row["num_rows"])
             left = np.ones(file_slice.num_rows, bool)
             if row["done"] is not None:
-                left = ~np.unpackbits(np.frombuffer(row["done"], np.uint8), count=file_slice.num_rows).astype(bool)
+                left = ~np.unpackbits(
+                    np.frombuffer(row["done"], np.uint8), count=file_slice.num_rows
+                ).astype(bool)
             start = 0
             with extended_retries():
                 for table in self.tables(file_slice):
                     wanted = left[start : start + len(table)]
                     start += len(table)
-                    if self.job_shard is not None:  # whatever the bits say, no row of another shard
-                        wanted = wanted & self.job_shard.holds(digests(table["request_id"].to_pylist()))
+                    # Rows of other shards are left out, whatever the bits say.
+                    if self.job_shard is not None:
+                        wanted = wanted & self.job_shard.holds(
+                            digests(table["request_id"].to_pylist())
+                        )
                     yield table.filter(pa.array(wanted))
 
 
@@ -367,7 +440,9 @@ def read_requests(
 ) -> Any:
     """Return requests in file order (if execution preserves order), in blocks of about rows_per_block rows.
 
-    done: for each row of the slices, in order, whether to leave it out. A slice whose rows are all done is not read.
+    Args:
+        done: for each row of the slices, in order, whether to leave it out. A slice whose rows are
+            all done is not read.
     """
     import ray.data  # seconds to import: the plan needs none of it
 
@@ -379,7 +454,11 @@ def read_requests(
         place += file_slice.num_rows
         if flags is None or not flags.all():
             skipped = None if flags is None or not flags.any() else np.packbits(flags).tobytes()
-            facts = {"file": numbers[file_slice.file], "start": file_slice.start, "num_rows": file_slice.num_rows}
+            facts = {
+                "file": numbers[file_slice.file],
+                "start": file_slice.start,
+                "num_rows": file_slice.num_rows,
+            }
             described.append(facts | file_slice.first._asdict() | {"done": skipped})
     if not described:
         return ray.data.from_arrow(request_schema(reader.carried_fields).empty_table())

@@ -23,17 +23,26 @@ from typing import BinaryIO
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.runs.job_errors import InputChanged
-from eagle_ray.runs.layout import DATA, INPUTS, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
+from eagle_ray.runs.layout import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
 from eagle_ray.runs.lease import LOCK
-from eagle_ray.runs.part_files import part_files, part_name, partition_values
-from eagle_ray.storage.file_kinds import START_BYTES, UNPACKED, advice, advice_on_packed, foreign_kind
-from eagle_ray.storage.path import CODECS, StoragePath, named_path, open_decompressed
+from eagle_ray.runs.part_files import part_files, part_name
+from eagle_ray.runs.partitions import partition_values
+from eagle_ray.runs.recorded_inputs import INPUTS
+from eagle_ray.storage.decompressed import CODECS, open_decompressed
+from eagle_ray.storage.file_kinds import (
+    START_BYTES,
+    UNPACKED,
+    advice,
+    advice_on_packed,
+    foreign_kind,
+)
+from eagle_ray.storage.path import StoragePath, named_path
 from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
 
 log = logging.getLogger("eagle_ray")
-RUN_PREFIX = "run:"  # of the output directory of another run: run:runs/first
+RUN_PREFIX = "run:"  # prefix of the output directory of another run, as in run:runs/first
 RUN_FORMAT = "run"
-WEB = ("http://", "https://")  # whose paths may have a query
+WEB = ("http://", "https://")  # schemes whose paths may have a query
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 CHANGED_REMEDY = (
@@ -41,17 +50,34 @@ CHANGED_REMEDY = (
     "answered row changed. --overwrite deletes the rows that are there and answers the file as it is now."
 )
 _ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
-EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}
+EMBEDDED_PROMPTS = {
+    f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")
+}
 INPUT_LIST, PART = INPUTS.format("0" * 12), f"{DATA}/{part_name(1, 0)}"  # as they may be named
-RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, PART)  # what a run writes
-REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
+# Files that a run writes.
+RUN_FILES = (
+    LOCK,
+    RUN,
+    INPUT_LIST,
+    PROGRESS,
+    SUMMARY,
+    SUCCESS,
+    REPORT,
+    PART,
+)
+OUTPUT_OUTSIDE_INPUT = (
+    "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file. name: its path below the glob's root, part of the ids made for rows without one.
+    """One file.
 
-    format: parquet, jsonl, csv, openai_batch or run. version: distinguishes its contents from others.
+    Attributes:
+        name: path below the glob's root, which is part of the ids made for rows without one.
+        format: parquet, jsonl, csv, openai_batch or run.
+        version: version that distinguishes the file's contents from others.
     """
 
     storage_path: StoragePath
@@ -75,7 +101,7 @@ class InputFile:
 
     @property
     def partitions(self) -> dict[str, str | None]:
-        """Return the columns and values in the names of its directories below the glob's root; a run has its own."""
+        """Return columns and values from the names of its directories (Hive partitions)."""
         return {} if self.format == RUN_FORMAT else partition_values(self.name)
 
     def open(self) -> BinaryIO:
@@ -94,8 +120,8 @@ class InputFile:
     def check_unchanged(self) -> None:
         """Raise InputChanged if the file is no longer the one that was planned.
 
-        A local file is compared by its size only, since another node's copy may have another time; the driver
-        compares the rest (``fingerprints.check_unchanged``).
+        A local file is compared by its size only, since another node's copy may have another time;
+        the driver compares the rest (``fingerprints.check_unchanged``).
         """
         with self.detect_changes():
             now = self.storage_path.stat()
@@ -115,13 +141,20 @@ class InputFile:
             raise self.changed_error("its content") from None
 
     def changed_error(self, difference: str) -> InputChanged:
-        return InputChanged(f"{self.path} changed while the job read it ({difference}). {CHANGED_REMEDY}")
+        return InputChanged(
+            f"{self.path} changed while the job read it ({difference}). {CHANGED_REMEDY}"
+        )
 
 
-def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool = False) -> tuple[InputFile, ...]:
+def find_files(
+    patterns: str | list[str], format_: str, allow_unfinished: bool = False
+) -> tuple[InputFile, ...]:
     """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates.
 
-    allow_unfinished: also read the files of a run that is not finished, for a pattern run:DIR. Raises ConfigError.
+    Raises ConfigError.
+
+    Args:
+        allow_unfinished: read the files of an unfinished run, too, for a pattern run:DIR.
     """
     inputs: dict[StoragePath, InputFile] = {}
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -129,7 +162,9 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
         format_ = _run_format(patterns, format_)
     for pattern in patterns:
         try:
-            root, files = _find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
+            root, files = (
+                _find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
+            )
         except NotFound as error:  # the bucket
             raise ConfigError(f"input.path: {error}") from None
         if not files:
@@ -156,11 +191,15 @@ def run_directory(pattern: str) -> StoragePath:
     return named_path(f"input.path: {pattern}", pattern.removeprefix(RUN_PREFIX))
 
 
-def _find_run_files(pattern: str, allow_unfinished: bool) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
+def _find_run_files(
+    pattern: str, allow_unfinished: bool
+) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     """Return the run's data directory and its part files. Raises ConfigError unless the run is finished."""
     output = run_directory(pattern)
     if not (output / RUN).exists() and not allow_unfinished:
-        raise ConfigError(f"input.path: {pattern!r}: {output} holds no run (no {RUN}). Give a run's output.path.")
+        raise ConfigError(
+            f"input.path: {pattern!r}: {output} holds no run (no {RUN}). Give a run's output.path."
+        )
     if not (output / SUCCESS).exists() and not allow_unfinished:
         raise ConfigError(
             f"input.path: {pattern!r}: the run in {output} is not finished (no {SUCCESS}). Finish it with its own "
@@ -175,7 +214,9 @@ def _find_run_files(pattern: str, allow_unfinished: bool) -> tuple[StoragePath, 
 def _run_format(patterns: list[str], format_: str) -> str:
     """Return the format of runs. Raises ConfigError for a mixture, whose rows would have no common columns."""
     if not all(map(is_run, patterns)):
-        raise ConfigError("input.path: runs (run:DIR) and files cannot be read together. Give runs alone.")
+        raise ConfigError(
+            "input.path: runs (run:DIR) and files cannot be read together. Give runs alone."
+        )
     if format_ != "auto":
         raise ConfigError(f"input.format: must be auto with input.path run:DIR, got {format_!r}")
     return RUN_FORMAT
@@ -184,9 +225,11 @@ def _run_format(patterns: list[str], format_: str) -> str:
 def resolve_pattern(pattern: str) -> StoragePath:
     """Return the pattern as an absolute path with its wildcards. Raises ConfigError if it cannot be one."""
     if pattern.startswith("embedded:"):
-        if pattern not in EMBEDDED:
-            raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
-        return EMBEDDED[pattern]
+        if pattern not in EMBEDDED_PROMPTS:
+            raise ConfigError(
+                f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED_PROMPTS)}"
+            )
+        return EMBEDDED_PROMPTS[pattern]
     if is_run(pattern):
         return data_of(run_directory(pattern))
     return named_path("input.path", pattern)
@@ -227,7 +270,9 @@ def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
     if files:
         names = _printable(", ".join(_name_below(file, directory) for file in files[:3]))
         others = f" and {len(files) - 3} others" if len(files) > 3 else ""
-        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _DIRECTORY_HINT)
+        log.warning(
+            "input.path: %s%s in %s: left out, as %s", names, others, directory, _DIRECTORY_HINT
+        )
 
 
 def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
@@ -238,12 +283,18 @@ def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
     return root, "/".join(parts)
 
 
-def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, format_: str) -> InputFile:
+def _input_file(
+    location: StoragePath, version: FileVersion, root: StoragePath, format_: str
+) -> InputFile:
     if (name := _printable(location.text)) != location.text:
-        raise ConfigError(f"input.path: the name of {name} is not UTF-8 text. Rename the file or its directory.")
+        raise ConfigError(
+            f"input.path: the name of {name} is not UTF-8 text. Rename the file or its directory."
+        )
     suffix, compression = _suffixes(location)
     if suffix in UNPACKED:
-        raise ConfigError(f"input.path: {location} is compressed as {suffix}: {advice(UNPACKED[suffix], location)}")
+        raise ConfigError(
+            f"input.path: {location} is compressed as {suffix}: {advice(UNPACKED[suffix], location)}"
+        )
     chosen = FORMATS.get(suffix) if format_ == "auto" else format_
     if chosen == "parquet" and compression:
         raise ConfigError(
@@ -254,7 +305,11 @@ def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, 
         kind = foreign_kind(_start_of(location))
         raise ConfigError(
             f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
-            + ("set input.format to parquet, jsonl, csv or openai_batch" if kind is None else advice(kind, location))
+            + (
+                "set input.format to parquet, jsonl, csv or openai_batch"
+                if kind is None
+                else advice(kind, location)
+            )
         )
     return InputFile(location, _name_below(location, root), chosen, version)
 
@@ -262,7 +317,8 @@ def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, 
 def _suffixes(location: StoragePath) -> tuple[str, str]:
     """Return the extension and that of the compression, or "", in lower case: (".jsonl", ".gz").
 
-    The query of a web address is not part of them. Other storage has no queries: there ? and # are parts of a name.
+    The query of a web address is not part of them. Other storage has no queries: there ? and # are
+    parts of a name.
     """
     name = location.name.lower()
     if location.text.startswith(WEB):
@@ -272,7 +328,7 @@ def _suffixes(location: StoragePath) -> tuple[str, str]:
 
 
 def advice_on(file: InputFile) -> str | None:
-    """Return what a file that cannot be read is, and what to do, if its first bytes tell; None otherwise."""
+    """Return what kind of file an unreadable input is, and what to do; None if its first bytes do not tell."""
     start = _start_of(file.storage_path)
     if file.is_compressed:
         return advice_on_packed(start, file.storage_path)
@@ -281,7 +337,7 @@ def advice_on(file: InputFile) -> str | None:
 
 
 def _start_of(location: StoragePath) -> bytes:
-    """Return the first bytes as they are stored; none if they cannot be read, which the reader reports."""
+    """Return the first stored bytes of a file, or none if it cannot be read."""
     try:
         with location.open() as stream:
             return stream.read(START_BYTES)
@@ -320,22 +376,27 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
         directory = resolve_pattern(pattern)
         relative = output.relative_to(directory)
-        if relative is not None and not _is_hidden(f"{relative}/{PART}") and directory.is_directory():
+        if (
+            relative is not None
+            and not _is_hidden(f"{relative}/{PART}")
+            and directory.is_directory()
+        ):
             raise ConfigError(
                 f"input.path: the directory {directory} holds output.path {output}, whose files would become input: "
-                f"{REMEDY}"
+                f"{OUTPUT_OUTSIDE_INPUT}"
             )
         if run_file := _matching_run_file(directory, output):
             raise ConfigError(
                 f"input.path: {pattern!r} would find what the run writes into output.path, such as"
-                f" {output / run_file}: {REMEDY}"
+                f" {output / run_file}: {OUTPUT_OUTSIDE_INPUT}"
             )
 
 
 def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
     """Raise ConfigError naming an input file that is one of the output's own files.
 
-    Links are followed once for each directory, since following them costs a system call for each part of a path.
+    Links are followed once for each directory, since following them costs a system call for each
+    part of a path.
     """
     data = output / DATA
     is_inside = functools.cache(lambda path: path.relative_to(data) is not None)
@@ -343,7 +404,9 @@ def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> Non
         path = file.storage_path
         is_link = path.is_local and os.path.islink(path.text)
         if is_inside(path if is_link else path.parent):
-            raise ConfigError(f"input.path: {file.path} is a file of output.path {output}: {REMEDY}")
+            raise ConfigError(
+                f"input.path: {file.path} is a file of output.path {output}: {OUTPUT_OUTSIDE_INPUT}"
+            )
 
 
 def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:

@@ -1,14 +1,15 @@
 """Fingerprints of input files, which a run records, so that a resume detects changed input.
 
-S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it
-alone, and a program can set it back. So each local file is read once when a run first meets it, for a digest, and again
-if its state has changed. The state is its inode and ctime, which no program can set. A file that changed less than
-SETTLED_NS before it was read has no state, because a second change could fall into the same tick of the file system's
-clock: it is read again at the next start. Files of more than MAX_BYTES are compared by size and time only, since
+S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or
+``touch`` changes it alone, and a program can set it back. So each local file is read once when a
+run first meets it, for a digest, and again if its state has changed. The state is its inode and
+ctime, which no program can set. A file that changed less than SETTLED_NS before it was read has no
+state, because a second change could fall into the same tick of the file system's clock: it is read
+again at the next start. Files of more than MAX_HASHED_BYTES are compared by size and time only, since
 hashing terabytes at every start would take too long.
 
-    fingerprints(plan.files, known={})
-    # {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
+    fingerprints(plan.files, known={}) # {'/data/in.jsonl': {'size': 12, 'mtime_ns':
+    1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
 """
 
 from __future__ import annotations
@@ -19,62 +20,85 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.text_files import is_json
+from eagle_ray.batch.reader.jsonl_files import is_json
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
-from eagle_ray.runs.layout import Fingerprint, what_changed
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.storage.path import StoragePath
 
-MAX_BYTES = 16 << 30  # about half a minute
+MAX_HASHED_BYTES = 16 << 30  # about half a minute
 PIECE = 1 << 20
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
 
 
-def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
+def fingerprints(
+    files: Iterable[InputFile], known: Mapping[str, Fingerprint]
+) -> dict[str, Fingerprint]:
     """Return fingerprints by path, of the files as they were found.
 
-    known: recorded ones; a file with a recorded version and state is not read again.
+    Args:
+        known: recorded fingerprints; a file with a recorded version and state is not read again.
     """
     files = list(files)
     prints = {file.path: _noted(file, known) or file.version.as_json() for file in files}
-    unread = [file for file in files if file.storage_path.is_local and "digest" not in prints[file.path]]
-    if sum(file.version.size for file in unread) <= MAX_BYTES:
-        for file in unread:
-            began_ns, changed_ns = time.time_ns(), file.version.changed_ns
-            prints[file.path]["digest"] = _digest(file.storage_path)
-            if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
-                prints[file.path]["state"] = file.version.state
+    unread = [
+        file for file in files if file.storage_path.is_local and "digest" not in prints[file.path]
+    ]
+    if sum(file.version.size for file in unread) > MAX_HASHED_BYTES:
+        return prints
+
+    for file in unread:
+        began_ns = time.time_ns()
+        prints[file.path]["digest"] = _digest(file.storage_path)
+
+        # A file that changed just now may change again without another state.
+        changed_ns = file.version.changed_ns
+        if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
+            prints[file.path]["state"] = file.version.state
     return prints
 
 
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether a local file of lines has the recorded content, and more behind it.
+    """Return whether a local file of lines has the recorded content, and more after it.
 
-    The recorded last line may have been cut: it was no row then (``rows_in_jsonl``). A row has not become another one.
+    The recorded last line may have been cut: it was no row then (``rows_in_jsonl``). If it was a
+    row, it must not have become another one.
     """
-    if not file.is_local or "digest" not in was or now["size"] <= was["size"] or was["size"] == 0:
+    if not file.is_local or "digest" not in was:
         return False
+    if was["size"] == 0 or now["size"] <= was["size"]:
+        return False
+
     with file.open() as stream:
         content = hashlib.blake2b(digest_size=16)
-        left, last_line = was["size"], b""
+        left = was["size"]
+        last_line = b""
         while left > 0 and (piece := stream.read(min(PIECE, left))):
             content.update(piece)
             left -= len(piece)
             *ended, rest = piece.rsplit(b"\n", 1)
             last_line = rest if ended else last_line + rest
         next_byte = stream.read(1)
-    is_row_whole = next_byte in (b"\n", b"\r") or not last_line.strip() or not is_json(last_line)
-    return content.hexdigest() == was["digest"] and is_row_whole
+    if content.hexdigest() != was["digest"]:
+        return False
+
+    has_line_end = next_byte in (b"\n", b"\r")
+    was_row = bool(last_line.strip()) and is_json(last_line)
+    return has_line_end or not was_row
 
 
 def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
     """Raise InputChanged if a local file is no longer the one that was scanned.
 
-    noted: fingerprints by path. A file of which only the time changed is read again if its digest is recorded.
-    Readers check S3 objects themselves: an ETag is valid everywhere, a local time only on this machine.
+    Args:
+        noted: fingerprints by path. A file of which only the time changed is read again if its
+            digest is recorded. Readers check S3 objects themselves: an ETag is valid everywhere, a
+            local time only on this machine.
     """
     for file in files:
-        if file.storage_path.is_local and (difference := _difference(file, noted.get(file.path, {}))):
+        if file.storage_path.is_local and (
+            difference := _difference(file, noted.get(file.path, {}))
+        ):
             raise file.changed_error(difference)
 
 

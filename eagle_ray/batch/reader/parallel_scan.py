@@ -1,7 +1,7 @@
 """Scan large inputs on all cores of the cluster, in Ray tasks.
 
-Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one piece. The places
-of a piece's rows follow from the lines before it, so lines are counted first.
+Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one
+piece. The places of a piece's rows follow from the lines before it, so lines are counted first.
 
     scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
     for found in scan([FilePart(file)]):
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from eagle_ray.batch.reader.file_slices import COLUMNAR, open_columnar
@@ -23,38 +24,47 @@ from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.storage.store import extended_retries
+from eagle_ray.storage.retries import extended_retries
 
 log = logging.getLogger("eagle_ray")
-MIN_BYTES = 256 << 20  # a smaller input is scanned in the driver, in less time than Ray takes to start
-PIECE_BYTES = 32 << 20
-READ_BYTES = 1 << 20
+# A smaller input is scanned in the driver, in less time than Ray takes to start.
+MIN_BYTES = 256 << 20
+SCAN_PIECE_BYTES = 32 << 20
+SCAN_READ_BYTES = 1 << 20
 MAX_WAITING = 256  # tasks that are ahead of what is read: more than most clusters have cores
 PASSED_ON = (ConfigError, JobError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelScan:
-    """Scans files in Ray tasks if they are large, otherwise here. connect: connects to Ray."""
+    """Scans files in Ray tasks if they are large, otherwise here.
+
+    Attributes:
+        connect: function that connects to Ray.
+    """
 
     scanner: RowScanner
     connect: Callable[[], None]
     min_bytes: int = MIN_BYTES
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int = SCAN_PIECE_BYTES
 
     def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[FileScan]]:
-        """Yield what each part holds, in their order, as consecutive pieces."""
+        """Yield the scan of each part in order. A part is scanned as consecutive pieces."""
         if sum(map(_num_bytes, parts)) < self.min_bytes:
             yield from self.scanner(parts)
             return
         self.connect()
+
+        # Pieces, each with the number of its part.
         pieces = [(i, piece) for i, part in enumerate(parts) for piece in self._cut(part)]
         log.info("scanning %d files in %d pieces", len(parts), len(pieces))
         placed = self._placed(pieces)
         groups = [(group,) for group in self._grouped(piece for _, piece in placed)]
         scanned = chain.from_iterable(in_tasks(GroupScan(self.scanner), groups))
-        for _, group in groupby(zip(placed, scanned, strict=True), key=lambda each: each[0][0]):
-            yield chain.from_iterable(each[1] for each in group)
+
+        numbered = ((number, scans) for (number, _), scans in zip(placed, scanned, strict=True))
+        for _, of_part in groupby(numbered, key=itemgetter(0)):
+            yield chain.from_iterable(scans for _, scans in of_part)
 
     def _grouped(self, pieces: Iterable[FilePart]) -> Iterator[list[FilePart]]:
         """Yield consecutive pieces together that have about piece_bytes, so that small files share a task."""
@@ -70,8 +80,9 @@ class ParallelScan:
             yield group
 
     def _cut(self, part: FilePart) -> list[FilePart]:
-        """Return the pieces of a part. Those of lines have the place of the part's first row for now."""
-        file, size = part.file, part.file.version.size
+        """Return the pieces of a part. Pieces of lines have the place of the part's first row for now."""
+        file = part.file
+        size = file.version.size
         if size <= self.piece_bytes:
             return [part]
         if file.format in COLUMNAR:
@@ -83,7 +94,10 @@ class ParallelScan:
             starts = [part.start, *self._line_starts(file, part.start)]
         else:
             starts = [part.start]
-        return [replace(part, start=start, stop=stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+        stops = [*starts[1:], None]
+        return [
+            replace(part, start=start, stop=stop) for start, stop in zip(starts, stops, strict=True)
+        ]
 
     def _line_starts(self, file: InputFile, start: int) -> list[int]:
         """Return offsets of lines, about piece_bytes from each other."""
@@ -99,21 +113,25 @@ class ParallelScan:
 
     def _placed(self, pieces: list[tuple[int, FilePart]]) -> list[tuple[int, FilePart]]:
         """Return the pieces, each with the number of its part, with the places of their first rows."""
-        counts = iter(in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)]))
+        counts = iter(
+            in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)])
+        )
         placed, lines = [], 0
         before = None
         for index, piece in pieces:
             if index != before:
                 before, lines = index, 0
             row, line = piece.first
-            placed.append((index, replace(piece, first=RowPosition(row + lines, line and line + lines))))
+            placed.append(
+                (index, replace(piece, first=RowPosition(row + lines, line and line + lines)))
+            )
             if _is_counted(piece):
                 lines += next(counts)
         return placed
 
 
 def _is_counted(piece: FilePart) -> bool:
-    """Return whether the place of what follows a piece depends on its lines."""
+    """Return whether lines of this piece must be counted to know the line numbers of the next piece."""
     return piece.file.format not in COLUMNAR and piece.stop is not None
 
 
@@ -126,7 +144,7 @@ def in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterat
     import ray  # seconds to import: only for large inputs
 
     task = ray.remote(_call)
-    waiting: deque[Any] = deque()  # what is early stays in the object store
+    waiting: deque[Any] = deque()  # early results stay in the object store
     shared = ray.put(function)
     for each in arguments:
         if len(waiting) == MAX_WAITING:
@@ -167,7 +185,7 @@ def _count_lines(part: FilePart) -> int:
     count, left = 0, (part.file.version.size if part.stop is None else part.stop) - part.start
     with part.file.open() as stream:
         stream.seek(part.start)
-        while left > 0 and (data := stream.read(min(READ_BYTES, left))):
+        while left > 0 and (data := stream.read(min(SCAN_READ_BYTES, left))):
             count += data.count(b"\n")
             left -= len(data)
     return count

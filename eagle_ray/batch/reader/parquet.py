@@ -1,12 +1,7 @@
-"""Rows of Arrow tables and of Parquet files as Python values, a batch in memory at a time.
+"""Convert rows of Arrow tables and Parquet files to Python values, one batch in memory at a time.
 
-A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
-
-``input.path: run:runs/first`` reads the part files of another run: a finished row becomes an input row with the columns
-CONTEXT and the run's carried columns. How the first run was sampled, and what it measured, is not read, so none of it
-becomes a setting of the new row. The id is the first run's for sample 0. Further samples get ``#1``, ``#2`` ..., and
-later turns of a conversation ``@1`` before that: ``q7@1#2``. request_id and sample_index are carried as
-input_request_id and input_sample_index.
+A struct has every key of its column in every row. A null in one is taken as a key that the row does
+not have.
 
     with pq.ParquetFile("a.parquet") as parquet:
         [(rows, _)] = batches_in_parquet(parquet, file, needed=["prompt"], groups=[0])
@@ -23,41 +18,38 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.reader.files import RUN_PREFIX, InputFile
+from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.request import UNCARRIED, InputRow
-from eagle_ray.requests.row_schema import OUTPUT_FIELDS, RENDERED, SCHEMA_VERSION, VERSION_KEY
-from eagle_ray.requests.values import json_error
-from eagle_ray.runs.part_files import partition_types, with_partition_columns
-from eagle_ray.text.strict_json import parse_json
 
 BATCH_ROWS = 256
 NANOSECONDS = pa.time64("ns")
-JSON_VALUES = {b"eagle_ray.values": b"json"}  # metadata of a column whose texts are JSON, each of a value of any type
-ERROR_KEY = "eagle_ray.error"  # of an object in such a column that stands for a RequestError: its code and message
+# Metadata of a column whose texts are JSON, each of a value of any type.
+JSON_VALUES = {b"eagle_ray.values": b"json"}
+ERROR_KEY = "eagle_ray.error"  # key of an object in such a column that stands for a RequestError: its code and message
 Convert = Callable[[Any], Any]
+# Python has no dates beyond its years, and no unknown time zones.
 CONVERSION_ERRORS = (
     pa.ArrowException,
     OverflowError,
     ValueError,
     KeyError,
-)  # dates beyond Python's years, unknown time zones
-RUN_ID = "__id__"  # the column with the ids that are made here; not carried
+)
 BINARY_KINDS = (
     pa.types.is_binary,
     pa.types.is_large_binary,
     pa.types.is_fixed_size_binary,
     pa.types.is_binary_view,
 )
-CONTEXT = ("request_id", "sample_index", "turn_index", "prompt", "messages", "text", "finish_reason")
-_READ = (*CONTEXT, "status", "error_code", "error_message")
 
 
 def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
     """Raise ConfigError if two columns have one name: a row could hold only one of them."""
     names = parquet.schema_arrow.names
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
+        raise ConfigError(
+            f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them"
+        )
 
 
 def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
@@ -76,7 +68,9 @@ def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
 
 def _json_value(text: str) -> Any:
     value = json.loads(text)
-    return RequestError(*value[ERROR_KEY]) if isinstance(value, dict) and ERROR_KEY in value else value
+    return (
+        RequestError(*value[ERROR_KEY]) if isinstance(value, dict) and ERROR_KEY in value else value
+    )
 
 
 def _converted(value: Any, convert: Convert | None) -> Any:
@@ -84,7 +78,7 @@ def _converted(value: Any, convert: Convert | None) -> Any:
 
 
 def _converter(type_: pa.DataType) -> Convert | None:
-    """Return what converts Python's value of a type, or None if it stays as it is."""
+    """Return a function that converts Python values of an Arrow type, or None if they need no conversion."""
     if pa.types.is_float32(type_) or pa.types.is_float16(type_):
         number = type_.to_pandas_dtype()
         return lambda value: float(str(number(value)))
@@ -95,12 +89,17 @@ def _converter(type_: pa.DataType) -> Convert | None:
     if pa.types.is_struct(type_):
         return _struct_converter(type_)
     if pa.types.is_map(type_):
-        convert_key, convert = _converter(type_.key_type), _converter(type_.item_type)
-        return lambda value: {_converted(k, convert_key): _converted(v, convert) for k, v in value.items()}
+        convert_key = _converter(type_.key_type)
+        convert_item = _converter(type_.item_type)
+        return lambda value: {
+            _converted(k, convert_key): _converted(v, convert_item) for k, v in value.items()
+        }
     if not pa.types.is_nested(type_) or pa.types.is_union(type_):
         return None
     convert = _converter(type_.value_type)
-    return None if convert is None else lambda value: [_converted(item, convert) for item in value]
+    if convert is None:
+        return None
+    return lambda value: [_converted(item, convert) for item in value]
 
 
 def _as_text(value: bytes) -> str | bytes:
@@ -116,19 +115,25 @@ def _struct_converter(type_: pa.StructType) -> Convert:
     nullable = {"content"} if "role" in converters else set()
 
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        present = {name: item for name, item in value.items() if item is not None or name in nullable}
+        present = {
+            name: item for name, item in value.items() if item is not None or name in nullable
+        }
         return {name: _converted(item, converters[name]) for name, item in present.items()}
 
     return convert
 
 
 def batches_in_parquet(
-    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+    parquet: pq.ParquetFile,
+    file: InputFile,
+    needed: Iterable[str],
+    groups: list[int],
+    carried: Iterable[str] = (),
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
     """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are.
 
-    Text that is not UTF-8 makes its row a bad one. Raises ConfigError naming a column with values that Python cannot
-    hold.
+    Text that is not UTF-8 makes its row a bad one. Raises ConfigError naming a column with values
+    that Python cannot hold.
     """
     names = parquet.schema_arrow.names
     read = [name for name in dict.fromkeys(needed) if name in names]
@@ -136,10 +141,13 @@ def batches_in_parquet(
     columns = list(dict.fromkeys([*read, *carried_names]))
     if not columns:  # pyarrow reads no rows of no columns
         num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
-        yield from ((_empty_rows(n), pa.record_batch({})) for n in _batch_sizes(num_rows))
+        for size in _batch_sizes(num_rows):
+            yield _empty_rows(size), pa.record_batch({})
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
-        rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else _empty_rows(batch.num_rows)
+        rows = _empty_rows(batch.num_rows)
+        if read:
+            rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file)
         yield _without_bad_text(rows, batch.select(carried_names))
 
 
@@ -152,15 +160,21 @@ def _batch_sizes(num_rows: int) -> Iterator[int]:
         yield min(BATCH_ROWS, num_rows - start)
 
 
-def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[list[InputRow], pa.RecordBatch]:
+def _without_bad_text(
+    rows: list[InputRow], carried: pa.RecordBatch
+) -> tuple[list[InputRow], pa.RecordBatch]:
     """Make a row with a carried text that is not UTF-8 a bad row, without that text: readers could not decode it."""
     for index, name in enumerate(carried.schema.names):
         column = carried.column(index)
         if _is_valid(column):
             continue
-        valid_rows = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
+        valid_rows = [
+            i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))
+        ]
         for place in (place for place, row in enumerate(valid_rows) if row is None):
-            error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
+            error = RequestError(
+                "bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8"
+            )
             row = rows[place]
             rows[place] = error if isinstance(row, RequestError) else row | {UNCARRIED: error}
         carried = carried.set_column(index, name, column.take(pa.array(valid_rows, pa.int64())))
@@ -177,17 +191,27 @@ def _is_valid(column: pa.Array) -> bool:
 
 def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return times in nanoseconds as text, since Python's have microseconds."""
-    columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
-    fields = [field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)]
+    columns = [
+        column.cast(pa.string()) if column.type == NANOSECONDS else column
+        for column in batch.columns
+    ]
+    fields = [
+        field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
     try:
         return list(arrow_rows(batch))
-    except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
+    except UnicodeError as error:
+        # Parquet's writers do not check their texts: halve until the row is alone.
         if batch.num_rows == 1:
-            return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
+            return [
+                RequestError(
+                    "bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8"
+                )
+            ]
         half = batch.num_rows // 2
         return _to_rows(batch.slice(0, half), file) + _to_rows(batch.slice(half), file)
     except CONVERSION_ERRORS as error:
@@ -196,7 +220,9 @@ def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
 
 def _conversion_error(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
     """Return an error that names the column with values that Python cannot hold."""
-    column = next((name for name in batch.schema.names if not _is_convertible(batch.column(name))), "?")
+    column = next(
+        (name for name in batch.schema.names if not _is_convertible(batch.column(name))), "?"
+    )
     return ConfigError(
         f"{file.path}: column {column!r} ({batch.schema.field(column).type}) holds values that cannot be read "
         f"({error}): cast it, for example to a string, or leave it out with input.passthrough"
@@ -211,57 +237,3 @@ def _is_convertible(column: pa.Array) -> bool:
     except CONVERSION_ERRORS:
         return False
     return True
-
-
-def run_schema(parquet: pq.ParquetFile, path: str) -> pa.Schema:
-    """Return the input columns that the run's file has. Raises ConfigError for a file that no run wrote."""
-    stored = parquet.schema_arrow
-    if (stored.metadata or {}).get(VERSION_KEY) != SCHEMA_VERSION:
-        raise ConfigError(f"input.path: {path} was not written by a run of this version: name it without {RUN_PREFIX}")
-    own = {field.name for field in OUTPUT_FIELDS}
-    context = [stored.field(name) for name in CONTEXT if name in stored.names]
-    carried = [field for field in stored if field.name not in own]
-    partitions = [field for field in partition_types(stored) if field.name not in own]
-    return pa.schema([*context, *carried, *partitions])
-
-
-def batches_in_run(
-    parquet: pq.ParquetFile, path: str, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
-) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches: the needed columns as rows, and the carried ones as they are. An error row is a bad row."""
-    schema, partitions = run_schema(parquet, path), partition_types(parquet.schema_arrow)
-    carried_names = [name for name in dict.fromkeys(carried) if name in schema.names]
-    wanted = [name for name in dict.fromkeys(needed) if name in schema.names]
-    stored = [name for name in dict.fromkeys([*_READ, *wanted, *carried_names]) if name in parquet.schema_arrow.names]
-    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=stored):
-        table = with_partition_columns(pa.Table.from_batches([batch]), partitions, path)
-        rows = [_input_row(row, wanted) for row in arrow_rows(table)]
-        columns = table.select(carried_names).combine_chunks().to_batches()
-        yield rows, columns[0] if carried_names else pa.record_batch({})
-
-
-def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
-    input_row: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
-    if row["status"] != "ok":
-        input_row["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
-    if row.get("messages") is not None:
-        input_row[RENDERED] = True
-    if isinstance(input_row.get("messages"), str):
-        input_row["messages"] = _messages_of(input_row["messages"])
-    return input_row
-
-
-def _messages_of(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        return json_error("column 'messages'", error)
-
-
-def _id_of(row: dict[str, Any]) -> str:
-    turn, sample = row.get("turn_index"), row["sample_index"]
-    return f"{row['request_id']}{f'@{turn}' if turn else ''}{f'#{sample}' if sample else ''}"
-
-
-def _error_of(row: dict[str, Any]) -> str:
-    return f"{row['error_code']}: {row['error_message']}"

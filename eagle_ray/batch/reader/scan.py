@@ -1,7 +1,8 @@
-"""Scan: read parts of input files once, and keep what the plan and the index need of their rows.
+"""Scan parts of input files once, and collect the data that the plan and the index need.
 
-A file is read in the order of its rows. From them follow the types of its columns, its slices, the first values of
-parameters that rows cannot set, and for each row the digests of its id and of its request and its output rows.
+A file is read in the order of its rows. From them follow the types of its columns, its slices, the
+first values of parameters that rows cannot set, and for each row the digests of its id and of its
+request and its output rows.
 
     scanner = RowScanner(config, request_columns(config.input.columns))
     [[found]] = scanner([FilePart(file)])
@@ -11,19 +12,19 @@ parameters that rows cannot set, and for each row the digests of its id and of i
 from __future__ import annotations
 
 import hashlib
-import reprlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, join_into, type_in_parquet, type_of
+from eagle_ray.batch.reader.csv_files import type_of_csv_value
 from eagle_ray.batch.reader.file_slices import (
     COLUMNAR,
     FileSlice,
@@ -37,28 +38,23 @@ from eagle_ray.batch.reader.file_slices import (
     with_values,
 )
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.input_columns import CSV_TEXT, join_into, type_in_parquet, type_of
 from eagle_ray.batch.reader.parquet import check_unique
-from eagle_ray.batch.reader.text_files import type_of_csv_value
+from eagle_ray.batch.reader.unread_parameters import UnreadParameters, UnreadValue
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import FIRST, ColumnPath, RequestColumns, RowPosition
-from eagle_ray.requests.parameters import ROW_PARAMETERS, match_unsupported
-from eagle_ray.requests.refused import REFUSED, has_effect
+from eagle_ray.requests.columns import FIRST, RequestColumns, RowPosition
 from eagle_ray.requests.request import InputRow, id_of, parse_row
 from eagle_ray.requests.row_schema import JSON
 from eagle_ray.runs.row_index import DIGEST, Table, digest
 
-SLICE_ROWS = 512
+SCANNED_SLICE_ROWS = 512
 NUM_THREADS = 16  # each waits for one object
-CARRY_HINT = "(input.on_unknown=carry)."
-SMALL_BYTES = 4 << 20  # of an object that takes longer to ask for than to read
+SMALL_BYTES = 4 << 20  # bytes of an object that takes longer to ask for than to read
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Consecutive rows of a file: from a byte offset or row group on, whose first row has this position, up to `stop`,
-    which is the file's end if it is None.
+    """Consecutive rows of a file: from a byte offset or row group on, whose first row has this
+    position, up to `stop`, which is the file's end if it is None.
     """
 
     file: InputFile
@@ -67,24 +63,9 @@ class FilePart:
     stop: int | None = None
 
 
-class UnreadValue(NamedTuple):
-    """The first value of a parameter that rows cannot set.
-
-    Attributes:
-        number: number of its row, counted from the first one that was scanned; blank lines are not counted.
-        row, line: position of its row in the file.
-        text: the value, shortened.
-    """
-
-    number: int
-    row: int
-    line: int | None
-    text: str
-
-
 @dataclass(slots=True)
 class FileScan:
-    """What a scan finds in a part of a file, once all of its rows are read.
+    """The result of scanning a part of a file.
 
     Attributes:
         types: the joined types of its columns, in order.
@@ -100,7 +81,7 @@ class FileScan:
 
 @dataclass(frozen=True, slots=True)
 class RowScanner:
-    """Scans parts of files: yields the types and slices of each, and a row of the index for each of its rows."""
+    """Scans parts of files. Yields column types, slices and an index entry for each row."""
 
     config: JobConfig
     columns: RequestColumns
@@ -127,20 +108,25 @@ class RowScanner:
     def _scan(self, part: FilePart) -> list[FileScan]:
         needed = frozenset(self.columns.needed)
         has_turns = "turns" in self.columns.prompts
-        ids, requests, rows = bytearray(), array("Q"), array("I")
-        n = self.config.sampling.n
+        is_private = not self.config.output.store_prompt
+        ids = bytearray()
+        requests = array("Q")
+        num_outputs = array("I")
         scan = FileScan()
-        for position, row in rows_in_part(part, self.columns, scan, not self.config.output.store_prompt):
+        for position, row in rows_in_part(part, self.columns, scan, is_private):
             location = part.file.location_of(position)
             ids += digest(id_of(row, self.columns, location))
             requests.append(request_digest(row, needed))
-            own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
-            request = parse_row(row, self.columns, location) if own else None
-            rows.append(n if request is None else request.num_rows(self.config))
+
+            # Only a row with turns or its own n has another number of output rows than the job's n.
+            number = self.config.sampling.n
+            if isinstance(row, dict) and (has_turns or row.get("n") is not None):
+                number = parse_row(row, self.columns, location).num_rows(self.config)
+            num_outputs.append(number)
         scan.rows = {
             "id": np.frombuffer(bytes(ids), DIGEST),
             "request": np.frombuffer(requests, np.uint64),
-            "rows": np.frombuffer(rows, np.uint32),
+            "rows": np.frombuffer(num_outputs, np.uint32),
         }
         return [scan]
 
@@ -150,14 +136,18 @@ def _is_small_object(part: FilePart) -> bool:
 
 
 def request_digest(row: InputRow, needed: frozenset[str]) -> int:
-    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it.
+    """Return a digest of the values that make a row's request, or of a bad row's error.
 
     A column that is null is like one that is absent.
     """
     values: Any = repr(row)
     if isinstance(row, dict):
-        values = [(name, row[name]) for name in sorted(needed.intersection(row)) if row[name] is not None]
-    return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        values = [
+            (name, row[name]) for name in sorted(needed.intersection(row)) if row[name] is not None
+        ]
+    return int.from_bytes(
+        hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    )
 
 
 def rows_in_part(
@@ -165,8 +155,11 @@ def rows_in_part(
 ) -> Iterator[tuple[RowPosition, InputRow]]:
     """Yield the position of each row of a part, and the row (of Parquet, its needed columns only).
 
-    scan: has what the part holds once the last row was yielded. is_private: that is no value of a row. Raises
-    ConfigError if the file cannot be read at all.
+    Raises ConfigError if the file cannot be read at all.
+
+    Args:
+        scan: gets the types and slices of the part once the last row was yielded.
+        is_private: whether the scan records no value of a row.
     """
     unread = UnreadParameters(columns, is_private)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
@@ -178,21 +171,26 @@ def rows_in_part(
 def _record_rows(
     part: FilePart, columns: RequestColumns, scan: FileScan, unread: UnreadParameters
 ) -> Iterator[tuple[RowPosition, InputRow]]:
-    file, stop, can_split = part.file, part.stop, part.file.can_split
+    file = part.file
+    stop = part.stop
+    can_split = file.can_split
     starts: list[tuple[int, RowPosition]] = []
     counts: list[int] = []
     types = RecordTypes(file.format)
     partitions = partition_scalars(file)
     values = {name: scalar.as_py() for name, scalar in partitions.items()}
-    inherited: set[str] = set()  # partition columns that some row does not have of its own
+    inherited: set[str] = set()  # partition columns that some row lacks
     unread.watch(partitions)
     for number, (offset, position, row) in enumerate(records_in(file, part.start, part.first)):
         if stop is not None and offset >= stop:
             break
-        if not starts or (can_split and counts[-1] == SLICE_ROWS):
+
+        # Slices of SCANNED_SLICE_ROWS rows, if the file can be read from the middle.
+        if not starts or (can_split and counts[-1] == SCANNED_SLICE_ROWS):
             starts.append((offset, position))
             counts.append(0)
         counts[-1] += 1
+
         if isinstance(row, dict):
             if new := types.add(row):
                 unread.watch(new)
@@ -202,9 +200,15 @@ def _record_rows(
             if unread.is_watching:
                 unread.look(number, position, row)
         yield position, row
+
     scan.types = types.joined()
-    join_into(scan.types, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
-    scan.slices = [FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True)]
+    inherited_types = {
+        name: scalar.type for name, scalar in partitions.items() if name in inherited
+    }
+    join_into(scan.types, inherited_types)
+    scan.slices = []
+    for (offset, position), count in zip(starts, counts, strict=True):
+        scan.slices.append(FileSlice(file, offset, position, count))
 
 
 def _columnar_rows(
@@ -212,34 +216,52 @@ def _columnar_rows(
 ) -> Iterator[tuple[RowPosition, InputRow]]:
     file = part.file
     with open_columnar(file) as parquet:
-        scan.types = {field.name: type_in_parquet(field.type) for field in columns_in(parquet, file)}
+        scan.types = {}
+        for field in columns_in(parquet, file):
+            scan.types[field.name] = type_in_parquet(field.type)
         check_unique(parquet, file)
         partitions = partitions_in(parquet, file)
-        scan.types |= {name: scalar.type for name, scalar in partitions.items()}
+        for name, scalar in partitions.items():
+            scan.types[name] = scalar.type
         unread.watch(scan.types)
+
         needed = [*columns.needed, *unread.watched]
         values = {name: partitions[name].as_py() for name in needed if name in partitions}
-        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+
+        # Row groups, and the number of the first row of each.
+        metadata = parquet.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
+        first_row = starts[part.start]
+
         batches = columnar_batches(parquet, file, needed, list(groups))
-        for number, row in enumerate(row for rows, _ in batches for row in rows):
-            position, row = RowPosition(starts[part.start] + number, None), with_values(row, values)
+        all_rows = (row for rows, _ in batches for row in rows)
+        for number, own in enumerate(all_rows):
+            position = RowPosition(first_row + number, None)
+            row = with_values(own, values)
             if unread.is_watching and isinstance(row, dict):
                 unread.look(number, position, row)
             yield position, row
-    scan.slices = [FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i]]
+
+    scan.slices = []
+    for i in groups:
+        if sizes[i]:
+            position = RowPosition(starts[i], None)
+            scan.slices.append(FileSlice(file, i, position, sizes[i]))
 
 
 class RecordTypes:
     """The joined types of the columns of records, in order.
 
-    Only a value of a Python type that its column has not had before is looked at, except where its type depends on the
-    value: integers, and the texts of CSV files.
+    Only a value of a Python type that its column has not had before is looked at, except where its
+    type depends on the value: integers, and the texts of CSV files.
     """
 
     def __init__(self, format_: str) -> None:
-        self._type_of, self._mixed = (type_of_csv_value, CSV_TEXT) if format_ == "csv" else (type_of, JSON)
+        self._type_of, self._mixed = (
+            (type_of_csv_value, CSV_TEXT) if format_ == "csv" else (type_of, JSON)
+        )
         self._always = str if format_ == "csv" else int
         self._types: dict[str, pa.DataType] = {}
         self._seen: set[tuple[str, type]] = set()
@@ -256,70 +278,6 @@ class RecordTypes:
         return list(self._types)[num_columns:] if len(self._types) > num_columns else []
 
     def joined(self) -> dict[str, pa.DataType]:
-        return {name: self._mixed if type_ == JSON else type_ for name, type_ in self._types.items()}
-
-
-class UnreadParameters:
-    """Finds parameters that rows cannot set, with the first value of each that would change an output.
-
-    Such a parameter is a column, or a key of an object of which input.columns reads another key.
-
-    Attributes:
-        values: the first ones, by column or by ``path.key``.
-        watched: for each such column without a value so far, its parameter.
-        is_watching: whether rows must be looked at.
-    """
-
-    def __init__(self, columns: RequestColumns, is_private: bool = False) -> None:
-        self._text_of = _hidden_text if is_private else reprlib.repr
-        paths = (columns.id, *columns.prompt_paths)
-        self._objects = list({path.parent for path in paths if path.parent is not None})
-        self.values: dict[str, UnreadValue] = {}
-        self.watched: dict[str, str] = {}
-        self.is_watching = bool(self._objects)
-
-    def watch(self, columns: Iterable[str]) -> None:
-        """Add the columns that are such parameters."""
-        self.watched |= {column: name for column in columns if (name := match_unsupported(column)) is not None}
-        self.is_watching = bool(self.watched or self._objects)
-
-    def look(self, number: int, position: RowPosition, row: dict[str, Any]) -> None:
-        """Note the values of a row. number: of the row, from the first one of the scan."""
-        values = [(column, name, row.get(column)) for column, name in self.watched.items()]
-        for path in self._objects:
-            items = _object_at(path, row).items()
-            values += [(f"{path.text}.{key}", name, value) for key, value in items if (name := _parameter(key))]
-        for column, name, value in values:
-            if column not in self.values and has_effect(name, value):
-                self.values[column] = UnreadValue(number, *position, self._text_of(value))
-                self.watched.pop(column, None)
-        self.is_watching = bool(self.watched or self._objects)
-
-
-def _hidden_text(value: Any) -> str:
-    return f"a {type(value).__name__} that is not shown, as output.store_prompt is false"
-
-
-@cache
-def _parameter(key: str) -> str | None:
-    return key if key in ROW_PARAMETERS else match_unsupported(key)
-
-
-def _object_at(path: ColumnPath, row: dict[str, Any]) -> dict[str, Any]:
-    try:
-        value = path.value_in(row)
-    except RequestError:  # the row is refused for it elsewhere
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def remedy_of_unread(column: str) -> str:
-    """Return what to do about a column that is a parameter which rows cannot set."""
-    name = match_unsupported(column)
-    if "." in column and name is None:
-        return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY_HINT
-    instead = name
-    if name is not None and name not in ROW_PARAMETERS:
-        instead = REFUSED[name].use if name in REFUSED else None
-    change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
-    return f"{change}, or treat it as data {CARRY_HINT}"
+        return {
+            name: self._mixed if type_ == JSON else type_ for name, type_ in self._types.items()
+        }

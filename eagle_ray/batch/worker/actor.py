@@ -1,9 +1,9 @@
 """EngineActor: a worker process, fed by Ray Data.
 
-Several batches are in flight at once, so the engine's slots stay full while a batch waits for its longest row. The
-engine runs in a child process; the actor's event loop only awaits. If the engine crashes, the actor starts another one
-and runs what was in flight again, in small groups. If the actor's own process ends, Ray starts it again and resubmits
-its batches to it.
+Several batches are in flight at once, so the engine's slots stay full while a batch waits for its
+longest row. The engine runs in a child process; the actor's event loop only awaits. If the engine
+crashes, the actor starts another one and runs what was in flight again, in small groups. If the
+actor's own process ends, Ray starts it again and resubmits its batches to it.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """
@@ -16,19 +16,32 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import NoReturn, Protocol, cast
 
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
-from eagle_ray.batch.worker.crash_isolation import CrashLog, Fault, Isolation, as_config_error, classify_error
-from eagle_ray.batch.worker.engine_process import BEAT_S, EngineProcess, LogLine, ProcessEnded
+from eagle_ray.batch.worker.crash_isolation import (
+    CrashLog,
+    Fault,
+    Isolation,
+    as_config_error,
+    classify_error,
+)
+from eagle_ray.batch.worker.engine_process import (
+    COUNTERS_EVERY_S,
+    EngineProcess,
+    LogLine,
+    ProcessEnded,
+)
+from eagle_ray.batch.worker.job_endpoint import JobEndpoint
 from eagle_ray.batch.worker.progress import JobMetrics, WorkerReport
 from eagle_ray.batch.worker.sink import nest
 from eagle_ray.batch.worker.spare_engine import fork_engine
 from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError
 from eagle_ray.runs.run import Run
 
@@ -36,15 +49,29 @@ log = logging.getLogger("eagle_ray")
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
 RESTART_DELAY_S = 5
-UNFIT_DELAY_S = 300  # before a worker starts again whose devices cannot run the engine
-FLUSH_S = 1.0
+UNFIT_DELAY_S = 300  # seconds before a worker starts again whose devices cannot run the engine
+REPORT_EVERY_S = 1.0
+
+
+class ActorEngine(Protocol):
+    """What an actor runs batches on: our own engine's process, or a worker that asks an endpoint."""
+
+    worker_id: str
+
+    async def answer(self, requests: pa.Table) -> pa.Table: ...
+
+    def counters(self) -> EngineCounters: ...
+
+    def stop_admission(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EngineActor:
     """One engine of the job as a Ray actor.
 
-    progress is the ProgressActor's handle, spare the address of a SpareEngine, which may be on another machine; the
-    rest goes to the Worker.
+    progress is the ProgressActor's handle, spare the address of a SpareEngine, which may be on
+    another machine, and endpoint what answers in place of our own engine; the rest goes to the Worker.
     """
 
     _report: WorkerReport
@@ -57,18 +84,27 @@ class EngineActor:
         plan: WorkerPlan,
         progress: ActorHandle,
         spare: str | None = None,
+        endpoint: JobEndpoint | None = None,
     ):
         self._worker_arguments = (config, run, carried, plan)
+        self._endpoint = endpoint
         self._spare = spare
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         crash_log = self._progress.report_start()
         self._use(self._start_engine())
-        self._isolation = Isolation(self, crash_log, usual_slots(config.execution.slots, on_gpu=False))
-        self._num_batches = 0  # in flight
+        self._isolation = Isolation(
+            self, crash_log, usual_slots(config.execution.slots, on_gpu=False)
+        )
+        self._num_batches = 0  # batches in flight
+        self._is_admitting = True  # until the run stops at a bound
         self._beats: asyncio.Task[None] | None = None  # while batches are in flight
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Yield one table of nested output rows for the batch; Ray passes it on after the call returns."""
+        yield nest(await self.run_batch(batch))
+
+    async def run_batch(self, batch: pa.Table) -> pa.Table:
+        """Return the output rows of the batch."""
         self._num_batches += 1
         if self._beats is None or self._beats.done():
             self._beats = asyncio.create_task(self._report_beats())
@@ -80,15 +116,18 @@ class EngineActor:
         self._publish(answers)
         if self._num_batches == 0:  # perhaps the last one
             self._progress.flush()
-        yield nest(answers)
+        return answers
 
     async def _report_beats(self) -> None:
-        """Report what the engine does while batches are in flight. No error ends it."""
+        """Report counters while batches are in flight. Errors are logged and do not end it."""
         while self._num_batches:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(COUNTERS_EVERY_S)
             try:
                 self._report = self._report.with_counters(self._engine.counters())
                 self._publish(None)
+                if self._is_admitting and not await self._progress.is_admitting():
+                    self._is_admitting = False
+                    self._engine.stop_admission()
             except Exception:
                 log.exception("what the engine does cannot be reported now")
 
@@ -99,20 +138,26 @@ class EngineActor:
         """Report the error and start another process; the event loop runs meanwhile."""
         self._progress.flush()
         self._use(await asyncio.to_thread(self._replace_engine, error))
+        if not self._is_admitting:
+            self._engine.stop_admission()
 
     async def save(self, log: CrashLog) -> None:
         await self._progress.save(log)
 
-    def _replace_engine(self, error: EngineError) -> EngineProcess:
+    def _replace_engine(self, error: EngineError) -> ActorEngine:
         self._engine.close()
         self._progress.report_exit(self._engine.worker_id, classify_error(error).line)
         self._progress.report_start()
         return self._start_engine()
 
-    def _start_engine(self) -> EngineProcess:
-        """Return a process that is ready. Ends this one if there is none: Ray starts it again, perhaps elsewhere."""
+    def _start_engine(self) -> ActorEngine:
+        """Return an engine that is ready. If none starts, end this actor, so that Ray starts it again."""
+        if self._endpoint is not None:
+            return self._start_endpoint(self._endpoint)
         try:
-            engine = EngineProcess(*self._worker_arguments, self._progress.log, fork_engine(self._spare))
+            engine = EngineProcess(
+                *self._worker_arguments, self._progress.log, fork_engine(self._spare)
+            )
             engine.wait_until_ready()
         except ProcessEnded as error:
             self._exit(engine.worker_id, error)
@@ -123,7 +168,16 @@ class EngineActor:
             self._cannot_start(as_config_error(error), fault)
         return engine
 
-    def _use(self, engine: EngineProcess) -> None:
+    def _start_endpoint(self, endpoint: JobEndpoint) -> ActorEngine:
+        from eagle_ray.batch.worker.endpoint_worker import EndpointWorker  # httpx2
+
+        config, run, carried, _ = self._worker_arguments
+        try:
+            return EndpointWorker(config, run, carried, endpoint, self._progress.log)
+        except Exception as error:  # as of our own engine
+            self._cannot_start(as_config_error(error), classify_error(error))
+
+    def _use(self, engine: ActorEngine) -> None:
         config, run, *_ = self._worker_arguments
         self._engine = engine
         self._metrics = JobMetrics(config.name, run.run_id, engine.worker_id)
@@ -155,8 +209,8 @@ class EngineActor:
 class ProgressClient:
     """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor.
 
-    No call waits for an answer while all is well, and totals are sent every FLUSH_S at most. So one ProgressActor keeps
-    up with a thousand workers.
+    No call waits for an answer while all is well, and totals are sent every REPORT_EVERY_S at most. So one
+    ProgressActor keeps up with a thousand workers.
     """
 
     progress: ActorHandle
@@ -181,8 +235,12 @@ class ProgressClient:
     async def save(self, log: CrashLog) -> None:
         await self.progress.save.remote(self.actor_id, log)
 
+    async def is_admitting(self) -> bool:
+        """Return whether this worker may begin rows."""
+        return cast(bool, await self.progress.is_admitting.remote())
+
     def report(self, report: WorkerReport) -> None:
-        """Report the totals: at once before the first row, else after FLUSH_S at most."""
+        """Report the totals: at once before the first row, else after REPORT_EVERY_S at most."""
         self._report = report
         try:
             loop = asyncio.get_running_loop()
@@ -190,7 +248,7 @@ class ProgressClient:
             self.flush()
             return
         if self._flush_timer is None:
-            self._flush_timer = loop.call_later(FLUSH_S, self.flush)
+            self._flush_timer = loop.call_later(REPORT_EVERY_S, self.flush)
 
     def flush(self) -> None:
         """Send the totals that wait."""

@@ -1,8 +1,9 @@
 """BaselineComparison: the job's engine and a plain one over the same weights, slots and caches.
 
-The speed-up is measured fairly: both engines decode the same rows in the same slots of one otherwise idle worker,
-both warmed up, in turns of alternating order, so that a machine that slows down slows both. The prefix cache is
-reset between turns. The drafting engine starts untrained, as in a new worker, so its learning counts against it.
+The speed-up is measured fairly: both engines decode the same rows in the same slots of one
+otherwise idle worker, both warmed up, in turns of alternating order, so that a machine that slows
+down slows both. The prefix cache is reset between turns. The drafting engine starts untrained, as
+in a new worker, so its learning counts against it.
 
     comparison = BaselineComparison(config, WorkerPlan(threads=2))
     comparison.measure(rows)["speed_up"]
@@ -34,11 +35,12 @@ from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequence_of
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.sampling.sampler import gumbel_noise, process
+from eagle_ray.sampling.noise import gumbel_noise
+from eagle_ray.sampling.sampler import process
 
 log = logging.getLogger("eagle_ray")
 DRAFTED, PLAIN = "drafted", "plain"
-ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
+TURN_ROWS_PER_SLOT = 2  # rows of a turn for each slot: they keep the slots full for most of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,23 @@ class BaselineComparison:
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
 
-        turns: tokens and seconds of each turn, with drafts and without.
+        The entry "turns" has the tokens and seconds of each turn, with drafts and without.
         """
         timing = Timing({DRAFTED: self.draft_engine, PLAIN: self.plain_engine})
         num_slots = self.draft_engine.scheduler.num_slots
-        groups = [
-            rows[start : start + ROWS_PER_SLOT * num_slots] for start in range(0, len(rows), ROWS_PER_SLOT * num_slots)
-        ]
+        size = TURN_ROWS_PER_SLOT * num_slots
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+
         timing.warm_up(partial(self._sequences, groups[0]))
         turns = [timing.round(partial(self._sequences, group)) for group in groups]
-        drafted, plain = total(turns, DRAFTED), total(turns, PLAIN)
+        counted = []
+        for turn in turns:
+            a = turn.samples[DRAFTED]
+            b = turn.samples[PLAIN]
+            counted.append((a.num_tokens, a.seconds, b.num_tokens, b.seconds))
+
+        drafted = total(turns, DRAFTED)
+        plain = total(turns, PLAIN)
         return {
             "rows": len(rows),
             "slots": num_slots,
@@ -84,20 +93,19 @@ class BaselineComparison:
             "tokens_per_s": drafted.tokens_per_second,
             "plain_tokens_per_s": plain.tokens_per_second,
             "speed_up": drafted.tokens_per_second / plain.tokens_per_second,
-            "turns": [
-                (a.num_tokens, a.seconds, b.num_tokens, b.seconds)
-                for a, b in ((turn.samples[DRAFTED], turn.samples[PLAIN]) for turn in turns)
-            ],
+            "turns": counted,
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
         turn = Timing({PLAIN: self.plain_engine}).round(partial(self._sequences, rows))
-        differences = [
-            self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)
-        ]
-        differing = [difference for difference in differences if difference is not None]
-        return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
+        differing = []
+        for row, sequence in zip(rows, turn.answers[PLAIN], strict=True):
+            difference = self._first_difference(row, sequence)
+            if difference is not None:
+                differing.append(difference)
+        num_identical = len(rows) - len(differing)
+        return {"rows": len(rows), "identical": num_identical, "differing": differing}
 
     def _sequences(self, rows: list[ChosenRow], engine_name: str) -> list[Sequence]:
         return [self._sequence(row) for row in rows]
@@ -106,30 +114,42 @@ class BaselineComparison:
         return sequence_of(row.request, self._config, self._tokenizer, row.sample_index)
 
     def _first_difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
-        """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
+        """Return the first token where the stored output differs from plain decoding, or None.
 
-        gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
-        near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
+        The result has the row's key, the position, both tokens and:
+
+            gap         by how much plain decoding preferred its own token, in logits, or in scores
+                        with the noise of a sample
+            near_tie    whether rounding alone explains the difference
+            cause       how rounding explains it, as rounding_cause returns it
         """
-        stored, expected = row.output_ids, plain.output_ids
+        stored = row.output_ids
+        expected = plain.output_ids
         assert stored is not None, "rows without their ids are not verified"
         if stored == expected:
             return None
+
         shorter = min(len(stored), len(expected))
         position = next((i for i in range(shorter) if stored[i] != expected[i]), shorter)
-        gap = cause = None
-        if position < shorter:
-            ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
-            logits = self._controlled_logits(self._next_logits(ids), plain, expected[:position])
-            first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
-            gap = first - second
-            cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
+        token = stored[position] if position < len(stored) else None
+        plain_token = expected[position] if position < len(expected) else None
+        gap = None
+        cause = None
+        if token is not None and plain_token is not None:
+            before = expected[:position]
+            ids = plain.prompt_ids + before
+            logits = self._controlled_logits(self._next_logits(ids), plain, before)
+            scores = sampling_scores(logits, plain.sampling, len(ids))
+            expected_score, stored_score = scores[[plain_token, token]].tolist()
+            gap = expected_score - stored_score
+            near_tie = NEAR_TIE[self._target.dtype]
+            cause = rounding_cause(logits, plain.sampling, len(ids), plain_token, token, near_tie)
         return {
             "request_id": id_of_turn(str(row.request.id), row.request.turn_index),
             "sample_index": row.sample_index,
             "position": position,
-            "token": stored[position] if position < len(stored) else None,
-            "plain_token": expected[position] if position < len(expected) else None,
+            "token": token,
+            "plain_token": plain_token,
             "gap": gap if gap is not None and math.isfinite(gap) else None,
             "near_tie": cause is not None,
             "cause": cause,
@@ -139,9 +159,11 @@ class BaselineComparison:
         self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
     ) -> Float[Tensor, " V"]:
         """Return the logits after the sequence's controls, for the token after output_ids."""
-        before, grammars, spec = plain.controls, self.plain_engine.grammars, plain.grammar_spec
+        before = plain.controls
         if before is None:
             return logits
+        grammars = self.plain_engine.grammars
+        spec = plain.grammar_spec
         grammar = None if grammars is None or spec is None else grammars.start(spec)
         state = new_controls(plain, before.ends, len(logits), grammar)
         state.sync(output_ids)
@@ -163,12 +185,17 @@ def _in_one_process(config: JobConfig, plan: WorkerPlan) -> JobConfig:
     """Return the configuration of an engine without ranks. On several GPUs it has no CUDA graphs."""
     changes: dict[str, Any] = {"tensor_parallel": 1}
     if plan.num_gpus > 1:
-        log.info("rows are decoded again with the target's layers on %g GPUs in turn, without ranks", plan.num_gpus)
+        log.info(
+            "rows are decoded again with the target's layers on %g GPUs in turn, without ranks",
+            plan.num_gpus,
+        )
         changes["require_kernels"] = False
     return config.model_copy(update={"execution": config.execution.model_copy(update=changes)})
 
 
-def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
+def sampling_scores(
+    logits: Float[Tensor, " V"], params: SamplingParams, position: int
+) -> Float[Tensor, " V"]:
     """Return the scores whose argmax is the token at `position`: logits, or processed logits plus noise."""
     if params.is_greedy:
         return logits.float()

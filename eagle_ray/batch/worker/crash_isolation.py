@@ -1,22 +1,24 @@
-"""Crashes of engines: which fault it was, whether other workers would meet it, and which row is at fault.
+"""Handle crashes of engines: classify the fault, decide whether to restart, and find the row that causes it.
 
-A fault of a device or its memory is local, and so is a device that is too small for the model. After such a fault the
-actor starts another engine on its device. If that fails, too, the actor ends, and Ray starts it again, perhaps on
-another device. A failure that any worker would meet, such as a missing model, ends the job. Errors are recognized by
-name and text, so the driver can classify them without torch.
+A fault of a device or its memory is local, and so is a device that is too small for the model.
+After such a fault the actor starts another engine on its device. If that fails, too, the actor
+ends, and Ray starts it again, perhaps on another device. A failure that any worker would meet, such
+as a missing model, ends the job. Errors are recognized by name and text, so the driver can classify
+them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at the device ...is_local=True...)
 
 Isolation: run batches so that a row that crashes the engine takes few other rows with it.
 
-A crash does not say which row in flight was at fault: a prompt that exhausts the device's memory, tokens that a kernel
-cannot handle, or no row at all. So each row in flight is charged with it and is a suspect from then on. Suspects wait
-until the engine is empty and run in ever smaller groups (``max_group_size``), until the row at fault crashes the engine
-alone and the others are answered. After MAX_CRASHES a row becomes the error ``worker_died``.
+A crash does not say which row in flight was at fault: a prompt that exhausts the device's memory,
+tokens that a kernel cannot handle, or no row at all. So each row in flight is charged with it and
+is a suspect from then on. Suspects wait until the engine is empty and run in ever smaller groups
+(``max_group_size``), until the row at fault crashes the engine alone and the others are answered.
+After MAX_CRASHES a row becomes the error ``worker_died``.
 
-Nothing is recorded before the first crash. After it the CrashLog is saved before each group of suspects, since a row
-may also end the actor's own process, as a lack of the node's memory does.
+Nothing is recorded before the first crash. After it the CrashLog is saved before each group of
+suspects, since a row may also end the actor's own process, as a lack of the node's memory does.
 
     isolation = Isolation(engine, CrashLog(), slots=16)
     table = await isolation.run_batch(batch)
@@ -41,15 +43,19 @@ from eagle_ray.storage.store import DISK_FULL, StorageError
 
 WORKER_DIED = "worker_died"
 MAX_CRASHES = 4  # with everything in flight, in a small group, and twice as the only row
-KILLED = "the process was killed"  # where a worker left no reason
-LOCATION = ("source_file", "row_index", "source_line")
+KILLED = "the process was killed"  # reason of a worker that left none
+LOCATION_COLUMNS = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
-SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
+SMALLER = (
+    "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
+)
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
-RANK_FAILED = " failed ("  # of a rank that says what has ended it
-RANK_UNFIT = re.compile(r"failed \((UnfitDevice|ConfigError|EngineError): (.*?)\)?$")  # another rank of the engine
+RANK_FAILED = " failed ("  # in the error of a rank that says what has ended it
+# Pattern of an error of another rank of the engine.
+RANK_UNFIT = re.compile(r"failed \((UnfitDevice|ConfigError|EngineError): (.*?)\)?$")
 DEVICE = re.compile(
-    r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
+    r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert",
+    re.IGNORECASE,
 )
 
 
@@ -71,8 +77,10 @@ class CrashLog:
 
     Attributes:
         records: by row. Those that are not final are of suspects.
-        in_flight: the suspects that the engine has; none while it loads. None: it has other rows, which are not listed.
-        charges_all: whether each row that arrives is charged, since it may have been in flight without being listed.
+        in_flight: the suspects that the engine has; none while it loads. None: it has other rows,
+            which are not listed.
+        charges_all: whether each row that arrives is charged, since it may have been in flight
+            without being listed.
     """
 
     records: dict[str, CrashRecord] = field(default_factory=dict)
@@ -92,13 +100,13 @@ class CrashLog:
             del self.records[id]
 
     def suspects(self, ids: Iterable[str]) -> dict[str, int]:
-        """Return the number of crashes of those rows that are suspects."""
+        """Return the number of crashes of each suspect among these rows."""
         recorded = ((id, self.records[id]) for id in ids if id in self.records)
         return {id: record.num_crashes for id, record in recorded if not record.is_final}
 
 
 class CrashingEngine(Protocol):
-    """What an Isolation runs rows on."""
+    """Protocol of an engine that an Isolation runs rows on."""
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Answer a table with one or more rows per request, in order. Raises EngineError if the engine crashes."""
@@ -116,8 +124,9 @@ class CrashingEngine(Protocol):
 class Isolation:
     """Run batches of requests on one engine, suspects apart from all other rows.
 
-    If the actor's former process ended with rows in flight that its log does not list, Ray sends their batches again at
-    once. So all rows that arrive before the first batch is answered are charged.
+    If the actor's former process ended with rows in flight that its log does not list, Ray sends
+    their batches again at once. So all rows that arrive before the first batch is answered are
+    charged.
 
     Args:
         log: as the actor's former process left it.
@@ -130,7 +139,7 @@ class Isolation:
         log.charge(log.in_flight or (), KILLED)
         log.in_flight = []
         self._lock = SharedExclusiveLock()
-        self._crash: EngineError | None = None  # of the engine, until it is replaced
+        self._crash: EngineError | None = None  # error of the engine, until it is replaced
 
     async def run_batch(self, batch: pa.Table) -> pa.Table:
         """Return the output rows of the batch, in the batch's order."""
@@ -168,7 +177,9 @@ class Isolation:
                 return None
             await self._record(ids if is_suspect else None)
             try:
-                answers = await self._engine.answer(_with_error_rows(_select_rows(batch, ids), self._log.records))
+                answers = await self._engine.answer(
+                    _with_error_rows(_select_rows(batch, ids), self._log.records)
+                )
             except EngineError as error:
                 self._log.charge(ids, classify_error(error).line)
                 self._crash = error
@@ -203,7 +214,9 @@ def _with_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Tab
     final = {id: record for id, record in records.items() if record.is_final}
     if not final:
         return batch
-    rows = batch.select(["request_id", *LOCATION, "error_code", "error_message"]).to_pylist()
+    rows = batch.select(
+        ["request_id", *LOCATION_COLUMNS, "error_code", "error_message"]
+    ).to_pylist()
     for row in rows:
         record = final.get(row["request_id"])
         if record is not None:
@@ -235,7 +248,9 @@ def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
     """Sort rows into the order of the batch; the samples of a request keep their order."""
     place = {id: i for i, id in enumerate(ids)}
     order = [place[id] for id in answers["request_id"].to_pylist()]
-    return answers.take(pa.array(sorted(range(len(order)), key=order.__getitem__), pa.int64())).combine_chunks()
+    return answers.take(
+        pa.array(sorted(range(len(order)), key=order.__getitem__), pa.int64())
+    ).combine_chunks()
 
 
 @dataclass(slots=True)
@@ -305,16 +320,25 @@ def classify_error(error: Exception) -> Fault:
     """Classify an error of a worker's start or of its engine, whose cause is the device's error."""
     if isinstance(error, WorkerError):
         return error.fault
-    cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
+    cause: BaseException = error
+    if isinstance(error, EngineError) and error.__cause__ is not None:
+        cause = error.__cause__
     if isinstance(cause, UnfitDevice):
         return Fault(str(cause), is_local=True)
+
     message = _message_of(cause)
-    if isinstance(cause, RankError) and (unfit := RANK_UNFIT.search(message)):
-        return Fault(unfit[2], is_local=unfit[1] == "UnfitDevice")
-    if isinstance(cause, RankError) and not OUT_OF_MEMORY.search(message):
-        return Fault(message, is_local=True, is_transient=True, is_end=RANK_FAILED not in message)
-    if OUT_OF_MEMORY.search(message):
-        return Fault(f"its memory is too small ({message}): {SMALLER}", is_local=True, is_transient=True)
+    is_out_of_memory = OUT_OF_MEMORY.search(message) is not None
+    if isinstance(cause, RankError):
+        unfit = RANK_UNFIT.search(message)
+        if unfit is not None:
+            return Fault(unfit[2], is_local=unfit[1] == "UnfitDevice")
+        if not is_out_of_memory:
+            is_end = RANK_FAILED not in message
+            return Fault(message, is_local=True, is_transient=True, is_end=is_end)
+
+    if is_out_of_memory:
+        text = f"its memory is too small ({message}): {SMALLER}"
+        return Fault(text, is_local=True, is_transient=True)
     if DEVICE.search(message):
         return Fault(f"device fault ({message}): {LOOK}", is_local=True, is_transient=True)
     is_disk_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
@@ -340,4 +364,8 @@ def _may_pass(error: BaseException) -> bool:
 def _message_of(error: BaseException) -> str:
     """Return the first line, with the class name for errors of other libraries."""
     reason = str(error).strip().partition("\n")[0]
-    return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")
+    return (
+        reason
+        if isinstance(error, EngineError)
+        else f"{type(error).__name__}: {reason}".rstrip(": ")
+    )

@@ -1,10 +1,11 @@
 """EngineProcess: a Worker in a process of its own, used like a local object.
 
-The engine's thread runs Python, so other Python code of its process delays it: in Ray Data's process the same work took
-1.1 times as long (`jobs/results/pipeline.md`). In a child process it shares the interpreter only with the Worker, and
-the parent needs neither torch nor its memory. Both ends of the pipe between them stand here. Several requests are in
-flight at a time. If the child ends, pending requests get an EngineError that says how it ended; if the parent ends, the
-child finds the pipe closed and ends too.
+The engine's thread runs Python, so other Python code of its process delays it: in Ray Data's
+process the same work took 1.1 times as long (`jobs/results/pipeline.md`). In a child process it
+shares the interpreter only with the Worker, and the parent needs neither torch nor its memory. Both
+ends of the pipe between them stand here. Several requests are in flight at a time. If the child
+ends, pending requests get an EngineError that says how it ended; if the parent ends, the child
+finds the pipe closed and ends too.
 
     engine = EngineProcess(config, run, [], WorkerPlan(threads=2), on_log=print)
     engine.wait_until_ready()
@@ -37,15 +38,17 @@ from eagle_ray.core.child_process import describe_exit, start_child
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.runs.job_errors import WorkerDefect
-from eagle_ray.runs.lease import process_name
+from eagle_ray.runs.process_identity import process_name
 from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
-WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
+WORKER = "eagle_ray.batch.worker.embedding_worker:make_worker"  # a module and a class, or what returns one's object
 # With -m, the child's classes would be those of __main__, unknown to the parent.
-COMMAND = f"from {__name__} import run_child; run_child()"
-STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
-BEAT_S = 2.0  # between the counters of an engine at work
+ENGINE_PROGRAM = f"from {__name__} import run_child; run_child()"
+# The number of the first request, which has the worker's arguments; the others have tables.
+STARTUP_REQUEST = 0
+STOP_ADMISSION = -1  # in place of a request's number: the worker begins no further row
+COUNTERS_EVERY_S = 2.0  # seconds between the counters of an engine at work
 
 
 class ProcessEnded(EngineError):
@@ -95,7 +98,7 @@ def receive(pipe: Connection) -> tuple[Any, pa.Table | None]:
 
 
 def _as_bytes(table: pa.Table) -> pa.Buffer:
-    """Return the table's own rows; its pickle would hold all rows of the table that it is a slice of."""
+    """Serialize the table's own rows; its pickle would contain all rows of the table that it is a slice of."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -122,7 +125,7 @@ class EngineProcess:
     ):
         self._on_log = on_log
         self._process: Any  # a Popen, or what has its pid, kill and wait
-        self._pipe, self._process = child or start_child(COMMAND, config.name, WORKER)
+        self._pipe, self._process = child or start_child(ENGINE_PROGRAM, config.name, WORKER)
         self.worker_id = process_name(self._process.pid)
         self._counters: EngineCounters | None = None
         self._numbers = itertools.count(STARTUP_REQUEST)
@@ -130,14 +133,16 @@ class EngineProcess:
         self._error: EngineError | None = None
         self._lock = threading.Lock()  # held to note a request while the listener is sure to see it
         self._sender = ThreadPoolExecutor(1, "eagle-ray-sender")
-        self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, name="eagle-ray-listener", daemon=True
+        )
         _, self._ready = self._register_request()
         self._listener.start()
         self._send((config, run, carried, plan))
 
     def wait_until_ready(self) -> None:
-        """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or WorkerError for other
-        failures.
+        """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or
+        WorkerError for other failures.
         """
         self._ready.result()
 
@@ -147,13 +152,17 @@ class EngineProcess:
         await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
         return await asyncio.wrap_future(future)
 
+    def stop_admission(self) -> None:
+        """Stop starting rows. Requests are answered without the rows that were not started."""
+        self._sender.submit(self._send, STOP_ADMISSION)
+
     def counters(self) -> EngineCounters:
         """Return the engine's counters as of the latest reply or beat, once it is ready."""
         assert self._counters is not None, "the worker is not ready"
         return self._counters
 
     def close(self) -> None:
-        """End the process and wait for its end; what is in flight gets EngineError."""
+        """End the process and wait for it. Requests in flight get EngineError."""
         self._process.kill()
         self._listener.join()
         self._sender.shutdown()
@@ -177,7 +186,9 @@ class EngineProcess:
             while True:
                 self._handle_reply(*receive(self._pipe))
         except EOFError:
-            error: EngineError = ProcessEnded(f"the engine's process {describe_exit(self._process.wait())}")
+            error: EngineError = ProcessEnded(
+                f"the engine's process {describe_exit(self._process.wait())}"
+            )
         except Exception as fault:  # such as no memory for the table: no later reply can be read
             error = EngineError(f"an answer was lost: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
@@ -195,7 +206,9 @@ class EngineProcess:
             _resolve(self._pending.pop(reply.number), table, reply.error)
 
 
-def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
+def _resolve(
+    future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None
+) -> None:
     if not future.set_running_or_notify_cancel():
         return  # no caller waits for it any more
     if error is not None:
@@ -207,9 +220,9 @@ def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exc
 class EngineChild:
     """The child's end: one thread reads requests, the main one loads the models and then answers in its loop.
 
-    The reading thread is there from the start. If the parent is gone, this process ends at once, whether it loads,
-    steps or hangs, and its device memory is free again. It does not import Ray, and imports torch only once errors can
-    be reported.
+    The reading thread is there from the start. If the parent is gone, this process ends at once,
+    whether it loads, steps or hangs, and its device memory is free again. It does not import Ray,
+    and imports torch only once errors can be reported.
     """
 
     def __init__(self, pipe: Connection):
@@ -234,15 +247,18 @@ class EngineChild:
         self._loop.run_forever()
 
     def _beat(self) -> None:
-        """Send the counters while rows are in flight, so that long ones show progress before they end."""
+        """Send counters while rows are in flight, so that long rows show progress."""
         if self._num_in_flight:
             self._send(EngineReply(None, self._worker.counters()))
-        self._loop.call_later(BEAT_S, self._beat)
+        self._loop.call_later(COUNTERS_EVERY_S, self._beat)
 
     def _listen(self) -> NoReturn:
         try:
             while True:
                 number, requests = receive(self._pipe)
+                if number == STOP_ADMISSION:
+                    self._loop.call_soon_threadsafe(self._worker.stop_admission)
+                    continue
                 asyncio.run_coroutine_threadsafe(self._answer(number, requests), self._loop)
         except EOFError:
             os._exit(0)
@@ -259,7 +275,11 @@ class EngineChild:
             self._send(EngineReply(number, error=_portable_error(error)))
         except Exception as error:  # a bug: it ends the job
             log.exception("a batch cannot be answered")
-            self._send(EngineReply(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
+            self._send(
+                EngineReply(
+                    number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")
+                )
+            )
         finally:
             self._num_in_flight -= 1
 
@@ -279,7 +299,7 @@ def _portable_error(error: Exception) -> Exception:
 
 @contextmanager
 def log_to(send_line: Callable[[LogLine], None]) -> Iterator[None]:
-    """Pass on what is logged here, from level INFO."""
+    """Forward log records of level INFO and above."""
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: send_line(LogLine(record.levelno, record.getMessage()))  # type: ignore[method-assign]
     log.addHandler(handler)

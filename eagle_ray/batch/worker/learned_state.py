@@ -2,16 +2,19 @@
 
     OUT/_cache/learned-9d1c0f27ab33e061-01795821486-4be1a2c9.safetensors    by models, start and worker
 
-A worker reads the newest files of its models before its first row, and writes its own after rows are answered. Its
-first write is at once and removes what it read, if no other worker has written that since. While further rows are in
-flight, the next one is 2 s after the last, then 4 s and so on up to a minute, so a young job that is killed loses
-little. A worker that has read something waits a minute after its first write already. If nothing is in flight, 2 s
-suffice. One write runs at a time, however long the storage takes.
+A worker reads the newest files of its models before its first row, and writes its own after rows
+are answered. Its first write is at once and removes what it read, if no other worker has written
+that since. While further rows are in flight, the next one is 2 s after the last, then 4 s and so on
+up to a minute, so a young job that is killed loses little. A worker that has read something waits a
+minute after its first write already. If nothing is in flight, 2 s suffice. One write runs at a
+time, however long the storage takes.
 
-So a job that was killed goes on with the texts of its suffix index and the calibration of its drafts, and the files do
-not add up. Outputs do not depend on them: a damaged, foreign or missing file costs a line in the log.
+So a job that was killed goes on with the texts of its suffix index and the calibration of its
+drafts, and the files do not add up. Outputs do not depend on them: a damaged, foreign or missing
+file costs a line in the log.
 
-The texts are prompts and outputs. A run that stores no prompts (output.store_prompt) has none of these files.
+The texts are prompts and outputs. A run that stores no prompts (output.store_prompt) has none of
+these files.
 """
 
 from __future__ import annotations
@@ -39,18 +42,20 @@ from eagle_ray.storage.store import FileVersion
 
 log = logging.getLogger("eagle_ray")
 LEARNED, SUFFIX = "learned-", ".safetensors"
-MAX_INTERVAL_S = 60.0  # from the end of a write to the next; at first IDLE_INTERVAL_S, then twice as long each time
+# Seconds from a write to the next; IDLE_INTERVAL_S at first, then twice as long each time.
+MAX_INTERVAL_S = 60.0
 IDLE_INTERVAL_S = 2.0  # likewise while no row is in flight
 MAX_READ = 8  # files: of the workers of one attempt
-MAX_READ_BYTES = 5 << 20  # of all files that are read: a suffix index keeps no more texts
-MAX_BYTES = 64 << 20  # of a file; 500,000 tokens take 2 MB
+MAX_READ_BYTES = 5 << 20  # bytes of all files that are read: a suffix index keeps no more texts
+MAX_STATE_BYTES = 64 << 20  # bytes of a file; 500,000 tokens take 2 MB
 
 
 class LearnedState:
-    """One worker's file, and those that it reads at its start.
+    """Writes the file of one worker's learned state, and reads the files of earlier workers at its start.
 
     Args:
-        models: what the state is of use to, as JSON: target, drafts with their weights, and settings of speculation.
+        models: what the state is of use to, as JSON: target, drafts with their weights, and
+            settings of speculation.
         is_private: nothing is written, and what is there is removed.
     """
 
@@ -60,7 +65,9 @@ class LearnedState:
         self._directory = root_of(run.output) / CACHE
         key = hashlib.sha256(dump_json(models, sort_keys=True).encode()).hexdigest()[:16]
         self._prefix = f"{LEARNED}{key}-"
-        self._file = self._directory / f"{self._prefix}{int(time.time()):011d}-{uuid4().hex[:8]}{SUFFIX}"
+        self._file = (
+            self._directory / f"{self._prefix}{int(time.time()):011d}-{uuid4().hex[:8]}{SUFFIX}"
+        )
         self._read: dict[StoragePath, FileVersion] = {}
         self._interval_s = IDLE_INTERVAL_S
         self._written_at = -math.inf
@@ -78,17 +85,24 @@ class LearnedState:
         except (JobError, OSError) as error:
             self._log(error)
             return
-        num_loaded = sum(self._load_file(file, versions[file], engine) for file in _newest(versions))
+        num_loaded = sum(
+            self._load_file(file, versions[file], engine) for file in _newest(versions)
+        )
         self._read = versions
         if num_loaded:
-            self._interval_s = MAX_INTERVAL_S  # what was read outlives this worker: only what is new can be lost
-            log.info("what earlier drafters learned is read from %s (%d files)", self._directory, num_loaded)
+            # State that was read outlives this worker: only new state can be lost.
+            self._interval_s = MAX_INTERVAL_S
+            log.info(
+                "what earlier drafters learned is read from %s (%d files)",
+                self._directory,
+                num_loaded,
+            )
 
     def _load_file(self, file: StoragePath, version: FileVersion, engine: Engine) -> bool:
         """Return whether the engine's drafter has taken the file."""
         try:
-            if version.size > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+            if version.size > MAX_STATE_BYTES:
+                raise ValueError(f"it has more than {MAX_STATE_BYTES >> 20} MiB")
             engine.load_learned(load(file.read_bytes()))
         except (ValueError, KeyError, SafetensorError, OSError) as error:
             log.warning("%s is ignored: %s", file, one_line(error))
@@ -123,7 +137,9 @@ class LearnedState:
 
     def _log(self, error: Exception) -> None:
         """Log once why nothing is read or kept. A JobError ends the worker's attempt, which says it."""
-        level = logging.DEBUG if self._has_warned or isinstance(error, JobError) else logging.WARNING
+        level = (
+            logging.DEBUG if self._has_warned or isinstance(error, JobError) else logging.WARNING
+        )
         self._has_warned = self._has_warned or level == logging.WARNING
         log.log(level, "%s: nothing is kept there: %s", self._directory, one_line(error))
 
@@ -133,7 +149,7 @@ class LearnedState:
             file.remove()
 
     def _remove_read(self) -> None:
-        """Remove the files whose content is now in this worker's own, unless they were written since."""
+        """Remove the files that this worker's own file replaces, unless they have changed."""
         if not self._read:
             return
         now = self._directory.list_versions(f"{self._prefix}*{SUFFIX}")

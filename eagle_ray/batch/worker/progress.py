@@ -1,14 +1,15 @@
-"""Progress: the sum of what the workers have done.
+"""Progress: sum the counters of all workers.
 
-Each worker sends its totals to one small Ray actor every second at most, and every few seconds while no row ends; the
-driver reads the sum. A lost report is made up for by the next. The actor also keeps each worker's log of crashes, for
-its next process.
+Each worker sends its totals to one small Ray actor every second at most, and every few seconds
+while no row ends; the driver reads the sum. A lost report is made up for by the next. The actor
+also keeps each worker's log of crashes, for its next process.
 
     progress = start_progress(num_workers=2)
     ray.get(progress.snapshot.remote()).rows      # 40
 
-JobMetrics are the counters of one worker's work that Ray's agent on its node exports to Prometheus. A row that is made
-twice counts twice there; the summary counts the rows in files. tau is a ratio: 1 + accepted tokens / decode steps.
+JobMetrics are the counters of one worker's work that Ray's agent on its node exports to Prometheus.
+A row that is made twice counts twice there; the summary counts the rows in files. tau is a ratio: 1
++ accepted tokens / decode steps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle_ray.batch.worker.crash_isolation import CrashLog
 from eagle_ray.core.counters import EngineCounters
+from eagle_ray.requests.columns import CATEGORY
+from eagle_ray.scaling.lengths import LengthCounts, bins_of
 
-# Of an engine's counters, those that add up over workers: its steps and what they were spent on.
+# The engine's counters that add up over workers: its steps and what they were spent on.
 WORK_COUNTERS = (
     "num_steps",
     "num_plain_steps",
@@ -40,23 +43,28 @@ WORK_COUNTERS = (
     "num_reused_tokens",
     "num_preemptions",
 )
-PREFIX = "eagle_ray_"
-LABELS = ("run_name", "run_id", "worker")
-ROWS, ERRORS, DRAFTS, LATENCY = "rows", "row_errors", "spec_decode_num_drafts", "row_latency_seconds"
+METRIC_PREFIX = "eagle_ray_"
+METRIC_LABELS = ("run_name", "run_id", "worker")
+ROWS, ERRORS, DRAFTS, LATENCY = (
+    "rows",
+    "row_errors",
+    "spec_decode_num_drafts",
+    "row_latency_seconds",
+)
 BUSY, OFFERED = "busy_slot_steps", "slot_steps"
-BUCKETS_S = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
+ROW_BUCKETS_S = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
 
-# Counters over the worker's output rows: the column each adds up. Those about drafts are named as vLLM names its own.
-COLUMNS = {
+# Counters over the worker's output rows: the column each adds up. Those about drafts are named as
+# vLLM names its own.
+COLUMN_COUNTERS = {
     "prompt_tokens": "prompt_tokens",
     "output_tokens": "completion_tokens",
     "decode_steps": "num_spec_steps",
     "spec_decode_num_draft_tokens": "num_draft_tokens",
     "spec_decode_num_accepted_tokens": "num_accepted_draft_tokens",
 }
-ENGINE = {
-    f"engine_{name.removeprefix('num_')}": name for name in WORK_COUNTERS
-}  # the engine's own counters, idle rows included
+# The engine's own counters, idle rows included.
+ENGINE_COUNTERS = {f"engine_{name.removeprefix('num_')}": name for name in WORK_COUNTERS}
 
 DESCRIPTIONS = {
     ROWS: "output rows made, error rows included",
@@ -90,7 +98,10 @@ class WorkerReport:
         engine_s: seconds inside the engine's steps.
         work: the engine's WORK_COUNTERS.
         planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
-        fallbacks: why kernels or CUDA graphs do not run on the worker's CUDA device, by "kernels" and "graphs".
+        draft_warning: what is wrong with the head, if its first drafts were hardly ever accepted.
+        fallbacks: why kernels, CUDA graphs or sums by symmetric memory do not run on the worker's
+            CUDA device, by "kernels", "graphs" and "sums".
+        lengths: output lengths of rows that are done and of rows in slots, by category.
     """
 
     worker_id: str
@@ -104,7 +115,9 @@ class WorkerReport:
     steps: int = 0
     accepted: int = 0
     planner_error: str | None = None
+    draft_warning: str | None = None
     fallbacks: dict[str, str] = field(default_factory=dict)
+    lengths: dict[str, LengthCounts] = field(default_factory=dict)
 
     @classmethod
     def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
@@ -118,24 +131,62 @@ class WorkerReport:
             counters.busy_s,
             work,
             planner_error=counters.planner_error,
+            draft_warning=counters.draft_warning,
             fallbacks=counters.fallbacks,
+            lengths=running_lengths(counters.running),
         )
 
     def with_counters(self, counters: EngineCounters) -> WorkerReport:
         """Return the report with what the engine has done by now, the rows being the same."""
-        rows = {name: getattr(self, name) for name in ("rows", "errors", "output_tokens", "steps", "accepted")}
-        return replace(WorkerReport.of(self.worker_id, counters), **rows)
+        rows = {
+            name: getattr(self, name)
+            for name in ("rows", "errors", "output_tokens", "steps", "accepted")
+        }
+        running = WorkerReport.of(self.worker_id, counters)
+        lengths = {name: LengthCounts(own.done, own.tokens) for name, own in self.lengths.items()}
+        for name, counted in running.lengths.items():
+            lengths[name] = lengths.get(name, LengthCounts()).plus(counted)
+        return replace(running, lengths=lengths, **rows)
 
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """Return the report with one more batch of output rows."""
+        before = self.with_counters(counters)
+        lengths = dict(before.lengths)
+        for name, counted in done_lengths(answers).items():
+            lengths[name] = lengths.get(name, LengthCounts()).plus(counted)
         return replace(
-            self.with_counters(counters),
+            before,
+            lengths=lengths,
             rows=self.rows + len(answers),
             errors=self.errors + pc.sum(pc.equal(answers["status"], "error"), min_count=0).as_py(),
             output_tokens=self.output_tokens + _sum(answers, "completion_tokens"),
             steps=self.steps + _sum(answers, "num_spec_steps"),
             accepted=self.accepted + _sum(answers, "num_accepted_draft_tokens"),
         )
+
+
+def running_lengths(running: list[tuple[str, int]]) -> dict[str, LengthCounts]:
+    """Return the lengths so far of sequences in slots, by category."""
+    tokens: dict[str, list[int]] = {}
+    for category, number in running:
+        tokens.setdefault(category, []).append(number)
+    return {name: LengthCounts(running=bins_of(numbers)) for name, numbers in tokens.items()}
+
+
+def done_lengths(answers: pa.Table) -> dict[str, LengthCounts]:
+    """Return the lengths of output rows, by category."""
+    categories: list[object] = [None] * len(answers)
+    if CATEGORY in answers.column_names:
+        categories = answers[CATEGORY].to_pylist()
+    tokens: dict[str, list[int]] = {}
+    numbers = answers["completion_tokens"].to_pylist()
+    for category, number in zip(categories, numbers, strict=True):
+        tokens.setdefault(str(category), []).append(number or 0)
+    lengths = {}
+    for name, of_class in tokens.items():
+        lengths[name] = LengthCounts()
+        lengths[name].add_done(of_class)
+    return lengths
 
 
 @dataclass(slots=True)
@@ -145,7 +196,8 @@ class Progress:
     Attributes:
         starts: workers that began to load, crashed ones included.
         consecutive_starts: starts since a row was last answered without an error.
-        ready_at: when the first worker became ready, in seconds of the monotonic clock of the driver's node.
+        ready_at: when the first worker became ready, in seconds of the monotonic clock of the
+            driver's node.
         notes: lines to show to the user.
         start_lines: log lines of starting workers with their level, each distinct line once.
         fatal: the reason why no worker can start.
@@ -196,7 +248,7 @@ class Progress:
 
     @property
     def made_tokens(self) -> int:
-        """Return the tokens that the engines made, those of rows in flight and of rows that were lost included."""
+        """Return the tokens that engines generated, including unfinished rows and lost ones."""
         return max(self.output_tokens, self.work["num_output_tokens"])
 
     @property
@@ -210,6 +262,35 @@ class Progress:
         return self._sum("slot_steps") / offered if offered else None
 
     @property
+    def lengths(self) -> dict[str, LengthCounts]:
+        """Return the output lengths of all workers, by category."""
+        total: dict[str, LengthCounts] = {}
+        for report in self.workers.values():
+            for name, counted in report.lengths.items():
+                total[name] = total.get(name, LengthCounts()).plus(counted)
+        return total
+
+    @property
+    def num_slots(self) -> float:
+        """Return the slots of a worker; 1 before the first step."""
+        steps = self.work["num_steps"]
+        return self._sum("offered_steps") / steps if steps else 1.0
+
+    @property
+    def slot_steps(self) -> tuple[int, int]:
+        """Return the slots that held a sequence, and all slots, each summed over the steps of all workers."""
+        return self._sum("slot_steps"), self._sum("offered_steps")
+
+    @property
+    def row_s(self) -> float:
+        """Return the mean seconds that a row which is done has held slots of an engine; 0 before the first."""
+        steps, rows = self.work["num_steps"], self.rows
+        if not steps or not rows:
+            return 0.0
+        step_s = sum(report.engine_s for report in self.workers.values()) / steps
+        return step_s * self._sum("slot_steps") / rows
+
+    @property
     def engine_s(self) -> float:
         """Return the mean seconds that a worker's engine was inside its steps."""
         seconds = sum(report.engine_s for report in self.workers.values())
@@ -218,12 +299,28 @@ class Progress:
     @property
     def work(self) -> dict[str, int]:
         """Return WORK summed over all workers."""
-        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
+        return {
+            name: sum(report.work.get(name, 0) for report in self.workers.values())
+            for name in WORK_COUNTERS
+        }
 
     @property
     def planner_errors(self) -> dict[str, str]:
         """Return why planners failed, by worker."""
-        return {name: report.planner_error for name, report in self.workers.items() if report.planner_error}
+        return {
+            name: report.planner_error
+            for name, report in self.workers.items()
+            if report.planner_error
+        }
+
+    @property
+    def draft_warnings(self) -> dict[str, str]:
+        """Return warnings about the head, by worker."""
+        return {
+            name: report.draft_warning
+            for name, report in self.workers.items()
+            if report.draft_warning
+        }
 
     @property
     def fallbacks(self) -> dict[str, dict[str, str]]:
@@ -237,7 +334,9 @@ class Progress:
 class ProgressActor:
     """Totals of the workers' reports and their crash logs: one actor per job.
 
-    num_workers: workers started at first. If this actor is killed, the reports arrive again; crash logs are lost.
+    Args:
+        num_workers: workers started at first. If this actor is killed, the reports arrive again;
+            crash logs are lost.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -246,6 +345,7 @@ class ProgressActor:
         self._crash_logs: dict[str, CrashLog] = {}
         self._failed: set[str] = set()
         self._files: dict[str, int] = {}
+        self._is_admitting = True
 
     def start(self, actor_id: str) -> CrashLog:
         """Record that an actor starts an engine. Return the crash log that the actor saved last."""
@@ -259,7 +359,8 @@ class ProgressActor:
     def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
         """Record that an actor cannot start. Return whether the job ends: not while other actors run or may start.
 
-        is_local: the error may concern only that actor.
+        Args:
+            is_local: the error may concern only that actor.
         """
         self._failed.add(actor_id)
         others_may_start = is_local and len(self._failed) < self._num_workers
@@ -282,6 +383,14 @@ class ProgressActor:
         """Return the rows of each file that was reported."""
         return self._files
 
+    def stop_admission(self) -> None:
+        """Let workers begin no further row."""
+        self._is_admitting = False
+
+    def is_admitting(self) -> bool:
+        """Return whether workers may begin rows."""
+        return self._is_admitting
+
     def report_exit(self, worker_id: str, reason: str) -> None:
         self._note(f"worker {worker_id} ends: {reason}")
 
@@ -302,7 +411,9 @@ def start_progress(num_workers: int) -> ActorHandle:
     """Start the actor on the driver's own node: if that node dies, so does the job."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ProgressActor)
-    options = actor.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+    options = actor.options(
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    )
     return cast(ActorHandle, options.remote(num_workers))
 
 
@@ -314,15 +425,23 @@ class JobMetrics:
     """The counters of one worker. Labels: the run's name and id, and the worker as output rows name it."""
 
     def __init__(self, run_name: str, run_id: str, worker_id: str):
-        tags = dict(zip(LABELS, (run_name, run_id, worker_id), strict=True))
+        tags = dict(zip(METRIC_LABELS, (run_name, run_id, worker_id), strict=True))
         self._counters = {name: _counter(name, tags) for name in DESCRIPTIONS}
-        self._latency = Histogram(PREFIX + LATENCY, "seconds from a row's arrival to its end", BUCKETS_S, LABELS)
+        self._latency = Histogram(
+            METRIC_PREFIX + LATENCY,
+            "seconds from a row's arrival to its end",
+            ROW_BUCKETS_S,
+            METRIC_LABELS,
+        )
         self._latency.set_default_tags(tags)
         self._engine: dict[str, int] = {}
 
     def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
-        """Add one batch. report: totals of the engine. answers: the batch's output rows; None for a worker that just
-        started.
+        """Add one batch.
+
+        Args:
+            report: totals of the engine.
+            answers: the batch's output rows; None for a worker that just started.
         """
         self._add(self._since_last(report))
         if answers is None:
@@ -335,9 +454,10 @@ class JobMetrics:
 
     def _since_last(self, report: WorkerReport) -> dict[str, int]:
         """Return the increase of the engine's counters since the last report."""
-        now = {name: report.work[counter] for name, counter in ENGINE.items()}
+        now = {name: report.work[counter] for name, counter in ENGINE_COUNTERS.items()}
         now |= {BUSY: report.slot_steps, OFFERED: report.offered_steps}
-        before, self._engine = self._engine, now
+        before = self._engine
+        self._engine = now
         return {name: value - before.get(name, 0) for name, value in now.items()}
 
     def _add(self, counts: Mapping[str, int]) -> None:
@@ -347,10 +467,13 @@ class JobMetrics:
 
 
 def _of_rows(answers: pa.Table) -> dict[str, int]:
-    counts = {name: _sum(answers, column) for name, column in COLUMNS.items()}
-    return counts | {ROWS: len(answers), DRAFTS: counts["decode_steps"] - _sum(answers, "num_plain_steps")}
+    counts = {name: _sum(answers, column) for name, column in COLUMN_COUNTERS.items()}
+    return counts | {
+        ROWS: len(answers),
+        DRAFTS: counts["decode_steps"] - _sum(answers, "num_plain_steps"),
+    }
 
 
 def _counter(name: str, tags: Mapping[str, str]) -> Counter:
-    labels = (*LABELS, "code") if name == ERRORS else LABELS
-    return Counter(PREFIX + name, DESCRIPTIONS[name], labels).set_default_tags(dict(tags))
+    labels = (*METRIC_LABELS, "code") if name == ERRORS else METRIC_LABELS
+    return Counter(METRIC_PREFIX + name, DESCRIPTIONS[name], labels).set_default_tags(dict(tags))

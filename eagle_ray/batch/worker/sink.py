@@ -1,11 +1,12 @@
-"""AtomicParquetSink: write Ray Data's blocks as Parquet files, each complete or absent.
+"""AtomicParquetSink: write Ray Data's blocks as Parquet files that are complete or absent.
 
-A write task makes one file in each partition directory of its rows, named after its attempt and its place in it. A
-repeated task finds the files that its first try published and keeps them.
+A write task makes one file in each partition directory of its rows, named after its attempt and its
+place in it. A repeated task finds the files that its first try published and keeps them.
 
-Blocks hold nested rows: all rows of an id are one row of one column. Ray splits a table of more than some hundred
-megabytes anywhere and writes the pieces to different files. An id with long prompts and many samples could then never
-be done, since its rows must be in one file. Nothing is copied.
+Blocks hold nested rows: all rows of an id are one row of one column. Ray splits a table of more
+than some hundred megabytes anywhere and writes the pieces to different files. An id with long
+prompts and many samples could then never be done, since its rows must be in one file. Nothing is
+copied.
 
     >>> rows = pa.table({"request_id": ["a", "a", "b"], "sample_index": [0, 1, 0]})
     >>> [[row["sample_index"] for row in nested] for nested in nest(rows)["rows"].to_pylist()]
@@ -26,21 +27,28 @@ from ray.actor import ActorHandle
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
-from eagle_ray.runs.part_files import Partitions, part_name
+from eagle_ray.runs.part_files import part_name
+from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
-from eagle_ray.storage.store import extended_retries
+from eagle_ray.storage.retries import extended_retries
 
 NESTED = "rows"  # the one column
 NO_PARTITIONS = Partitions()
 
 
 def nest(rows: pa.Table) -> pa.Table:
-    """Return one nested row per id. rows: those of each id are adjacent."""
+    """Return one nested row per id.
+
+    Args:
+        rows: output rows; rows of one id are adjacent.
+    """
     ids = rows["request_id"].to_pylist()
     starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
     offsets = pa.array([*starts, len(ids)], pa.int32())
-    return pa.table({NESTED: pa.ListArray.from_arrays(offsets, rows.to_struct_array().combine_chunks())})
+    return pa.table(
+        {NESTED: pa.ListArray.from_arrays(offsets, rows.to_struct_array().combine_chunks())}
+    )
 
 
 def unnest(bundles: pa.Table) -> pa.Table:
@@ -49,7 +57,7 @@ def unnest(bundles: pa.Table) -> pa.Table:
 
 
 class WriteTask(Protocol):
-    """What Ray Data says of the task that writes."""
+    """Ray Data's description of the task that writes."""
 
     task_idx: int
 
@@ -60,7 +68,8 @@ class AtomicParquetSink(Datasink[None]):
 
     Attributes:
         schema: the columns of the files: some or all of the rows' columns.
-        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more
+            will come.
         progress: the ProgressActor, which gets the rows of each file.
     """
 
@@ -72,8 +81,8 @@ class AtomicParquetSink(Datasink[None]):
     progress: ActorHandle | None = None
 
     def write(self, blocks: Iterable[Block], ctx: WriteTask) -> None:
-        """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output, StorageUnavailable if
-        it is full.
+        """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output,
+        StorageUnavailable if it is full.
 
         A permanent error of the operating system becomes a ConfigError.
         """
@@ -82,7 +91,11 @@ class AtomicParquetSink(Datasink[None]):
 
     def _write(self, blocks: Iterable[Block], ctx: WriteTask) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        nonempty = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
+        nonempty = [
+            unnest(table).select(self.schema.names).cast(self.schema)
+            for table in tables
+            if table.num_rows
+        ]
         table = pa.concat_tables([self.schema.empty_table(), *nonempty])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):

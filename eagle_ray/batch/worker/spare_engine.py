@@ -1,10 +1,11 @@
 """SpareEngine: a process that the driver starts while Ray starts, and from which engines' processes are forked.
 
-An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
-checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
-processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
-an actor, and those that replace a lost one. The child takes over the actor's environment, directory, priorities and
-output streams, and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
+An engine's process imports torch and transformers, which takes seconds. The driver starts a spare
+one before Ray. It checks the models there, so the driver itself imports neither library. Then the
+process waits at a socket that only processes of this user on this machine reach, and forks a child
+for each EngineProcess that connects: the first one of an actor, and those that replace a lost one.
+The child takes over the actor's environment, directory, priorities and output streams, and serves
+its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
 
     with SpareEngine() as spare:
         spare.start(config)
@@ -45,14 +46,15 @@ from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import ClusterError
 
 log = logging.getLogger("eagle_ray")
-COMMAND = f"from {__name__} import run_spare; run_spare()"
+SPARE_PROGRAM = f"from {__name__} import run_spare; run_spare()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 MEMORY_SCORE = Path("/proc/self/oom_score_adj")
-STREAMS = [1, 2]  # stdout and stderr
+STANDARD_STREAMS = [1, 2]  # stdout and stderr
 FORK_WITHIN_S = 60.0  # a spare process that imports what workers need takes seconds; one that was stopped never answers
-EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
-THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
-THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
+EXIT_WITHIN_S = 5.0  # seconds from the end of a pipe to the end of its process
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # libraries read it when they are imported
+# Ray sets this number for an actor that reserves no CPU, unless the user set another.
+THREADS_OF_ACTORS = "1"
 
 
 def has_torch() -> bool:
@@ -61,8 +63,8 @@ def has_torch() -> bool:
 
 
 class SpareEngine:
-    """The driver's end of the process. If torch is imported here already, no process is started, and the models are
-    checked in this one.
+    """The driver's end of the process. If torch is imported here already, no process is started,
+    and the models are checked in this one.
     """
 
     def __init__(self) -> None:
@@ -95,15 +97,17 @@ class SpareEngine:
         return None if self._process is None else self._name
 
     def start(self, config: JobConfig) -> None:
-        """Start the process, unless it is there."""
+        """Start the process unless it is already running."""
         if self._config is not None:
             return
         self._config = config
+        if not config.engine.is_own:
+            return  # no engine of ours runs
         if has_torch() or not sys.platform.startswith("linux"):
             return
         threads = os.environ.get(THREADS_VARIABLE, THREADS_OF_ACTORS)
         self._pipe, self._process = start_child(
-            COMMAND, config.name, self._name, {THREADS_VARIABLE: threads}, is_apart=True
+            SPARE_PROGRAM, config.name, self._name, {THREADS_VARIABLE: threads}, is_apart=True
         )
         with suppress(OSError):  # check_models reports that it has ended
             self._pipe.send(config)
@@ -111,16 +115,20 @@ class SpareEngine:
     def check_models(self) -> None:
         """Wait for the check of the models. Raises as hub.check_models does, ClusterError if the process ended."""
         assert self._config is not None, "start comes first"
-        if self._pipe is None:
-            from eagle_ray.assembly.hub import check_models
+        if not self._config.engine.is_own:
+            from eagle_ray.port.engine_check import check_engine  # httpx2
 
-            check_models(self._config.model, self._config.speculative)
+            check_engine(self._config)
+        elif self._pipe is None:
+            from eagle_ray.assembly.embedders import check_models_of
+
+            check_models_of(self._config)
         elif (error := self._result(self._pipe)) is not None:
             raise error
         self._is_checked = True
 
     def close(self) -> None:
-        """End the process, whatever it does. Those that were forked from it go on until their actors end them."""
+        """End the process at once. Processes that were forked from it run until their actors end them."""
         if self._pipe is not None and self._process is not None:
             self._pipe.close()
             self._process.kill()
@@ -134,12 +142,14 @@ class SpareEngine:
         except (EOFError, OSError):
             assert self._process is not None
             how = describe_exit(self._process.wait())
-            return ClusterError(f"the process that checks the models {how}. Run the same command again.")
+            return ClusterError(
+                f"the process that checks the models {how}. Run the same command again."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class InheritedState:
-    """What a forked process takes over from its actor, in addition to its output streams.
+    """Settings that a forked process takes over from its actor, besides its output streams.
 
     Attributes:
         memory_score: how readily the system ends it if memory is short; Ray gives its workers 1000.
@@ -156,7 +166,8 @@ class InheritedState:
 class ForkedProcess:
     """A child of the spare process, with the methods of Popen that an EngineProcess needs.
 
-    It is another process's child, so its PID may be reused once it has ended. A file descriptor stands for it alone.
+    It is another process's child, so its PID may be reused once it has ended. A file descriptor
+    stands for it alone.
     """
 
     def __init__(self, pid: int):
@@ -187,10 +198,12 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
         pid, user, _ = _other_end(end)
         if not pid or user != os.getuid():
             return None
-        socket.send_fds(end, [b"\0"], STREAMS)
+        socket.send_fds(end, [b"\0"], STANDARD_STREAMS)
         pipe = Connection(os.dup(end.fileno()))
         score = MEMORY_SCORE.read_text()
-        pipe.send(InheritedState(dict(os.environ), os.getcwd(), os.nice(0), score, engine_process.WORKER))
+        pipe.send(
+            InheritedState(dict(os.environ), os.getcwd(), os.nice(0), score, engine_process.WORKER)
+        )
         if not pipe.poll(FORK_WITHIN_S):
             return None
         return pipe, ForkedProcess(pipe.recv())
@@ -198,14 +211,17 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
 
 
 def _other_end(end: socket.socket) -> tuple[int, int, int]:
-    return CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    )
 
 
 def run_spare() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
     with socket.socket(fileno=os.dup(driver.fileno())) as end:
-        end_with_parent(_other_end(end)[0], signal.SIGKILL)  # it reads nothing while it checks, or downloads a draft
+        # It reads nothing while it checks, or downloads a draft.
+        end_with_parent(_other_end(end)[0], signal.SIGKILL)
     gc.disable()  # modules are made of objects that stay
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
@@ -216,7 +232,7 @@ def run_spare() -> None:
             return
         if not can_fork():
             return  # actors start processes of their own
-        import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
+        import eagle_ray.batch.worker.embedding_worker  # noqa: F401  # the rest of what a Worker imports
 
         gc.freeze()  # collections in children copy none of their pages
         gc.enable()
@@ -234,8 +250,8 @@ def run_spare() -> None:
 
 
 def can_fork() -> bool:
-    """Return whether a child of this process can run an engine: CUDA does not work in a child of a process that has
-    looked for devices.
+    """Return whether a child of this process can run an engine: CUDA does not work in a child of a
+    process that has looked for devices.
     """
     import torch
 
@@ -245,7 +261,8 @@ def can_fork() -> bool:
 def _fork() -> int:
     """Fork this process, which has no other threads, and return the child's pid, or 0 in the child.
 
-    Children that have ended are kept until the next one starts, since their actors look at how they ended.
+    Children that have ended are kept until the next one starts, since their actors look at how they
+    ended.
     """
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -257,9 +274,9 @@ def _check(config: JobConfig, driver: Connection) -> Exception | None:
     """Check the models and return the error as a process without torch can unpickle it. Lines go to the driver."""
     try:
         with log_to(driver.send):
-            from eagle_ray.assembly.hub import check_models
+            from eagle_ray.assembly.embedders import check_models_of
 
-            check_models(config.model, config.speculative)
+            check_models_of(config)
     except ConfigError as error:
         return ConfigError(str(error))  # some classes of it need torch
     except OSError as error:
@@ -271,12 +288,12 @@ def _check(config: JobConfig, driver: Connection) -> Exception | None:
 
 
 def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
-    """Take over what the actor has, and return its engine and what to run. Ends this process if the actor is gone."""
+    """Apply the actor's settings to this process, and return the engine to run. Exits if the actor is gone."""
     try:
-        _, streams, _, _ = socket.recv_fds(end, 1, len(STREAMS))
+        _, streams, _, _ = socket.recv_fds(end, 1, len(STANDARD_STREAMS))
         pipe = Connection(os.dup(end.fileno()))
         surroundings: InheritedState = pipe.recv()
-        for stream, own in zip(streams, STREAMS, strict=True):
+        for stream, own in zip(streams, STANDARD_STREAMS, strict=True):
             os.dup2(stream, own)
             os.close(stream)
         os.environ.clear()

@@ -14,7 +14,10 @@ KINDS = [pa.binary(), pa.large_binary(), pa.binary(2), pa.dictionary(pa.int32(),
 
 @pytest.mark.parametrize("type_", KINDS, ids=str)
 def test_bytes_that_are_utf_8_are_ids_prompts_and_settings(tmp_path, type_):
-    columns = {name: pa.array([b"q1", "é".encode()]).cast(type_) for name in ("id", "prompt", "stop", "note")}
+    columns = {
+        name: pa.array([b"q1", "é".encode()]).cast(type_)
+        for name in ("id", "prompt", "stop", "note")
+    }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     rows = list(request_rows(plan(tmp_path / "a.parquet")))
     assert [(row["request_id"], row["prompt"], row["stop"]) for row in rows] == [
@@ -36,11 +39,18 @@ def test_bytes_that_are_no_text_have_a_remedy(tmp_path):
     pq.write_table(pa.table({"id": [b"\xff\x00"], "prompt": ["Hi"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"id": ["b"], "prompt": [b"\xff"]}), tmp_path / "b.parquet")
     for row in request_rows(plan([tmp_path / "a.parquet", tmp_path / "b.parquet"])):
-        assert "They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL" in row["error_message"]
+        assert (
+            "They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL"
+            in row["error_message"]
+        )
 
 
 def test_uuids_are_ids_as_they_are_written(tmp_path):
     value = UUID("12345678-1234-5678-1234-567812345678")
-    column = pa.array([value.bytes], pa.uuid()) if hasattr(pa, "uuid") else pytest.skip("this pyarrow has no uuid")
+    column = (
+        pa.array([value.bytes], pa.uuid())
+        if hasattr(pa, "uuid")
+        else pytest.skip("this pyarrow has no uuid")
+    )
     pq.write_table(pa.table({"id": column, "prompt": ["Hi"]}), tmp_path / "a.parquet")
     assert ids(plan(tmp_path / "a.parquet")) == [str(value)]

@@ -3,13 +3,13 @@
 import json
 from datetime import date
 from decimal import Decimal
-from math import isfinite
+from math import inf, isfinite
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.batch.reader.input_columns import (
+from eagle_ray.batch.reader.carried_columns import (
     CSV_TEXT,
     carry,
     column_of,
@@ -42,8 +42,17 @@ TYPES = st.sampled_from(
         JSON,
     ]
 )
-SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text()
-VALUES = st.lists(SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(), SCALARS, max_size=2), max_size=6)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
+VALUES = st.lists(
+    SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(), SCALARS, max_size=2),
+    max_size=6,
+)
 
 
 @settings(deadline=None)
@@ -74,18 +83,29 @@ def test_joins():
     assert joined_type(pa.decimal128(10, 2), pa.decimal128(12, 4)) == pa.decimal128(12, 4)
     assert joined_type(pa.decimal128(10, 2), pa.decimal128(10, 8)) == pa.decimal128(16, 8)
     assert joined_type(pa.decimal128(38, 0), pa.decimal256(76, 76)) == JSON
-    assert joined_type(pa.binary(16), pa.binary(8)) == joined_type(pa.binary(16), pa.binary()) == pa.binary()
+    assert (
+        joined_type(pa.binary(16), pa.binary(8))
+        == joined_type(pa.binary(16), pa.binary())
+        == pa.binary()
+    )
     assert joined_type(pa.binary(), pa.string()) == JSON
 
 
 def test_parquet_types_stay_except_extensions_and_large_strings():
     dictionary = pa.dictionary(pa.int8(), pa.string())
-    for kept in (pa.timestamp("us", "UTC"), dictionary, pa.list_(dictionary), pa.struct([("a", pa.int64())])):
+    for kept in (
+        pa.timestamp("us", "UTC"),
+        dictionary,
+        pa.list_(dictionary),
+        pa.struct([("a", pa.int64())]),
+    ):
         assert type_in_parquet(kept) == kept
     assert type_in_parquet(pa.large_string()) == pa.string()
     assert type_in_parquet(pa.json_()) == pa.string()
     assert decoded_type(pa.map_(pa.string(), dictionary)) == pa.map_(pa.string(), pa.string())
-    assert decoded_type(pa.list_(pa.struct([("a", dictionary)]), 2)) == pa.list_(pa.struct([("a", pa.string())]), 2)
+    assert decoded_type(pa.list_(pa.struct([("a", dictionary)]), 2)) == pa.list_(
+        pa.struct([("a", pa.string())]), 2
+    )
 
 
 def test_nested_types_join_to_one_type_or_become_json():
@@ -96,7 +116,10 @@ def test_nested_types_join_to_one_type_or_become_json():
     assert joined_type(pa.list_(pa.int64()), pa.int64()) == JSON
     assert joined_type(pa.dictionary(pa.int8(), pa.string()), pa.string()) == pa.string()
     assert joined_type(pa.dictionary(pa.int8(), pa.string()), JSON) == JSON
-    assert joined_type(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
+    assert (
+        joined_type(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string()))
+        == pa.string()
+    )
 
 
 def test_narrower_nested_type_is_carried_in_the_joined_type():
@@ -106,8 +129,19 @@ def test_narrower_nested_type_is_carried_in_the_joined_type():
     assert carry(pa.array([[1], None]), JSON).to_pylist() == ["[1]", None]
 
 
+def in_json(value):
+    """`value` as JSON keeps it: numbers that are not finite, within others, too, are null."""
+    if isinstance(value, list):
+        return [in_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: in_json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 @settings(deadline=None)
 @given(VALUES)
+@example([[inf]])
+@example([{"a": -inf}])
 def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
     type_ = pa.null()
     for value in values:
@@ -117,8 +151,9 @@ def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
     assert not pa.types.is_null(column.type)
     assert [value is None for value in column.to_pylist()] == [value is None for value in values]
     if type_ == JSON:
-        finite = [None if isinstance(value, float) and not isfinite(value) else value for value in values]
-        assert [None if value is None else json.loads(value) for value in column.to_pylist()] == finite
+        assert [
+            None if value is None else json.loads(value) for value in column.to_pylist()
+        ] == in_json(values)
     elif type_ != pa.float64():
         assert column.to_pylist() == values
 
@@ -134,12 +169,19 @@ def test_values_of_every_type_become_json_text():
     columns = {
         '"/w=="': pa.array([b"\xff"]),
         '["/w==", null]': pa.array([[b"\xff", None]]),
-        '{"/w==": "2026-01-31"}': pa.array([[(b"\xff", date(2026, 1, 31))]], pa.map_(pa.binary(), pa.date32())),
+        '{"/w==": "2026-01-31"}': pa.array(
+            [[(b"\xff", date(2026, 1, 31))]], pa.map_(pa.binary(), pa.date32())
+        ),
         '"9.90"': pa.array([Decimal("9.90")]),
     }
     for text, column in columns.items():
         assert carry(column, JSON).to_pylist() == [text]
-    for column in (far, pa.StructArray.from_arrays([far], ["a"]), pa.array([[2**62]]).cast(pa.list_(far.type)), odd):
+    for column in (
+        far,
+        pa.StructArray.from_arrays([far], ["a"]),
+        pa.array([[2**62]]).cast(pa.list_(far.type)),
+        odd,
+    ):
         assert json.loads(carry(column, JSON)[0].as_py()) is not None
     assert carry(far, JSON)[1].as_py() is None
     wide = carry(pa.array([Decimal("9.90")]), pa.decimal128(16, 8))
@@ -147,13 +189,36 @@ def test_values_of_every_type_become_json_text():
 
 
 def test_values_among_texts_of_a_csv_file_are_texts_or_json():
-    values = ["a", Decimal("9.90"), date(2026, 1, 31), b"\xff", 5, 0.5, True, [1], {"a": None}, None]
+    values = [
+        "a",
+        Decimal("9.90"),
+        date(2026, 1, 31),
+        b"\xff",
+        5,
+        0.5,
+        True,
+        [1],
+        {"a": None},
+        None,
+    ]
     texts = ["a", "9.90", "2026-01-31", "/w==", "5", "0.5", "true", "[1]", '{"a": null}', None]
     assert column_of(values, CSV_TEXT).to_pylist() == texts
 
 
 def test_names_in_the_output_differ_by_more_than_case():
-    names = ["Text", "status", "PROMPT", "Seed", "note", "Note", "NOTE", "input_text", "İd", "straße", "STRASSE"]
+    names = [
+        "Text",
+        "status",
+        "PROMPT",
+        "Seed",
+        "note",
+        "Note",
+        "NOTE",
+        "input_text",
+        "İd",
+        "straße",
+        "STRASSE",
+    ]
     found = output_names(names, RESERVED)
     lowered = [name.casefold() for name in [*found.values(), *RESERVED]]
     assert list(found) == names and len({*lowered}) == len(lowered)

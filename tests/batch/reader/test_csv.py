@@ -12,23 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.batch.reader import scan
-from eagle_ray.batch.reader import text_files as ours
+from eagle_ray.batch.reader import csv_files, scan
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT
+from eagle_ray.batch.reader.csv_files import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import find_files
-from eagle_ray.batch.reader.input_columns import CSV_TEXT, request_columns
+from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
-from eagle_ray.batch.reader.text_files import rows_in_csv, type_of_csv_value
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError, RequestError
 from tests.support.inputs import errors, ids, plan
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-HOSTILE = st.lists(st.sampled_from([b'"', b",", b"\n", b"\r\n", b"\r", b"a", b"\xff", b"\xef\xbb\xbf", b" ", b"1"]))
+HOSTILE = st.lists(
+    st.sampled_from([b'"', b",", b"\n", b"\r\n", b"\r", b"a", b"\xff", b"\xef\xbb\xbf", b" ", b"1"])
+)
 
 
 def read(content: bytes) -> list:
-    return [row if isinstance(row, dict) else row.code for _, _, row in rows_in_csv(io.BytesIO(content), "a.csv")]
+    return [
+        row if isinstance(row, dict) else row.code
+        for _, _, row in rows_in_csv(io.BytesIO(content), "a.csv")
+    ]
 
 
 def write(path: Path, content: str) -> Path:
@@ -39,14 +44,20 @@ def write(path: Path, content: str) -> Path:
 def test_a_file_as_rfc_4180_has_it():
     content = b'\xef\xbb\xbfid,"a ""b"""\r\n1,"x,\r\n""y"""\r\n\r\n2,\r\n"3","caf\xc3\xa9"'
     name = 'a "b"'
-    assert read(content) == [{"id": "1", name: 'x,\r\n"y"'}, {"id": "2", name: None}, {"id": "3", name: "café"}]
+    assert read(content) == [
+        {"id": "1", name: 'x,\r\n"y"'},
+        {"id": "2", name: None},
+        {"id": "3", name: "café"},
+    ]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=8), st.sampled_from(["\r\n", "\n"]))
 def test_what_a_csv_writer_wrote_is_read_back(table, newline):
     stream = io.StringIO()
-    csv.writer(stream, lineterminator=newline, quoting=csv.QUOTE_ALL).writerows([("a", "b", "c"), *table])
+    csv.writer(stream, lineterminator=newline, quoting=csv.QUOTE_ALL).writerows(
+        [("a", "b", "c"), *table]
+    )
     wanted = [dict(zip("abc", (text or None for text in row), strict=True)) for row in table]
     assert read(stream.getvalue().encode()) == wanted
 
@@ -63,7 +74,12 @@ def test_csv_bytes_are_rows_or_bad_rows_readable_from_any_row_on(parts):
 
 
 def test_a_ragged_row_is_one_bad_row():
-    assert read(b"a,b\n1,2\n1\n1,2,3\n3,4\n") == [{"a": "1", "b": "2"}, "bad_csv", "bad_csv", {"a": "3", "b": "4"}]
+    assert read(b"a,b\n1,2\n1\n1,2,3\n3,4\n") == [
+        {"a": "1", "b": "2"},
+        "bad_csv",
+        "bad_csv",
+        {"a": "3", "b": "4"},
+    ]
 
 
 def test_a_quote_that_nobody_closes_costs_one_row():
@@ -73,7 +89,7 @@ def test_a_quote_that_nobody_closes_costs_one_row():
 
 
 def test_open_quote_is_one_bad_row_within_the_record_limit(monkeypatch):
-    monkeypatch.setattr(ours, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(csv_files, "MAX_RECORD_BYTES", 100)
     rows = read(b'a,b\n1,"open\n' + b"2,x\n" * 200)
     assert rows == ["bad_csv", *[{"a": "2", "b": "x"}] * 200]
 
@@ -100,7 +116,10 @@ def test_a_text_that_is_not_utf8_is_a_bad_row_that_keeps_its_id(tmp_path):
         (b",prompt\n0,x\n", "column 1 has no name"),
         (b"\xff\xfep\x00\n\x00", "it is UTF-16 text"),
         (b'"prompt\n', "its first line is not CSV"),
-        (b"prompt\rx\ry\r", "it is text whose lines end in carriage returns alone. End them in line feeds: mv"),
+        (
+            b"prompt\rx\ry\r",
+            "it is text whose lines end in carriage returns alone. End them in line feeds: mv",
+        ),
     ],
 )
 def test_a_header_that_cannot_be_one_is_a_configuration_error(tmp_path, content, says):
@@ -169,15 +188,23 @@ def test_prompts_and_sampling_of_every_kind(tmp_path):
     text, messages, tokens = found[:3]
     names = ("prompt", "temperature", "max_tokens", "seed", "stop", "logprobs")
     assert [text[name] for name in names] == ["5", 0.5, 3, -1, ["END"], True]
-    assert (messages["messages"], messages["stop"]) == ('[{"role": "user", "content": "Hi"}]', ["a", "b"])
+    assert (messages["messages"], messages["stop"]) == (
+        '[{"role": "user", "content": "Hi"}]',
+        ["a", "b"],
+    )
     assert (tokens["prompt_token_ids"], tokens["stop"]) == ([1, 2], ["5"])
-    assert "column 'temperature' must be a number between 0 (greedy) and 100, got 'hot'" in found[5]["error_message"]
+    assert (
+        "column 'temperature' must be a number between 0 (greedy) and 100, got 'hot'"
+        in found[5]["error_message"]
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 99])
 def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(scan, "SLICE_ROWS", 3)
-    rows = "".join(f'{i},"line one of {i}\nline ""two"""\n' if i % 4 else f'{i},"open\n' for i in range(10))
+    monkeypatch.setattr(scan, "SCANNED_SLICE_ROWS", 3)
+    rows = "".join(
+        f'{i},"line one of {i}\nline ""two"""\n' if i % 4 else f'{i},"open\n' for i in range(10)
+    )
     the_plan = plan(write(tmp_path / "a.csv", "id,prompt\n" + rows), f"input.limit={limit}")
     whole = plan(tmp_path / "a.csv")
     assert list(request_rows(the_plan)) == list(request_rows(whole))[:limit]
@@ -185,14 +212,16 @@ def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, limit):
 
 
 def test_each_shard_is_read_on_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(scan, "SLICE_ROWS", 2)
+    monkeypatch.setattr(scan, "SCANNED_SLICE_ROWS", 2)
     content = "\ufeffid,prompt\r\n" + "".join(f'{i},"a\r\nb, {i}"\r\n\r\n' for i in range(7))
     [file] = find_files(str(write(tmp_path / "a.csv", content)), "auto")
     found = FileScan()
     list(rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found))
     for shard in reversed(found.slices):
         rows = [row for chunk in chunks_in(shard, [], {}) for row in chunk.rows]
-        assert [at.row for at, _ in rows] == [shard.first.row, shard.first.row + 2][: shard.num_rows]
+        assert [at.row for at, _ in rows] == [shard.first.row, shard.first.row + 2][
+            : shard.num_rows
+        ]
         assert [row["prompt"] for _, row in rows] == [f"a\r\nb, {at.row // 2}" for at, _ in rows]
         assert [at.line for at, _ in rows] == [2 + 3 * (at.row // 2) for at, _ in rows]
 
@@ -206,7 +235,9 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
 
 def test_empty_id_is_the_row_place_and_duplicate_id_is_refused(tmp_path):
     assert ids(plan(write(tmp_path / "a.csv", "id,prompt\n,x\nb,y\n"))) == ["a.csv:0", "b"]
-    with pytest.raises(ConfigError, match=r"id 'b' occurs twice: .*a\.csv, line 2 and .*a\.csv, line 4"):
+    with pytest.raises(
+        ConfigError, match=r"id 'b' occurs twice: .*a\.csv, line 2 and .*a\.csv, line 4"
+    ):
         plan(write(tmp_path / "a.csv", "id,prompt\nb,x\nc,y\nb,z\n"))
 
 

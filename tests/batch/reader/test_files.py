@@ -41,7 +41,9 @@ def test_what_a_directory_leaves_out_is_said_in_one_line(tree, caplog, monkeypat
     (tree / "more.jsonl.xz").touch()
     find_files(str(tree), "auto")
     [line] = caplog.messages
-    assert line.startswith(f"input.path: more.jsonl.xz, sub/d.txt in {tree}: left out, as of a directory .parquet, ")
+    assert line.startswith(
+        f"input.path: more.jsonl.xz, sub/d.txt in {tree}: left out, as of a directory .parquet, "
+    )
     caplog.clear()
     find_files(str(tree / "*.jsonl"), "auto")
     assert caplog.messages == []
@@ -64,7 +66,9 @@ def test_a_name_with_wildcard_characters_is_a_name_first(tree):
 
 
 def test_an_unknown_extension_needs_a_format(tree):
-    with pytest.raises(ConfigError, match=r"d\.txt is not known by its extension .*set input\.format"):
+    with pytest.raises(
+        ConfigError, match=r"d\.txt is not known by its extension .*set input\.format"
+    ):
         find_files(str(tree / "sub" / "d.txt"), "auto")
     assert find_files(str(tree / "sub" / "d.txt"), "jsonl")[0].format == "jsonl"
 
@@ -72,14 +76,20 @@ def test_an_unknown_extension_needs_a_format(tree):
 @pytest.mark.parametrize("format_", ["auto", "jsonl"])
 def test_a_file_compressed_in_another_way_is_to_be_unpacked(tree, format_):
     (tree / "a.jsonl.xz").touch()
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.xz is compressed as \.xz: it is an xz file\. Unpack it: xz -dc "):
+    with pytest.raises(
+        ConfigError,
+        match=r"a\.jsonl\.xz is compressed as \.xz: it is an xz file\. Unpack it: xz -dc ",
+    ):
         find_files(str(tree / "*.xz"), format_)
 
 
 def test_compressed_files_have_the_format_of_the_inner_extension(tree):
     for name in ("g.jsonl.gz", "h.csv.zst", "i.JSONL.GZ", "j.Csv"):
         (tree / name).touch()
-    assert [(file.name, file.format, file.can_split) for file in find_files(str(tree / "[b-j].*"), "auto")] == [
+    assert [
+        (file.name, file.format, file.can_split)
+        for file in find_files(str(tree / "[b-j].*"), "auto")
+    ] == [
         ("b.jsonl", "jsonl", True),
         ("g.jsonl.gz", "jsonl", False),
         ("h.csv.zst", "csv", False),
@@ -88,12 +98,16 @@ def test_compressed_files_have_the_format_of_the_inner_extension(tree):
     ]
     assert "g.jsonl.gz" in names(find_files(str(tree), "auto"))
     (tree / "p.parquet.gz").touch()
-    with pytest.raises(ConfigError, match=r"p\.parquet\.gz is a compressed Parquet file, .*Unpack it"):
+    with pytest.raises(
+        ConfigError, match=r"p\.parquet\.gz is a compressed Parquet file, .*Unpack it"
+    ):
         find_files(str(tree / "*.parquet.gz"), "auto")
 
 
 def test_nothing_found_says_what_was_looked_for(tree):
-    with pytest.raises(ConfigError, match=rf"no file matches '{tree}/a.json' in {tree}; did you mean a.jsonl\?"):
+    with pytest.raises(
+        ConfigError, match=rf"no file matches '{tree}/a.json' in {tree}; did you mean a.jsonl\?"
+    ):
         find_files(f"{tree}/a.json", "auto")
     with pytest.raises(ConfigError, match=f"there is no directory {tree}/nowhere"):
         find_files(f"{tree}/nowhere/*.jsonl", "auto")
@@ -103,10 +117,15 @@ def test_nothing_found_says_what_was_looked_for(tree):
 
 def test_what_is_there_but_cannot_be_read_is_not_proposed_again(tree):
     (tree / "sub" / "c.parquet").unlink()
-    with pytest.raises(ConfigError, match=rf"of a directory .parquet, .* are read: .* a glob, such as {tree}/sub/\*$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"of a directory .parquet, .* are read: .* a glob, such as {tree}/sub/\*$",
+    ):
         find_files(f"{tree}/sub", "jsonl")
     (tree / "link.jsonl").symlink_to("nothing")
-    with pytest.raises(ConfigError, match=rf"in {tree}: it is a pipe or the like, or a link to nowhere$"):
+    with pytest.raises(
+        ConfigError, match=rf"in {tree}: it is a pipe or the like, or a link to nowhere$"
+    ):
         find_files(f"{tree}/link.jsonl", "auto")
 
 
@@ -114,20 +133,29 @@ def test_a_file_that_changed_is_not_read_on(tree):
     [file] = find_files(str(tree / "a.jsonl"), "auto")
     file.check_unchanged()
     (tree / "a.jsonl").write_text("{}\n{}")
-    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it .*\. Run the same command again"):
+    with pytest.raises(
+        InputChanged,
+        match=r"a\.jsonl changed while the job read it .*\. Run the same command again",
+    ):
         file.check_unchanged()
     (tree / "a.jsonl").unlink()
-    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it \(it is gone\)"):
+    with pytest.raises(
+        InputChanged, match=r"a\.jsonl changed while the job read it \(it is gone\)"
+    ):
         file.check_unchanged()
 
 
 def test_the_bundled_prompts_have_a_name():
     assert names(find_files("embedded:prompts", "auto")) == ["prompts.jsonl"]
-    with pytest.raises(ConfigError, match="there is no 'embedded:prompt'; the bundled input is embedded:prompts"):
+    with pytest.raises(
+        ConfigError, match="there is no 'embedded:prompt'; the bundled input is embedded:prompts"
+    ):
         find_files("embedded:prompt", "auto")
 
 
 def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
     (tmp_path / "a\udcff.jsonl").write_text("{}")
-    with pytest.raises(ConfigError, match=r"the name of .*a\\udcff\.jsonl is not UTF-8 text\. Rename"):
+    with pytest.raises(
+        ConfigError, match=r"the name of .*a\\udcff\.jsonl is not UTF-8 text\. Rename"
+    ):
         find_files(str(tmp_path), "auto")

@@ -7,7 +7,7 @@ import pytest
 from eagle_ray.batch.reader import fingerprints as module
 from eagle_ray.batch.reader.files import find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
-from eagle_ray.runs.layout import what_changed
+from eagle_ray.runs.recorded_inputs import what_changed
 from eagle_ray.storage.path import StoragePath
 
 
@@ -23,7 +23,9 @@ def fingerprint_of(path, known):
 
 
 def test_a_file_with_the_noted_state_is_not_read(path, monkeypatch):
-    monkeypatch.setattr(module, "SETTLED_NS", -module.SETTLED_NS)  # as if it had been written long ago
+    monkeypatch.setattr(
+        module, "SETTLED_NS", -module.SETTLED_NS
+    )  # as if it had been written long ago
     noted = fingerprint_of(path, {})
     monkeypatch.setattr(StoragePath, "open", None)
     assert fingerprint_of(path, {str(path): noted}) == noted
@@ -34,7 +36,10 @@ def test_file_changed_within_one_clock_tick_is_read_again(path):
     before = path.stat()
     path.write_text('{"prompt": "Ho"}\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "state" not in noted and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
+    assert (
+        "state" not in noted
+        and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
+    )
 
 
 def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
@@ -42,7 +47,10 @@ def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
     noted, before = fingerprint_of(path, {}), path.stat()
     path.write_text('{"prompt": "Ho"}\n')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "state" in noted and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
+    assert (
+        "state" in noted
+        and what_changed(noted, fingerprint_of(path, {str(path): noted})) == "its content"
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_a_file_has_grown_if_its_lines_are_still_there(path, old, new, wanted):
 
 
 def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):
-    monkeypatch.setattr(module, "MAX_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(module, "MAX_HASHED_BYTES", path.stat().st_size - 1)
     noted = fingerprint_of(path, {})
     assert "digest" not in noted and what_changed(noted, fingerprint_of(path, {})) is None
     os.utime(path, ns=(1, 1))
@@ -76,7 +84,10 @@ def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):
 
 def test_a_record_without_digests_is_given_them(path):
     noted = fingerprint_of(path, {})
-    assert fingerprint_of(path, {str(path): {key: noted[key] for key in ("size", "mtime_ns")}}) == noted
+    assert (
+        fingerprint_of(path, {str(path): {key: noted[key] for key in ("size", "mtime_ns")}})
+        == noted
+    )
 
 
 def test_an_object_is_known_by_its_etag():

@@ -51,7 +51,11 @@ MENDED = {  # name: content, what it is, the file after the command
     "d.csv": (lzma.compress(CSV), "an xz file", "d.csv"),
     "e.jsonl": (archive("e.jsonl", LINES), "a ZIP archive", "e.jsonl"),
     "f.jsonl": (written(pq.write_table), "a Parquet file", "f.parquet"),
-    "g.jsonl": (LINES.replace(b"\n", b"\r"), "text whose lines end in carriage returns alone", "g.jsonl"),
+    "g.jsonl": (
+        LINES.replace(b"\n", b"\r"),
+        "text whose lines end in carriage returns alone",
+        "g.jsonl",
+    ),
     "h.csv": (CSV.replace(b"\n", b"\r"), "text whose lines end in carriage returns alone", "h.csv"),
     "i.csv": (b'id;prompt\na;Hi\nb;"Ho; really"\n', "CSV separated by semicolons", "i.csv"),
     "j.csv": (CSV.replace(b",", b"\t"), "CSV separated by tabs", "j.csv"),
@@ -88,14 +92,18 @@ def test_a_file_of_another_kind_is_named_with_the_command(tmp_path, name):
     program = command.rpartition("&& ")[2].split()[0]
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed here")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # python3 is that of the environment
+    path = (
+        f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # python3 is that of the environment
+    )
     subprocess.run(["bash", "-c", command], check=True, timeout=60, env=os.environ | {"PATH": path})
     if name.startswith("v."):  # separated by semicolons, too
         with pytest.raises(ConfigError, match="separated by semicolons"):
             plan(tmp_path / mended)
         return
     found = plan(tmp_path / mended)
-    assert ids(found) == (["a"] if name.startswith("n.") else ["a", "b"]) and set(errors(found)) == {None}
+    assert ids(found) == (["a"] if name.startswith("n.") else ["a", "b"]) and set(
+        errors(found)
+    ) == {None}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,9 @@ def test_a_file_of_another_kind_is_named_with_the_command(tmp_path, name):
 )
 def test_a_file_of_no_rows_is_named_by_what_it_is(tmp_path, content, about):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"^cannot read {tmp_path}/a.jsonl as jsonl: it is {about}"):
+    with pytest.raises(
+        ConfigError, match=f"^cannot read {tmp_path}/a.jsonl as jsonl: it is {about}"
+    ):
         plan(tmp_path / "a.jsonl")
 
 
@@ -121,8 +131,12 @@ def test_the_command_for_an_object_copies_it_here_and_back():
         "Unpack it: aws s3 cp 's3://b/in/a b.jsonl' 'a b.jsonl.bz2' && bzip2 -dc 'a b.jsonl.bz2' > 'a b.jsonl'"
         " && aws s3 cp 'a b.jsonl' 's3://b/in/a b.jsonl'"
     )
-    assert advice(foreign_kind(b"\x1f\x8b"), file).endswith("aws s3 mv 's3://b/in/a b.jsonl' 's3://b/in/a b.jsonl.gz'")
-    assert "save it as a.jsonl.gz" in advice(foreign_kind(b"\x1f\x8b"), StoragePath.of("https://h/a.jsonl"))
+    assert advice(foreign_kind(b"\x1f\x8b"), file).endswith(
+        "aws s3 mv 's3://b/in/a b.jsonl' 's3://b/in/a b.jsonl.gz'"
+    )
+    assert "save it as a.jsonl.gz" in advice(
+        foreign_kind(b"\x1f\x8b"), StoragePath.of("https://h/a.jsonl")
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +157,8 @@ def test_a_right_file_is_not_taken_for_another_kind(tmp_path, name, content):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.jsonl", LINES), ("a.jsonl", LINES.rstrip()), ("a.csv", CSV), ("a.csv", b"prompt\nHi\nHo")]
+    ("name", "content"),
+    [("a.jsonl", LINES), ("a.jsonl", LINES.rstrip()), ("a.csv", CSV), ("a.csv", b"prompt\nHi\nHo")],
 )
 def test_zero_bytes_at_the_end_are_named_and_not_read(tmp_path, caplog, monkeypatch, name, content):
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
@@ -153,15 +168,22 @@ def test_zero_bytes_at_the_end_are_named_and_not_read(tmp_path, caplog, monkeypa
     assert found.num_rows == 2 and set(errors(found)) == {None}
     if content.endswith(b"\n"):
         command = f"truncate -s {len(content)} {file}"
-        assert "4,096 zero bytes stand at the end of the file, as a crash leaves them. The line" in caplog.text
+        assert (
+            "4,096 zero bytes stand at the end of the file, as a crash leaves them. The line"
+            in caplog.text
+        )
         assert command in caplog.text
         subprocess.run(["bash", "-c", command], check=True, timeout=10)
         assert file.read_bytes() == content
 
 
 def test_zero_bytes_and_returns_within_a_line_are_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES + bytes(8) + b"{}\n" + LINES.replace(b"}\n", b"}\r", 1))
-    _, _, zeros, returns = (row["error_message"] for row in request_rows(plan(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_bytes(
+        LINES + bytes(8) + b"{}\n" + LINES.replace(b"}\n", b"}\r", 1)
+    )
+    _, _, zeros, returns = (
+        row["error_message"] for row in request_rows(plan(tmp_path / "a.jsonl"))
+    )
     assert "it holds 8 zero bytes, as a crash leaves them: remove them with tr -d '\\000'" in zeros
     assert "it holds carriage returns without line feeds" in returns
 

@@ -59,15 +59,23 @@ def test_a_parameter_that_rows_cannot_set_is_refused_by_name(tmp_path, format_, 
     rows = [{"prompt": "x", name: None}, {"prompt": "y", name: ASKED[name]}]
     path = WRITERS[format_](tmp_path / f"a.{format_}", rows)
     place = {"jsonl": "line 2", "csv": "line 3", "parquet": r"row 1 \(counted from 0\)"}[format_]
-    with pytest.raises(ConfigError, match=rf"a\.{format_}, {place}: column '{name}' .*input\.on_unknown=carry"):
+    with pytest.raises(
+        ConfigError, match=rf"a\.{format_}, {place}: column '{name}' .*input\.on_unknown=carry"
+    ):
         plan(path)
     for passthrough in ("none", "[other]", f"[{name}]"):
         with pytest.raises(ConfigError, match=f"column '{name}'"):
-            plan(write_jsonl(tmp_path / "b.jsonl", [*rows, {"other": 1}]), f"input.passthrough={passthrough}")
+            plan(
+                write_jsonl(tmp_path / "b.jsonl", [*rows, {"other": 1}]),
+                f"input.passthrough={passthrough}",
+            )
 
 
 def test_every_such_column_is_named_with_what_to_do(tmp_path):
-    rows = [{"prompt": "x"}] * 700 + [{"prompt": "x", "max_new_tokens": 3}, {"prompt": "y", "topP": 0.5, "top_a": 1}]
+    rows = [{"prompt": "x"}] * 700 + [
+        {"prompt": "x", "max_new_tokens": 3},
+        {"prompt": "y", "topP": 0.5, "top_a": 1},
+    ]
     with pytest.raises(ConfigError) as error:
         plan(write_jsonl(tmp_path / "a.jsonl", rows))
     lines = str(error.value).split("\n")
@@ -79,9 +87,18 @@ def test_every_such_column_is_named_with_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("format_", WRITERS)
 def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
-    names = ["diversity_penalty", "length_penalty", "function_call", "use_beam_search", "suppress_tokens"]
+    names = [
+        "diversity_penalty",
+        "length_penalty",
+        "function_call",
+        "use_beam_search",
+        "suppress_tokens",
+    ]
     off = [REFUSED[name].no_op[0] for name in names[:-1]] + [[]]
-    rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
+    rows = [
+        {"prompt": "x"} | dict(zip(names, off, strict=True)),
+        {"prompt": "y"} | dict.fromkeys(names),
+    ]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))
     assert [field.name for field in the_plan.carried_fields] == names
     assert [row["error_code"] for row in request_rows(the_plan)] == [None, None]
@@ -101,7 +118,9 @@ def test_nan_values_and_null_struct_fields_set_no_parameter(tmp_path):
 @pytest.mark.parametrize("on_unknown", ["warn", "carry"])
 def test_a_parameter_can_be_carried_as_data(tmp_path, caplog, monkeypatch, on_unknown):
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "top_a": 3}, {"prompt": "y", "top_a": 4}])
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "x", "top_a": 3}, {"prompt": "y", "top_a": 4}]
+    )
     the_plan = plan(path, f"input.on_unknown={on_unknown}")
     assert [row["top_a"] for row in request_rows(the_plan)] == [3, 4]
     said = [record.getMessage() for record in caplog.records]
@@ -127,9 +146,13 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
 def test_no_column_is_both_read_and_refused_and_data_is_neither():
     refused = refused_at(Api.JOB).keys() - ROW_PARAMETERS
     assert not any(match_unsupported(name) for name in ROW_PARAMETERS)
-    assert not any(match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo"))
+    assert not any(
+        match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo")
+    )
     assert all(has_effect(name, 7.5) for name in refused)
-    asking = {(name, str(value)) for name in refused for value in NOTHING if has_effect(name, value)}
+    asking = {
+        (name, str(value)) for name in refused for value in NOTHING if has_effect(name, value)
+    }
     assert asking == {("guided_json", "{}")}  # a schema that every value fits
     assert not has_effect("guided_json", {"type": None}), "as Parquet has a struct of other rows"
     assert not any(has_effect(name, value) for name in refused for value in REFUSED[name].no_op)
@@ -151,12 +174,16 @@ def test_parameters_beside_a_mapped_value_are_refused(tmp_path, key):
     rows = [{"body": {"messages": "Hi"}}, {"body": {"messages": "Hi", key: 0.7, "note": 1}}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     mapping = "input.columns.messages=body.messages"
-    with pytest.raises(ConfigError, match=rf"line 2: column 'body\.{key}' \(0\.7\) is a request parameter"):
+    with pytest.raises(
+        ConfigError, match=rf"line 2: column 'body\.{key}' \(0\.7\) is a request parameter"
+    ):
         plan(path, mapping)
     assert plan(path, mapping, "input.on_unknown=carry").num_rows == 2
 
 
 def test_a_prompt_in_the_column_of_a_setting_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"stop": "Hi"}])
-    with pytest.raises(ConfigError, match=r"input\.columns\.prompt: column 'stop' is a setting of its row"):
+    with pytest.raises(
+        ConfigError, match=r"input\.columns\.prompt: column 'stop' is a setting of its row"
+    ):
         plan(path, "input.columns.prompt=stop")

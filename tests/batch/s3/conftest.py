@@ -33,4 +33,4 @@ def proxy(one_proxy, monkeypatch) -> Iterator[FaultProxy]:
 def quick_lease(monkeypatch) -> None:
     """A second driver sees the first one alive sooner."""
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.5)
-    monkeypatch.setattr(lock, "POLL_S", 0.2)
+    monkeypatch.setattr(lock, "LEASE_POLL_S", 0.2)

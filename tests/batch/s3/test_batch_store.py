@@ -32,17 +32,23 @@ def store(bucket):
 
 
 def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "POLL_S", 0.2)
+    monkeypatch.setattr(batch_runner, "BATCH_POLL_S", 0.2)
     assert store.salt() == store.salt() and len(store.salt()) == 16
     batch = submit_batch(store, ["a", "wrong", *"bcdef"])
     [record] = finish(store, runner_of(store, Replicas()), batch)
     done, failed = batch_outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 6, 1)
-    assert store.open_ids() == [] and not store.work("all", record.id).is_directory() and store.owners() == ["all"]
+    assert (
+        store.open_ids() == []
+        and not store.work("all", record.id).is_directory()
+        and store.owners() == ["all"]
+    )
     files = store.files("all")
     assert len(files.ids()) == 3 and files.unfinished_ids() == []
     files.delete(record.output_id)
-    assert files.find(record.output_id) is None and not (store.root / "all" / "contents" / record.output_id).glob("*")
+    assert files.find(record.output_id) is None and not (
+        store.root / "all" / "contents" / record.output_id
+    ).glob("*")
 
 
 def test_two_writers_and_a_later_attempt_in_a_bucket(store):
@@ -51,13 +57,17 @@ def test_two_writers_and_a_later_attempt_in_a_bucket(store):
         first.append([answer("a")])
         second.append([answer("a"), answer("b")])
         first.load()
-    assert first.answered == second.answered == {"a", "b"} and (first.completed, second.completed) == (2, 2)
+    assert first.answered == second.answered == {"a", "b"} and (
+        first.completed,
+        second.completed,
+    ) == (2, 2)
     with claimed(store.root / "log"), pytest.raises(FencedError):
         first.append([answer("c")])
 
 
+@pytest.mark.slow
 def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "POLL_S", 0.2)
+    monkeypatch.setattr(batch_runner, "BATCH_POLL_S", 0.2)
     for file in OLD.rglob("*"):
         if file.is_file():
             (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())
@@ -86,6 +96,7 @@ def test_runner_without_its_lease_stops_and_batch_resumes_later(store, monkeypat
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [2, 40])
 def test_two_killed_servers_of_a_bucket_answer_each_line_once(bucket, num_kills):
     kill_servers(f"{bucket}/kept", random.Random(num_kills), num_kills)

@@ -8,10 +8,11 @@ import pytest
 
 from eagle_ray.cli.main import main
 from eagle_ray.runs.job_errors import outcome_of
-from eagle_ray.storage import s3, store
+from eagle_ray.storage import retries, s3
 from eagle_ray.storage.path import StoragePath, read_json
+from eagle_ray.storage.retries import EXTENDED_WAITS_S, extended_retries
 from eagle_ray.storage.s3 import WAITS_S
-from eagle_ray.storage.store import EXTENDED_WAITS_S, NotAllowed, StorageError, StorageTimeout, extended_retries
+from eagle_ray.storage.store import NotAllowed, StorageError, StorageTimeout
 from tests.support.s3 import (
     DroppedConnection,
     LostAnswer,
@@ -27,7 +28,8 @@ DATA = b"0123456789" * 20_000
 
 
 @pytest.mark.parametrize(
-    "fault", [SLOW_DOWN, BROKEN, DroppedConnection(), LostAnswer(), RefusedRequest(429, "TooManyRequests")]
+    "fault",
+    [SLOW_DOWN, BROKEN, DroppedConnection(), LostAnswer(), RefusedRequest(429, "TooManyRequests")],
 )
 def test_a_write_that_fails_a_few_times_is_made(bucket, proxy, fault):
     proxy.fail("PUT", fault, TRIES - 1)
@@ -35,7 +37,9 @@ def test_a_write_that_fails_a_few_times_is_made(bucket, proxy, fault):
     assert (bucket / "a").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, TruncatedAnswer(), LostAnswer(), SlowAnswer(0.02)])
+@pytest.mark.parametrize(
+    "fault", [SLOW_DOWN, BROKEN, TruncatedAnswer(), LostAnswer(), SlowAnswer(0.02)]
+)
 def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
     (bucket / "a").write_atomic(DATA)
     proxy.fail("GET", fault, TRIES - 1)
@@ -45,13 +49,15 @@ def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
 @pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN])
 def test_the_tries_are_counted_and_the_error_says_where(bucket, proxy, fault):
     proxy.fail("PUT", fault, 100)
-    with pytest.raises(StorageError, match=f"{bucket}/a at {proxy.url}: {fault.code} injected") as error:
+    with pytest.raises(
+        StorageError, match=f"{bucket}/a at {proxy.url}: {fault.code} injected"
+    ) as error:
         (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == TRIES and "\n" not in str(error.value)
 
 
 def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch):
-    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(retries, "EXTENDED_WAITS_S", (0.01, 0.01))
     proxy.fail("PUT", SLOW_DOWN, TRIES + 1)
     with extended_retries():
         (bucket / "a").write_atomic(DATA)
@@ -66,8 +72,14 @@ def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
     assert len(proxy.seen) == 1
 
 
-DENIED, UNKNOWN_KEY = RefusedRequest(403, "AccessDenied"), RefusedRequest(403, "InvalidAccessKeyId")  # to us the same
-REFUSALS = [RefusedRequest(400, "ExpiredToken"), RefusedRequest(404, "NoSuchBucket")]
+DENIED, UNKNOWN_KEY = (
+    RefusedRequest(403, "AccessDenied"),
+    RefusedRequest(403, "InvalidAccessKeyId"),
+)  # to us the same
+REFUSALS = EXPIRED, GONE = (
+    RefusedRequest(400, "ExpiredToken"),
+    RefusedRequest(404, "NoSuchBucket"),
+)
 
 
 @pytest.fixture
@@ -81,9 +93,15 @@ def and_slowly(fault):
     return pytest.param(fault, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("fault", [DENIED, and_slowly(UNKNOWN_KEY), *REFUSALS], ids=lambda fault: fault.code)
-def test_refused_request_is_retried_or_ends_the_job_as_an_outage(bucket, proxy, monkeypatch, tries, fault):
-    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
+@pytest.mark.parametrize(
+    "fault",
+    [DENIED, and_slowly(UNKNOWN_KEY), EXPIRED, and_slowly(GONE)],
+    ids=lambda fault: fault.code,
+)
+def test_refused_request_is_retried_or_ends_the_job_as_an_outage(
+    bucket, proxy, monkeypatch, tries, fault
+):
+    monkeypatch.setattr(retries, "EXTENDED_WAITS_S", (0.01, 0.01))
     with extended_retries():
         (bucket / "a").write_atomic(b"first")
         proxy.fail("PUT", fault, tries + 1)
@@ -96,9 +114,11 @@ def test_refused_request_is_retried_or_ends_the_job_as_an_outage(bucket, proxy, 
     assert outcome_of(error.value).code == 5
 
 
-@pytest.mark.parametrize("fault", [and_slowly(DENIED), UNKNOWN_KEY, *REFUSALS], ids=lambda fault: fault.code)
+@pytest.mark.parametrize(
+    "fault", [and_slowly(DENIED), UNKNOWN_KEY, *REFUSALS], ids=lambda fault: fault.code
+)
 def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, tries, fault):
-    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(retries, "EXTENDED_WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(s3, "answered_requests", set())
     proxy.fail("PUT", fault, 100)
     for is_job in (False, True):
@@ -110,7 +130,7 @@ def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, tri
 
 def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):
     """As those of an instance whose metadata service is too busy at first."""
-    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01,))
+    monkeypatch.setattr(retries, "EXTENDED_WAITS_S", (0.01,))
     (bucket / "a").write_atomic(b"mine")
     key = os.environ["AWS_ACCESS_KEY_ID"]
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
@@ -120,14 +140,19 @@ def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):
     s3.session_of.cache_clear()
     with pytest.raises(NotAllowed, match="no credentials: set AWS_ACCESS_KEY_ID"):
         (bucket / "a").read_bytes()
-    monkeypatch.setattr(s3.time, "sleep", lambda seconds: monkeypatch.setenv("AWS_ACCESS_KEY_ID", key))
+    monkeypatch.setattr(
+        s3.time, "sleep", lambda seconds: monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+    )
     with extended_retries():
         assert (bucket / "a").read_bytes() == b"mine"
 
 
 def test_a_bucket_that_is_gone_is_no_empty_output(bucket, capsys):
     assert main(["status", "s3://vanished-bucket/out"]) == 2
-    assert "s3://vanished-bucket/out/_shards.json" in (said := capsys.readouterr().err) and "no such bucket" in said
+    assert (
+        "s3://vanished-bucket/out/_shards.json" in (said := capsys.readouterr().err)
+        and "no such bucket" in said
+    )
     assert main(["status", f"{bucket}/out"]) == 2
     assert "holds no run" in capsys.readouterr().err
 
@@ -146,13 +171,17 @@ def wait_one_second(monkeypatch) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, monkeypatch, wait_one_second):
+def test_a_server_that_never_answers_is_an_error_in_time(
+    bucket, proxy, method, monkeypatch, wait_one_second
+):
     monkeypatch.setattr(s3, "WAITS_S", (0.01,))
     (bucket / "a").write_atomic(DATA)
     wait_one_second()
     proxy.fail(method, UnansweredRequest(), 100)
     act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_atomic(b"x")}[method]
-    with pytest.raises(StorageTimeout, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
+    with pytest.raises(
+        StorageTimeout, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"
+    ):
         act(bucket / "a")
 
 
@@ -208,4 +237,7 @@ def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys
     proxy.fail("GET", SLOW_DOWN, 100)
     assert main(["report", f"{bucket}/out"]) == 5
     said = capsys.readouterr().err
-    assert said.startswith(f"eagle-ray: {bucket}/out/_run.json at {proxy.url}: SlowDown") and said.count("\n") == 1
+    assert (
+        said.startswith(f"eagle-ray: {bucket}/out/_run.json at {proxy.url}: SlowDown")
+        and said.count("\n") == 1
+    )

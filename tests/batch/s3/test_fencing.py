@@ -19,14 +19,25 @@ from tests.support.jobs import small_job, token_rows
 from tests.support.s3 import RefusedRequest
 
 SCHEMA = output_schema([])
-COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
+COMMON = {
+    "sample_index": 0,
+    "row_index": 0,
+    "source_file": "a",
+    "run_id": "run",
+    "attempt": 1,
+    "status": "ok",
+}
 TASK = SimpleNamespace(task_idx=7)
 
 
 @pytest.fixture(params=["local", "s3"])
 def job(request, tmp_path):
     small_job(tmp_path, token_rows(2))
-    output = str(tmp_path / "out") if request.param == "local" else f"{request.getfixturevalue('bucket')}/out"
+    output = (
+        str(tmp_path / "out")
+        if request.param == "local"
+        else f"{request.getfixturevalue('bucket')}/out"
+    )
     return lambda **settings: small_job(tmp_path, None, **{"output.path": output} | settings)
 
 

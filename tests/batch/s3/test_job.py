@@ -24,8 +24,8 @@ from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
-from eagle_ray.runs.layout import read_inputs
 from eagle_ray.runs.lease import LOCK
+from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from tests.support.jobs import exit_code, small_job, token_rows
 from tests.support.s3 import FaultProxy, RefusedRequest
@@ -58,9 +58,13 @@ IDS = sorted([f"q{i}" for i in range(24)] + ["a.jsonl:12"])
 
 def rows_per_id(outside, output: StoragePath) -> list[tuple[str, int]]:
     """Every id and its rows, by DuckDB over what pyarrow's own S3 client finds."""
-    found = pyarrow.dataset.dataset(f"{output}/data".removeprefix("s3://"), filesystem=outside, partitioning="hive")
+    found = pyarrow.dataset.dataset(
+        f"{output}/data".removeprefix("s3://"), filesystem=outside, partitioning="hive"
+    )
     rows = found.to_table(columns=["request_id", "sample_index"])  # noqa: F841, DuckDB reads it by its name
-    return duckdb.sql("select request_id, count(distinct sample_index) from rows group by 1 order by 1").fetchall()
+    return duckdb.sql(
+        "select request_id, count(distinct sample_index) from rows group by 1 order by 1"
+    ).fetchall()
 
 
 def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket, outside):
@@ -76,26 +80,38 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
         "category=__HIVE_DEFAULT_PARTITION__",
     }
     assert read_json(output / "_summary.json")["groups"].keys() == {"", "a", "b c/d"}
-    assert (output / "_SUCCESS").exists() and read_json(output / "_progress.json")["rows_in_files"] == 50
+    assert (output / "_SUCCESS").exists() and read_json(output / "_progress.json")[
+        "rows_in_files"
+    ] == 50
     inputs = read_inputs(output, read_json(output / "_run.json"))
     assert inputs[f"{bucket}/in/a.jsonl"].keys() == {"size", "etag"}
 
     twice, *kept = (output / "data").list_versions().items()
-    (twice[0].parent / "part-001-999999.parquet").write_atomic(twice[0].read_bytes())  # a zombie's, after the recount
+    (twice[0].parent / "part-001-999999.parquet").write_atomic(
+        twice[0].read_bytes()
+    )  # a zombie's, after the recount
     assert run_job(job)["total"]["rows"] == 50
     assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
-    assert (output / "data").list_versions().items() >= dict(kept).items()  # nothing else is written again
+    assert (output / "data").list_versions().items() >= dict(
+        kept
+    ).items()  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
     with hold_output(output), pytest.raises(OutputLocked, match="is being written by process"):
         run_job(job)
-    changed = (bucket / "in/a.jsonl").read_bytes().replace(b'"prompt_token_ids": [', b'"prompt_token_ids": [5, ', 1)
+    changed = (
+        (bucket / "in/a.jsonl")
+        .read_bytes()
+        .replace(b'"prompt_token_ids": [', b'"prompt_token_ids": [5, ', 1)
+    )
     (bucket / "in/a.jsonl").write_atomic(changed)
     assert exit_code(job) == 6
 
 
 @pytest.mark.slow
-def test_missing_rows_are_made_and_late_files_are_deleted(ray_session, job, bucket, outside, monkeypatch):
+def test_missing_rows_are_made_and_late_files_are_deleted(
+    ray_session, job, bucket, outside, monkeypatch
+):
     output = bucket / "out"
     run_job(job)
     lost, *kept = (output / "data").list_versions().items()
@@ -113,7 +129,9 @@ def test_missing_rows_are_made_and_late_files_are_deleted(ray_session, job, buck
         old.write_atomic(rows)
 
     monkeypatch.setattr(fencing, "write_manifest", published_late)
-    anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
+    anew = job.model_copy(
+        update={"output": job.output.model_copy(update={"if_exists": "overwrite"})}
+    )
     assert run_job(anew)["total"]["rows"] == 50
     assert not old.exists() and rows_per_id(outside, output) == [(id, 2) for id in IDS]
 
@@ -142,7 +160,10 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         wait_for_files(output, first, 3)
         second = start_driver(job, proxy.url)
         _, said = second.communicate(timeout=120)
-        assert second.returncode == 7 and f"{output} is being written by process {first.pid} on " in said
+        assert (
+            second.returncode == 7
+            and f"{output} is being written by process {first.pid} on " in said
+        )
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=30)
         made = (output / "data").list_versions()
@@ -152,9 +173,15 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         third = start_driver(job, proxy.url)
         _, said = third.communicate(timeout=240)
         assert third.returncode == 0, said
-        assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
-        assert (output / "data").list_versions().items() >= made.items()  # rows already written are kept as they are
-    assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+        assert (
+            f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
+        )
+        assert (
+            output / "data"
+        ).list_versions().items() >= made.items()  # rows already written are kept as they are
+    assert (
+        rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+    )
 
 
 @pytest.mark.slow
@@ -172,13 +199,20 @@ def test_job_survives_a_storage_outage_of_50_seconds(bucket, job, outside):
         _, said = driver.communicate(timeout=240)
         assert driver.returncode == 0, said
         assert "could not be written for 22 s: waiting up to 600 s" in said and "is renewed" in said
-    assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+    assert (
+        rows_per_id(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+    )
 
 
 def slow(job: JobConfig) -> JobConfig:
     """The same job, at work for long enough to meet what happens to it."""
-    changes = {"execution": {"slots": 1, "rows_per_file": 1}, "sampling": {"max_tokens": 200, "ignore_eos": True}}
-    return job.model_copy(update={name: getattr(job, name).model_copy(update=new) for name, new in changes.items()})
+    changes = {
+        "execution": {"slots": 1, "rows_per_file": 1},
+        "sampling": {"max_tokens": 200, "ignore_eos": True},
+    }
+    return job.model_copy(
+        update={name: getattr(job, name).model_copy(update=new) for name, new in changes.items()}
+    )
 
 
 class LatePut(threading.Thread):
@@ -189,7 +223,10 @@ class LatePut(threading.Thread):
         self._file, self._data, self._proxy, self._num_seen = file, data, proxy, len(proxy.seen)
 
     def run(self) -> None:
-        while not any(seen.method == "GET" and LOCK in seen.path for seen in self._proxy.seen[self._num_seen :]):
+        while not any(
+            seen.method == "GET" and LOCK in seen.path
+            for seen in self._proxy.seen[self._num_seen :]
+        ):
             time.sleep(0.1)
         time.sleep(3)
         self._file.write_atomic(self._data)
@@ -197,16 +234,22 @@ class LatePut(threading.Thread):
 
 def start_driver(job, endpoint: str) -> subprocess.Popen:
     """The installed command, in a process of its own."""
-    settings = job.model_copy(update={"execution": job.execution.model_copy(update={"ray_address": "local"})})
+    settings = job.model_copy(
+        update={"execution": job.execution.model_copy(update={"ray_address": "local"})}
+    )
     file = Path(tempfile.mkdtemp()) / "job.yaml"
     file.write_text(json.dumps(settings.model_dump(mode="json")))
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "AWS_ENDPOINT_URL": endpoint}
     command = [sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(file)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_files(output: StoragePath, driver: subprocess.Popen, count: int) -> None:
     deadline = time.monotonic() + 180
     while len((output / "data").glob("**/*.parquet")) < count:
-        assert time.monotonic() < deadline and driver.poll() is None, "the driver ended, or wrote nothing for minutes"
+        assert time.monotonic() < deadline and driver.poll() is None, (
+            "the driver ended, or wrote nothing for minutes"
+        )
         time.sleep(0.1)

@@ -11,7 +11,13 @@ from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs import lease as lock
-from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
+from eagle_ray.runs.job_errors import (
+    FencedError,
+    OutputDamaged,
+    OutputLocked,
+    StorageUnavailable,
+    outcome_of,
+)
 from eagle_ray.runs.lease import LOCK, Lease
 from eagle_ray.storage import s3
 from tests.support.s3 import IgnoredConditions, RefusedRequest
@@ -19,9 +25,16 @@ from tests.support.s3 import IgnoredConditions, RefusedRequest
 
 @pytest.fixture(autouse=True)
 def short_lease_times(monkeypatch, quick_lease):
-    for name, seconds in {"LEASE_S": 3.5, "HEARTBEAT_S": 0.5, "SELF_FENCE_S": 3.0, "POLL_S": 0.2}.items():
+    for name, seconds in {
+        "LEASE_S": 3.5,
+        "HEARTBEAT_S": 0.5,
+        "SELF_FENCE_S": 3.0,
+        "LEASE_POLL_S": 0.2,
+    }.items():
         monkeypatch.setattr(lock, name, seconds)
-    with interruptible():  # as a driver is, also where these tests run in the background, which ignores SIGINT
+    with (
+        interruptible()
+    ):  # as a driver is, also where these tests run in the background, which ignores SIGINT
         yield
 
 
@@ -35,7 +48,10 @@ def holder(output):
 def test_second_driver_is_refused_until_the_first_releases_lease(bucket):
     with hold_output(bucket):
         name = holder(bucket)
-        with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), hold_output(bucket):
+        with (
+            pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"),
+            hold_output(bucket),
+        ):
             pass
     assert holder(bucket) is None
     with hold_output(bucket):
@@ -48,7 +64,11 @@ def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, messages)
     began = time.monotonic()
     with hold_output(bucket):
         assert time.monotonic() - began >= lock.LEASE_S
-    own = [message for message in messages if message.startswith(f"{bucket}:") or message.startswith(f"{bucket} ")]
+    own = [
+        message
+        for message in messages
+        if message.startswith(f"{bucket}:") or message.startswith(f"{bucket} ")
+    ]
     said = dict.fromkeys(message.split(": ")[-1] for message in own)
     assert list(said) == ["waiting 4 s for a sign of life", "taken over"]
 
@@ -73,7 +93,10 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
 
 
 def test_a_driver_whose_lease_was_taken_over_stops(bucket):
-    with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), hold_output(bucket):
+    with (
+        pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"),
+        hold_output(bucket),
+    ):
         (bucket / LOCK).write_atomic(b'{"holder": "somebody else", "token": "x", "beat": 1}')
         time.sleep(30)
     assert holder(bucket) == "somebody else"
@@ -89,7 +112,7 @@ def test_driver_publishes_nothing_until_its_storage_is_back(bucket, proxy):
         lease.check()
         break_storage(proxy)
         publishing = threading.Thread(target=lease.check, daemon=True)
-        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.LEASE_POLL_S)
         publishing.start()
         publishing.join(2.0)
         assert publishing.is_alive()  # in doubt: it waits
@@ -101,12 +124,19 @@ def test_driver_publishes_nothing_until_its_storage_is_back(bucket, proxy):
 
 
 def test_driver_overtaken_in_an_outage_stops_before_publishing(bucket, proxy):
-    with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), hold_output(bucket) as lease:
+    with (
+        pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"),
+        hold_output(bucket) as lease,
+    ):
         break_storage(proxy)
-        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.LEASE_POLL_S)
         proxy.reset()
-        proxy.fail("PUT", RefusedRequest(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
-        write_past_proxy(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
+        proxy.fail(
+            "PUT", RefusedRequest(503, "SlowDown"), 100_000, path=LOCK
+        )  # it can read again, and not yet write
+        write_past_proxy(
+            bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy
+        )
         lease.check()
         time.sleep(30)
     assert holder(bucket) == "process 9 on elsewhere"

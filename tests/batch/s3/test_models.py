@@ -13,9 +13,9 @@ from eagle_ray.assembly.hub import check_models, download, download_metadata
 from eagle_ray.batch.worker.crash_isolation import classify_error
 from eagle_ray.cli.validate import validate
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.doctor.model_checks import pair_here
+from eagle_ray.doctor.pair_check import pair_here
 from eagle_ray.runs.job_errors import CONFIGURATION, TRANSIENT, outcome_of
-from eagle_ray.storage import model_files
+from eagle_ray.storage import model_download
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import ObjectChanged, StorageError
@@ -29,7 +29,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_files, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(model_download, "DOWNLOAD_PIECE_BYTES", 100_000)
 
 
 @pytest.fixture
@@ -56,11 +56,17 @@ def opened(monkeypatch) -> list[str]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def left_over() -> list[str]:
-    return [path.name for path in (cache_home() / "models").glob("*") if not path.name.endswith(".lock")]
+    return [
+        path.name for path in (cache_home() / "models").glob("*") if not path.name.endswith(".lock")
+    ]
 
 
 def test_a_model_is_downloaded_once_and_again_when_it_changes(url, opened, caplog):
@@ -69,8 +75,13 @@ def test_a_model_is_downloaded_once_and_again_when_it_changes(url, opened, caplo
     assert contents(first) == contents(PAIR / "target")
     assert f"downloading {url}/target: " in caplog.text
     del opened[:]
-    assert download(f"{url}/target", "target") == download(f"{url}/target/", "target") == first and not opened
-    (StoragePath.of(url) / "target/config.json").write_atomic((PAIR / "target" / "config.json").read_bytes() + b"\n")
+    assert (
+        download(f"{url}/target", "target") == download(f"{url}/target/", "target") == first
+        and not opened
+    )
+    (StoragePath.of(url) / "target/config.json").write_atomic(
+        (PAIR / "target" / "config.json").read_bytes() + b"\n"
+    )
     changed = download(f"{url}/target", "target")
     assert changed != first and contents(changed)["config.json"].endswith(b"\n")
 
@@ -108,21 +119,28 @@ def test_a_gguf_file_in_a_bucket_is_a_target(bucket, tmp_path, opened, make_job)
         content = local if name.endswith("gguf") else made / name
         (bucket / f"own/{name}").write_atomic(content.read_bytes())
     with pytest.raises(
-        ConfigError, match=rf"{bucket}/one has no config\.json\. Name .* such as {bucket}/one/toy\.GGUF"
+        ConfigError,
+        match=rf"{bucket}/one has no config\.json\. Name .* such as {bucket}/one/toy\.GGUF",
     ):
         download(f"{bucket}/one", "target")
-    assert "toy.gguf" not in contents(download_metadata(f"{bucket}/own", "target")) and "toy.gguf" not in opened
+    assert (
+        "toy.gguf" not in contents(download_metadata(f"{bucket}/own", "target"))
+        and "toy.gguf" not in opened
+    )
     for url in (f"{bucket}/one/toy.GGUF", f"{bucket}/own"):
         assert contents(download(url, "target"))
         config = make_job(token_rows(1), **{"model.target": url, "speculative.method": "none"})
         assert [row["status"] for row in answers(config)] == ["ok"]
     (bucket / "own/other.gguf").write_atomic(b"another")
     with pytest.raises(
-        ConfigError, match=rf"{bucket}/own has 2 GGUF files\. Name one of them, such as {bucket}/own/other"
+        ConfigError,
+        match=rf"{bucket}/own has 2 GGUF files\. Name one of them, such as {bucket}/own/other",
     ):
         download(f"{bucket}/own", "target")
     (bucket / "own/model.safetensors").write_atomic(b"its weights")
-    assert not [name for name in contents(download(f"{bucket}/own", "target")) if name.endswith(".gguf")]
+    assert not [
+        name for name in contents(download(f"{bucket}/own", "target")) if name.endswith(".gguf")
+    ]
 
 
 def test_what_cannot_be_read_is_named(bucket, make_job, monkeypatch):
@@ -136,14 +154,18 @@ def test_what_cannot_be_read_is_named(bucket, make_job, monkeypatch):
         config = make_job(token_rows(1), **{"model.target": name})
         with pytest.raises((ConfigError, StorageError), match=rf"model\.target: .*{message}"):
             check_models(config.model, config.speculative)
-    with pytest.raises(ConfigError, match=r"model\.target: must be .* a URL such as"):
+    with pytest.raises(
+        ConfigError, match=r"model\.target: there is no s3:/bucket/x\. It must be .* a URL such as"
+    ):
         make_job(**{"model.target": "s3:/bucket/x"})
 
 
 def test_too_little_room_names_what_is_needed_and_what_is_free(url, monkeypatch):
     size = sum(map(len, contents(PAIR / "target").values()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, size - 1))
-    with pytest.raises(StorageError, match=rf"target has {size:,} bytes, and {size - 1:,} are free") as caught:
+    with pytest.raises(
+        StorageError, match=rf"target has {size:,} bytes, and {size - 1:,} are free"
+    ) as caught:
         download(f"{url}/target", "target")
     assert caught.value.errno == errno.ENOSPC and outcome_of(caught.value) is TRANSIENT
     fault = classify_error(caught.value)
@@ -156,7 +178,7 @@ def test_files_of_failed_and_killed_downloads_are_removed(url, monkeypatch):
         raise ObjectChanged("changed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_files.CopiedPiece, "copy", fail)
+        patch.setattr(model_download.CopiedPiece, "copy", fail)
         with pytest.raises(StorageError, match=r"model\.target: changed"):
             download(f"{url}/target", "target")
     assert left_over() == []
@@ -166,14 +188,14 @@ def test_files_of_failed_and_killed_downloads_are_removed(url, monkeypatch):
 
 
 def test_a_model_that_changes_meanwhile_is_not_kept(url, monkeypatch):
-    copy = model_files.CopiedPiece.copy
+    copy = model_download.CopiedPiece.copy
 
     def change(self) -> int:
         if self.source.name == "config.json":
             self.source.write_atomic(b"{}")
         return copy(self)
 
-    monkeypatch.setattr(model_files.CopiedPiece, "copy", change)
+    monkeypatch.setattr(model_download.CopiedPiece, "copy", change)
     with pytest.raises(StorageError, match="while it was downloaded"):
         download(f"{url}/target", "target")
     assert left_over() == []

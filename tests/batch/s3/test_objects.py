@@ -11,7 +11,7 @@ from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output, find_files
 from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
-from eagle_ray.batch.worker.worker import StartCache
+from eagle_ray.batch.worker.start_cache import StartCache
 from eagle_ray.config import ColumnsConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
@@ -91,33 +91,57 @@ def test_a_listing_goes_on_over_its_pages(bucket, monkeypatch):
     fill(bucket / "in")
     (bucket / "inner.jsonl").write_atomic(b"{}")
     monkeypatch.setattr(s3, "PAGE_SIZE", 3)
-    assert [str(file) for file in (bucket / "in").list_versions()] == sorted(f"{bucket}/in/{name}" for name in NAMES)
-    assert (bucket / "in").list_names() == [".g.jsonl", "_part", "a.jsonl", "b.jsonl", "sub", "x[1].jsonl"]
+    assert [str(file) for file in (bucket / "in").list_versions()] == sorted(
+        f"{bucket}/in/{name}" for name in NAMES
+    )
+    assert (bucket / "in").list_names() == [
+        ".g.jsonl",
+        "_part",
+        "a.jsonl",
+        "b.jsonl",
+        "sub",
+        "x[1].jsonl",
+    ]
 
 
 def test_input_is_found_as_locally(bucket, tmp_path):
     local, remote = fill(StoragePath.of(tmp_path / "in")), fill(bucket / "in")
     for pattern in ("", "/*.jsonl", "/x[1].jsonl", "/**/*.parquet"):
         here, there = (find_files(f"{root}{pattern}", "auto") for root in (local, remote))
-        assert [(file.name, file.format) for file in there] == [(file.name, file.format) for file in here]
-    with pytest.raises(ConfigError, match=rf"no file matches .* in {remote}; did you mean a.jsonl\?"):
+        assert [(file.name, file.format) for file in there] == [
+            (file.name, file.format) for file in here
+        ]
+    with pytest.raises(
+        ConfigError, match=rf"no file matches .* in {remote}; did you mean a.jsonl\?"
+    ):
         find_files(f"{remote}/a.json", "auto")
     with pytest.raises(ConfigError, match=f"there is no directory {remote}/nowhere"):
         find_files(f"{remote}/nowhere/*.jsonl", "auto")
-    with pytest.raises(ConfigError, match=r"input\.path: s3://no-such-bucket/in at .*: there is no such bucket"):
+    with pytest.raises(
+        ConfigError, match=r"input\.path: s3://no-such-bucket/in at .*: there is no such bucket"
+    ):
         find_files("s3://no-such-bucket/in", "auto")
 
 
 def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
     rows = [{"id": f"q{i}", "prompt": f"x{i}", "lang": "ü" if i % 2 else None} for i in range(700)]
     for root in (StoragePath.of(tmp_path / "in"), bucket / "in"):
-        (root / "a.jsonl").write_atomic("".join(json.dumps(row) + "\n" for row in rows[:600]).encode())
-        (root / "b.csv").write_atomic(b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20)))
+        (root / "a.jsonl").write_atomic(
+            "".join(json.dumps(row) + "\n" for row in rows[:600]).encode()
+        )
+        (root / "b.csv").write_atomic(
+            b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20))
+        )
         (root / "c.parquet").write_atomic(parquet_bytes(pa.Table.from_pylist(rows[600:]), "zstd"))
     made = []
     for root in (tmp_path / "in", bucket / "in"):
         plan = plan_input(load_config(None, env={}, sets=[f"input.path={root}", "output.path=out"]))
-        made.append([{**row, "source_file": row["source_file"].removeprefix(str(root))} for row in request_rows(plan)])
+        made.append(
+            [
+                {**row, "source_file": row["source_file"].removeprefix(str(root))}
+                for row in request_rows(plan)
+            ]
+        )
     assert made[0] == made[1] and len(made[1]) == 720 and made[1][1]["lang"] == "ü"
 
 
@@ -145,9 +169,14 @@ def test_large_jsonl_is_read_by_ranges_from_the_start_of_a_shard(bucket, proxy):
     (bucket / "a.jsonl").write_atomic(b"\n".join(lines))
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
     found = FileScan()
-    seen = [row["id"] for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)]
+    seen = [
+        row["id"]
+        for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)
+    ]
     assert seen == list(range(4000)) and len(found.slices) == 8
-    gets = [request for request in proxy.seen if request.method == "GET" and "a.jsonl" in request.path]
+    gets = [
+        request for request in proxy.seen if request.method == "GET" and "a.jsonl" in request.path
+    ]
     assert len(gets) > 3 and all("Range" in request.headers for request in gets)
     before = len(proxy.seen)
     [chunk] = chunks_in(found.slices[-1].truncate(3), ["id"], {})
@@ -161,7 +190,9 @@ def test_parquet_is_read_by_ranges(bucket, proxy):
     pq.write_table(table, sink, compression="none", use_dictionary=False, row_group_size=10_000)
     size = (bucket / "a.parquet").write_atomic(sink.getvalue().to_pybytes()).size
     with (bucket / "a.parquet").open() as opened, pq.ParquetFile(opened) as parquet:
-        assert parquet.read_row_group(2, columns=["id"])["id"].to_pylist() == list(range(20_000, 30_000))
+        assert parquet.read_row_group(2, columns=["id"])["id"].to_pylist() == list(
+            range(20_000, 30_000)
+        )
     assert sum(request.sent for request in proxy.seen) < size / 8
 
 
@@ -179,7 +210,14 @@ def test_any_read_gives_the_bytes_that_stand_there(bucket):
     data = bytes(i % 251 for i in range(3_000_000))
     (bucket / "a").write_atomic(data)
     with (bucket / "a").open() as opened:
-        for start, count in ((0, 1), (70_000, 200_000), (10, 5), (2_999_990, 100), (65_530, 20), (1, 2_999_999)):
+        for start, count in (
+            (0, 1),
+            (70_000, 200_000),
+            (10, 5),
+            (2_999_990, 100),
+            (65_530, 20),
+            (1, 2_999_999),
+        ):
             opened.seek(start)
             assert opened.read(count) == data[start : start + count]
         opened.seek(-7, 2)
@@ -198,7 +236,10 @@ def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     (bucket / "a.csv").write_atomic(f"\ufeffid,prompt\r\n{rows}".encode())
     [file] = find_files(f"{bucket}/a.csv", "auto")
     found = FileScan()
-    seen = [row["id"] for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)]
+    seen = [
+        row["id"]
+        for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)
+    ]
     assert seen == [str(i) for i in range(2000)] and len(found.slices) == 4
     before = len(proxy.seen)
     [chunk] = chunks_in(found.slices[-1].truncate(2), ["id"], {})
@@ -223,12 +264,23 @@ def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypa
 
 
 def test_names_of_objects_are_not_read_as_web_addresses(bucket):
-    names = ["why?.jsonl", "a#1.jsonl", "Brand%2321.jsonl", "t+00:00.JSONL", "ä ö [x].jsonl", "plain.jsonl"]
+    names = [
+        "why?.jsonl",
+        "a#1.jsonl",
+        "Brand%2321.jsonl",
+        "t+00:00.JSONL",
+        "ä ö [x].jsonl",
+        "plain.jsonl",
+    ]
     for i, name in enumerate(names):
-        (bucket / "in" / name).write_atomic(json.dumps({"id": str(i), "prompt": "Hi"}).encode() + b"\n")
+        (bucket / "in" / name).write_atomic(
+            json.dumps({"id": str(i), "prompt": "Hi"}).encode() + b"\n"
+        )
     for path in (f"{bucket}/in", f"{bucket}/in/*.[jJ]*"):
         config = load_config(None, env={}, overrides={"input.path": path, "output.path": "unused"})
-        assert sorted(row["request_id"] for row in request_rows(plan_input(config))) == list("012345")
+        assert sorted(row["request_id"] for row in request_rows(plan_input(config))) == list(
+            "012345"
+        )
     for name in names:
         [file] = find_files(f"{bucket}/in/{name}", "auto")
         assert (file.name, file.format) == (name, "jsonl")

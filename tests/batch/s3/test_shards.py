@@ -11,7 +11,7 @@ from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch
 from eagle_ray.runs.layout import SUCCESS, output_of
-from eagle_ray.runs.row_index import INDEX
+from eagle_ray.runs.row_index import INDEX_DIRECTORY
 from eagle_ray.storage.path import StoragePath, json_bytes
 from tests.support.jobs import small_job
 from tests.support.starts import DriverKilled, rows
@@ -21,7 +21,9 @@ ADDED = [f"new{i}" for i in range(4)]
 
 
 def write_input(bucket: StoragePath, lines: list[dict[str, str]]) -> None:
-    (bucket / "in.jsonl").write_atomic(b"".join(json_bytes(line).replace(b"\n", b"") + b"\n" for line in lines))
+    (bucket / "in.jsonl").write_atomic(
+        b"".join(json_bytes(line).replace(b"\n", b"") + b"\n" for line in lines)
+    )
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def prompts(outside, output: StoragePath) -> dict[str, str]:
     return {row["request_id"]: row["prompt"] for row in found}
 
 
-def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(bucket, shards, engine, scans, reads, outside):
+def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(
+    bucket, shards, engine, scans, reads, outside
+):
     first, second = shards
     output = bucket / "out"
     engine.max_files = 1
@@ -58,7 +62,7 @@ def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(bucket, shards, engi
     assert sorted(engine.made) == sorted(NAMES)  # nothing twice
     assert finish_shards(output)["total"]["rows"] == len(NAMES) and (output / SUCCESS).exists()
     assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES}
-    assert all((output_of(config) / INDEX / "input.json").exists() for config in shards)
+    assert all((output_of(config) / INDEX_DIRECTORY / "input.json").exists() for config in shards)
 
     made, read, scanned = len(engine.made), len(reads), len(scans)
     assert run_job(first)["attempt"] == 3
@@ -71,5 +75,7 @@ def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(bucket, shards, engi
         finish_shards(output)
     run_job(second)
     assert sorted(engine.made) == sorted(NAMES + ADDED)
-    assert finish_shards(output)["total"]["rows"] == len(NAMES + ADDED) and (output / SUCCESS).exists()
+    assert (
+        finish_shards(output)["total"]["rows"] == len(NAMES + ADDED) and (output / SUCCESS).exists()
+    )
     assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES + ADDED}
