@@ -1,14 +1,14 @@
 """The paper's comparison: every method answers the same questions, one after another, in one process.
 
     turns = list(rounds(engines, questions, temperature=1.0))
-    figures(turns, "eagle2", plain="plain", ...)         # of all of them, or of one task's
+    figures(turns, "eagle2", plain="plain", ...)         # figures of all rounds, or of one task's
 
-A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
-an order drawn in each round, and its speed is held against plain decoding's of the same round: what slows the machine
-down for a while slows both.
+A round is a few questions of one task, as many as an engine has slots. Each method answers them
+from an empty cache, in an order drawn in each round, and its speed is held against plain decoding's
+of the same round: what slows the machine down for a while slows both.
 
-Two outputs of one prompt are compared token for token; where they part, the target tells whether the two tokens were
-nearly tied.
+Two outputs of one prompt are compared token for token; where they part, the target tells whether
+the two tokens were nearly tied.
 """
 
 from __future__ import annotations
@@ -28,14 +28,22 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.timing import Round, Timing, limited, total
+from eagle_ray.families import layers_of
 from eagle_ray.models.loader import CausalLM
-from eagle_ray.report.intervals import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
+from eagle_ray.report.intervals import (
+    Counted,
+    DifferenceInterval,
+    Interval,
+    difference_interval,
+    ratio_interval,
+)
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 
-WARM_UP_TOKENS = 16
+COMPARISON_WARM_UP_TOKENS = 16
 GREEDY = SamplingParams()
-MIN_ROUNDS = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
+# Rounds, or questions, for an interval: of fewer it says more about their number than about the methods.
+MIN_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,8 @@ class Equivalence:
 
     Attributes:
         num_near_ties: outputs that first differ where both tokens' scores were nearly equal.
-        num_edges: outputs that first differ where a token crosses the edge of top-k, top-p or min-p.
+        num_edges: outputs that first differ where a token crosses the edge of top-k, top-p or
+            min-p.
     """
 
     num_compared: int = 0
@@ -79,37 +88,51 @@ def compare(
 ) -> Equivalence:
     """Compare each prompt's output with plain decoding's, up to the shorter one's end; empty ones are skipped.
 
-    params: how each was sampled; None is greedily. near_tie: what one row against many moves logits by.
+    Args:
+        params: how each was sampled; None is greedily.
+        near_tie: what one row against many moves logits by.
     """
     identity = Equivalence()
-    for prompt, ids, wanted, sampling in zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False):
+    rows = zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False)
+    for prompt, ids, wanted, sampling in rows:
         place = first_difference(ids, wanted)
-        if place is not None:
-            logits = next_logits(model, prompt + wanted[:place])
-            tokens = wanted[place], ids[place]
-            cause = rounding_cause(logits[0], sampling, len(prompt) + place, *tokens, near_tie)
-            identity += Equivalence(1, 0, cause == "tie", cause == "cut")
-        elif ids and wanted:
-            identity += Equivalence(1, 1)
+        if place is None:
+            if ids and wanted:
+                identity += Equivalence(num_compared=1, num_equal=1)
+            continue
+
+        # Let the target tell whether rounding may have decided.
+        logits = next_logits(model, prompt + wanted[:place])
+        position = len(prompt) + place
+        cause = rounding_cause(logits[0], sampling, position, wanted[place], ids[place], near_tie)
+        identity += Equivalence(1, 0, cause == "tie", cause == "cut")
     return identity
 
 
 def first_difference(ids: list[int], others: list[int]) -> int | None:
-    """None where one begins with the other."""
-    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), None)
+    """Return the index of the first difference, or None if one begins with the other."""
+    for i, (a, b) in enumerate(zip(ids, others, strict=False)):
+        if a != b:
+            return i
+    return None
 
 
 @torch.inference_mode()
 def next_logits(model: CausalLM, ids: list[int]) -> Float[Tensor, "1 V"]:
     """Return the logits of the token after these ids, on the host."""
     tokens = torch.tensor([ids], device=model.device)
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+    hidden = layers_of(model)(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
     return model.get_output_embeddings()(hidden).cpu()
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkPrompt:
-    """task: what it is counted under. ask: the same request as a new sequence, at its own temperature."""
+    """A question of a benchmark.
+
+    Attributes:
+        task: what it is counted under.
+        ask: returns the request as a new sequence, at its own temperature.
+    """
 
     task: str
     ask: Callable[[], engine_sequence.Sequence]
@@ -121,49 +144,66 @@ class BenchmarkPrompt:
 
 
 def rounds(
-    engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
+    engines: Mapping[str, Engine],
+    questions: Sequence[BenchmarkPrompt],
+    temperature: float,
+    seed: int = 0,
 ) -> Iterator[Round]:
-    """Run every prompt once, by tasks. engines: new ones with equal numbers of slots."""
+    """Run every prompt once, by tasks.
+
+    Args:
+        engines: new ones with equal numbers of slots.
+    """
     timing = Timing(engines, seed)
     slots = min(engine.counters.num_slots for engine in engines.values())
-    timing.warm_up(lambda name: [limited(questions[0].at(temperature), WARM_UP_TOKENS)])
+    timing.warm_up(lambda name: [limited(questions[0].at(temperature), COMPARISON_WARM_UP_TOKENS)])
     for engine in engines.values():
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
         yield timing.round(partial(_sequences, group, temperature), task)
 
 
-def _sequences(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
+def _sequences(
+    group: Sequence[BenchmarkPrompt], temperature: float, name: str
+) -> list[engine_sequence.Sequence]:
     return [question.at(temperature) for question in group]
 
 
-def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[str, list[BenchmarkPrompt]]]:
-    """Up to `size` questions of one task at a time, tasks in the order in which they first occur."""
+def _groups(
+    questions: Sequence[BenchmarkPrompt], size: int
+) -> Iterator[tuple[str, list[BenchmarkPrompt]]]:
+    """Yield up to `size` questions of one task at a time, tasks in the order in which they first occur."""
     for task in dict.fromkeys(question.task for question in questions):
         of_task = [question for question in questions if question.task == task]
         for start in range(0, len(of_task), size):
             yield task, of_task[start : start + size]
 
 
-def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None, compare: Compare) -> dict[str, Any]:
-    """Return one method's numbers over some rounds, as JSON. reference: the method whose tau it is compared with.
+def figures(
+    turns: Sequence[Round], name: str, plain: str, reference: str | None, compare: Compare
+) -> dict[str, Any]:
+    """Return one method's numbers over some rounds, as JSON.
 
-    compare: one's answers with plain decoding's.
+    Args:
+        reference: the method whose tau it is compared with.
+        compare: compares answers with plain decoding's.
     """
     answers = outputs_of(turns, name)
     stats = _pooled(answers)
     sample = total(turns, name)
     speeds = [turn.speed_up(name, plain) for turn in turns]
     steps = stats.num_steps
+    tau_less = None
+    if reference is not None:
+        difference = _tau_difference(answers, outputs_of(turns, reference))
+        tau_less = {"of": reference, **difference}
     return {
         "questions": len(answers),
         "tokens": sample.num_tokens,
         "tokens_per_s": sample.tokens_per_second,
         "speed_up": _speed_up(speeds),
         "tau": stats.mean_acceptance_length,
-        "tau_less": None
-        if reference is None
-        else {"of": reference, **_tau_difference(answers, outputs_of(turns, reference))},
+        "tau_less": tau_less,
         "steps": steps,
         "nodes_per_step": stats.num_draft_tokens / steps if steps else None,
         "accepted_by_depth": [count / steps for count in stats.accepted_by_depth] if steps else [],
@@ -178,7 +218,7 @@ def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None
 
 
 def _speed_up(ratios: list[float]) -> dict[str, float | None]:
-    """Geometric mean over rounds."""
+    """Return the geometric mean over rounds, with its interval."""
     return _if_enough(ratio_interval(ratios), len(ratios))
 
 
@@ -198,7 +238,8 @@ def _tau_difference(
     answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
 ) -> dict[str, float | None]:
     """Return the difference of pooled taus, with its interval over prompts."""
-    counts = [(_accepted_per_step(a), _accepted_per_step(b)) for a, b in zip(answers, others, strict=True)]
+    pairs = zip(answers, others, strict=True)
+    counts = [(_accepted_per_step(a), _accepted_per_step(b)) for a, b in pairs]
     return _if_enough(difference_interval(counts), len(counts))
 
 
@@ -208,5 +249,6 @@ def _accepted_per_step(sequence: engine_sequence.Sequence) -> Counted:
 
 def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:
     """Return the mean with low and high, which are None for fewer than MIN_ROUNDS."""
-    low, high = (interval.low, interval.high) if number >= MIN_ROUNDS else (None, None)
-    return {"mean": interval.mean, "low": low, "high": high}
+    if number < MIN_ROUNDS:
+        return {"mean": interval.mean, "low": None, "high": None}
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}

@@ -15,14 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-RESAMPLES = 2000
-Counted = tuple[float, float]  # a sum, and how much it is over: a number of things, or seconds
+INTERVAL_RESAMPLES = 2000
+Counted = tuple[float, float]  # a sum, and what it is divided by: a count, or seconds
 GRID = 20_000  # steps of the numerical integral behind a quantile
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """low, high: 95 %, two-sided. bound: 95 %, one-sided lower; 0 and inf: not known."""
+    """A mean and its 95 % intervals.
+
+    Attributes:
+        mean: mean, or ratio.
+        low, high: two-sided interval; 0 and inf if it is not known.
+        bound: lower end of the one-sided interval; 0 if it is not known.
+    """
 
     mean: float
     low: float
@@ -31,68 +37,121 @@ class Interval:
 
 
 def ratio_interval(ratios: list[float]) -> Interval:
-    """ratios: positive, one for each round, at least one; a single round has no interval."""
+    """Return the geometric mean of ratios and its intervals.
+
+    Args:
+        ratios: positive ratios, one for each round, at least one. A single round has no interval.
+    """
     logs = [math.log(ratio) for ratio in ratios]
-    mean, freedom = statistics.fmean(logs), len(logs) - 1
+    mean = statistics.fmean(logs)
+    freedom = len(logs) - 1
     if not freedom:
         return Interval(math.exp(mean), 0.0, math.inf, 0.0)
+
     error = statistics.stdev(logs) / math.sqrt(len(logs))
-    wide, one_sided = t_quantile(0.975, freedom) * error, t_quantile(0.95, freedom) * error
-    return Interval(*(math.exp(x) for x in (mean, mean - wide, mean + wide, mean - one_sided)))
+    wide = t_quantile(0.975, freedom) * error
+    one_sided = t_quantile(0.95, freedom) * error
+    return Interval(
+        mean=math.exp(mean),
+        low=math.exp(mean - wide),
+        high=math.exp(mean + wide),
+        bound=math.exp(mean - one_sided),
+    )
 
 
 def pooled_ratio(rounds: Sequence[tuple[Counted, Counted]], seed: int = 0) -> Interval:
     """Return the ratio of both sides' tokens per second over all rounds, with a bootstrap interval over rounds.
 
-    rounds: tokens and seconds of both sides, at least one round. The mean is the ratio of sums; a geometric mean of
-    the rounds' ratios would depend on how uneven a side's rounds are.
+    The mean is the ratio of sums; a geometric mean of the rounds' ratios would depend on how uneven
+    a side's rounds are.
+
+    Args:
+        rounds: tokens and seconds of both sides, at least one round.
     """
     draw = random.Random(seed)
-    resampled = sorted(_ratio(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
-    low, bound = (resampled[round(share * RESAMPLES)] for share in (0.025, 0.05))
-    return Interval(_ratio(rounds), low, resampled[-1 - round(0.025 * RESAMPLES)], bound)
+    resampled = []
+    for _ in range(INTERVAL_RESAMPLES):
+        drawn = draw.choices(rounds, k=len(rounds))
+        resampled.append(_ratio(drawn))
+    resampled.sort()
+    edge = round(0.025 * INTERVAL_RESAMPLES)
+    one_sided_edge = round(0.05 * INTERVAL_RESAMPLES)
+    return Interval(
+        mean=_ratio(rounds),
+        low=resampled[edge],
+        high=resampled[-1 - edge],
+        bound=resampled[one_sided_edge],
+    )
 
 
 def _ratio(rounds: Sequence[tuple[Counted, Counted]]) -> float:
-    tokens, seconds = ([sum(each[side][part] for each in rounds) for side in (0, 1)] for part in (0, 1))
-    return tokens[0] / seconds[0] / (tokens[1] / seconds[1])
+    speed_a = _speed([a for a, _ in rounds])
+    speed_b = _speed([b for _, b in rounds])
+    return speed_a / speed_b
+
+
+def _speed(counted: Sequence[Counted]) -> float:
+    tokens = sum(tokens for tokens, _ in counted)
+    seconds = sum(seconds for _, seconds in counted)
+    return tokens / seconds
 
 
 @dataclass(frozen=True, slots=True)
 class DifferenceInterval:
-    """Of two pooled means. low, high: 95 %, two-sided, over what was resampled."""
+    """The difference of two pooled means.
+
+    Attributes:
+        mean: difference of the means.
+        low, high: two-sided 95 % interval over what was resampled.
+    """
 
     mean: float
     low: float
     high: float
 
 
-def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0) -> DifferenceInterval:
+def difference_interval(
+    pairs: Sequence[tuple[Counted, Counted]], seed: int = 0
+) -> DifferenceInterval:
     """Return the difference of both sides' pooled means, with a bootstrap interval over pairs, at least one.
 
-    pairs: sum and count of both sides per prompt; a side without any counts as a mean of 0.
+    Args:
+        pairs: sum and count of both sides per prompt. A side whose counts are all 0 has the mean 0.
     """
     draw = random.Random(seed)
-    resampled = sorted(_difference(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    edge = round(0.025 * RESAMPLES)
+    resampled = []
+    for _ in range(INTERVAL_RESAMPLES):
+        drawn = draw.choices(pairs, k=len(pairs))
+        resampled.append(_difference(drawn))
+    resampled.sort()
+    edge = round(0.025 * INTERVAL_RESAMPLES)
     return DifferenceInterval(_difference(pairs), resampled[edge], resampled[-1 - edge])
 
 
 def _difference(pairs: Sequence[tuple[Counted, Counted]]) -> float:
-    first, second = (
-        sum(pair[side][0] for pair in pairs) / max(sum(pair[side][1] for pair in pairs), 1) for side in (0, 1)
-    )
-    return first - second
+    return _mean([first for first, _ in pairs]) - _mean([second for _, second in pairs])
+
+
+def _mean(counted: Sequence[Counted]) -> float:
+    total = sum(amount for amount, _ in counted)
+    return total / max(sum(count for _, count in counted), 1)
 
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Student's t, for probabilities above 1/2: with x = sqrt(freedom) tan(angle) its density is cos^(freedom-1)."""
+    """Return a quantile of Student's t, for probabilities above 1/2.
+
+    With x = sqrt(freedom) tan(angle) the density over the angle is cos^(freedom-1).
+    """
     step = math.pi / 2 / GRID
     density = [math.cos((i + 0.5) * step) ** (freedom - 1) for i in range(GRID)]
-    wanted, area = (2 * probability - 1) * sum(density), 0.0
+
+    # The density is symmetric, so half of the probability lies below the first angle, 0.
+    wanted = (2 * probability - 1) * sum(density)
+    area = 0.0
     for i, height in enumerate(density):
         if area + height >= wanted:
-            return math.sqrt(freedom) * math.tan((i + (wanted - area) / height) * step)
+            share = (wanted - area) / height
+            return math.sqrt(freedom) * math.tan((i + share) * step)
         area += height
     return math.inf

@@ -1,7 +1,8 @@
 """Timeline of a run: tokens per second and busy slots of each worker, from the timestamps of its rows.
 
-A row occupies its slot from started_at + queue_s to finished_at. The timeline spreads its tokens evenly from the first
-token to finished_at. It omits the time between attempts: the spans of the attempts follow each other directly.
+A row occupies its slot from started_at + queue_s to finished_at. The timeline spreads its tokens
+evenly from the first token to finished_at. It omits the time between attempts: the spans of the
+attempts follow each other directly.
 
     timeline(read)["workers"]["host:71"]["tokens_per_s"]      # [0.0, 151.2, 148.9, 60.3]
 """
@@ -19,13 +20,34 @@ import pyarrow.compute as pc
 from eagle_ray.report.summary import ReadColumns
 
 MOMENTS = ["attempt", "started_at", "finished_at"]
-COLUMNS = [*MOMENTS, "worker_id", "queue_s", "ttft_s", "completion_tokens"]
+TIMELINE_COLUMNS = [*MOMENTS, "worker_id", "queue_s", "ttft_s", "completion_tokens"]
 MAX_BINS = 120
-WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
-MAX_WORKERS = 32  # workers with their own entry; the rest are summed up under OTHERS
-OTHERS = "others"
+WIDTHS_S = (
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    14400,
+    28800,
+    86400,
+)
+MAX_SHOWN_WORKERS = 32  # workers with their own entry; the rest are summed up under OTHER_WORKERS
+OTHER_WORKERS = "others"
 SHORTEST_S = 1e-6  # minimum duration of a row, which avoids divisions by 0
-ROWS_AT_ONCE = 4096  # bounds the memory of an array of rows x bins
+TIMELINE_ROWS_AT_ONCE = 4096  # bounds the memory of an array of rows x bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +95,8 @@ class Work:
         self.tokens += other.tokens
         self.slot_seconds += other.slot_seconds
         self.rows += other.rows
-        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        self.first = min(self.first, other.first)
+        self.last = max(self.last, other.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +108,10 @@ class Bins:
 
     @classmethod
     def over(cls, seconds: float) -> Bins:
-        width = next((w for w in WIDTHS_S if seconds <= w * MAX_BINS), seconds / MAX_BINS)
-        return cls(width, max(1, int(np.ceil(seconds / width))))
+        fitting = (width for width in WIDTHS_S if seconds <= width * MAX_BINS)
+        width = next(fitting, seconds / MAX_BINS)
+        num = int(np.ceil(seconds / width))
+        return cls(width, max(1, num))
 
     def spread(self, begin: np.ndarray, end: np.ndarray, amounts: np.ndarray) -> np.ndarray:
         """Distribute each amount evenly over its interval [begin, end] and return the sum per bin.
@@ -94,8 +119,12 @@ class Bins:
         An amount with an interval of length 0 falls into one bin.
         """
         length = np.maximum(end - begin, SHORTEST_S)
+        start = end - length
         edges = np.arange(self.num + 1) * self.width
-        shares = np.clip((edges - (end - length)[:, None]) / length[:, None], 0, 1)
+
+        # Share of each amount that lies before each edge of a bin.
+        passed = (edges - start[:, None]) / length[:, None]
+        shares = np.clip(passed, 0, 1)
         return np.diff(amounts @ shares)
 
 
@@ -107,7 +136,8 @@ def timeline(read: ReadColumns) -> dict[str, Any] | None:
     spans = _spans(read)
     if not spans:
         return None
-    bins = Bins.over(max(span.offset + span.seconds for span in spans.values()))
+    seconds = max(span.offset + span.seconds for span in spans.values())
+    bins = Bins.over(seconds)
     workers = _busiest(_work(read, spans, bins), bins)
     return {
         "bin_s": bins.width,
@@ -118,76 +148,115 @@ def timeline(read: ReadColumns) -> dict[str, Any] | None:
 
 
 def _attempt(number: int, span: Span) -> dict[str, Any]:
-    started_at = datetime.fromtimestamp(span.started, timezone.utc).isoformat(timespec="milliseconds")
-    return {"attempt": number, "started_at": started_at, "offset_s": round(span.offset, 3)}
+    started = datetime.fromtimestamp(span.started, timezone.utc)
+    return {
+        "attempt": number,
+        "started_at": started.isoformat(timespec="milliseconds"),
+        "offset_s": round(span.offset, 3),
+    }
 
 
 def _rates(work: Work, bins: Bins) -> dict[str, Any]:
     """Return the rates of a worker. Its means are over the time from its first row's start to its last row's end."""
     seconds = max(work.last - work.first, SHORTEST_S)
+    num_tokens = float(work.tokens.sum())
+    slot_seconds = float(work.slot_seconds.sum())
     return {
         "rows": work.rows,
-        "output_tokens": round(float(work.tokens.sum())),
-        "mean_tokens_per_s": round(float(work.tokens.sum()) / seconds, 2),
-        "mean_busy_slots": round(float(work.slot_seconds.sum()) / seconds, 3),
-        "tokens_per_s": [round(float(value), 2) for value in work.tokens / bins.width],
-        "busy_slots": [round(float(value), 3) for value in work.slot_seconds / bins.width],
+        "output_tokens": round(num_tokens),
+        "mean_tokens_per_s": round(num_tokens / seconds, 2),
+        "mean_busy_slots": round(slot_seconds / seconds, 3),
+        "tokens_per_s": _rounded(work.tokens / bins.width, 2),
+        "busy_slots": _rounded(work.slot_seconds / bins.width, 3),
     }
 
 
+def _rounded(values: np.ndarray, digits: int) -> list[float]:
+    return [round(float(value), digits) for value in values]
+
+
 def _busiest(workers: dict[str, Work], bins: Bins) -> dict[str, Work]:
-    """Return the MAX_WORKERS workers with the most tokens, sorted by name, and the sum of the rest as OTHERS."""
+    """Return the workers with the most tokens, sorted by name, and the sum of the rest as OTHER_WORKERS."""
     ranked = sorted(workers, key=lambda name: -workers[name].tokens.sum())
-    busiest = {name: workers[name] for name in sorted(ranked[:MAX_WORKERS])}
-    if len(ranked) > MAX_WORKERS:
-        busiest[OTHERS] = Work.none(bins.num)
-        for name in ranked[MAX_WORKERS:]:
-            busiest[OTHERS].add(workers[name])
+    shown = ranked[:MAX_SHOWN_WORKERS]
+    busiest = {name: workers[name] for name in sorted(shown)}
+    if len(ranked) == len(shown):
+        return busiest
+
+    others = Work.none(bins.num)
+    for name in ranked[MAX_SHOWN_WORKERS:]:
+        others.add(workers[name])
+    busiest[OTHER_WORKERS] = others
     return busiest
 
 
 def _spans(read: ReadColumns) -> dict[int, Span]:
     """Return the span of each attempt. Each offset is the total duration of the attempts before it."""
-    spans: dict[int, Span] = {}
+    by_attempt: dict[int, Span] = {}
     for table in map(_answered, read(MOMENTS)):
-        ends = table.group_by("attempt").aggregate([("started_at", "min"), ("finished_at", "max")]).to_pylist()
-        for row in ends:
-            started, finished = row["started_at_min"].timestamp(), row["finished_at_max"].timestamp()
-            old = spans.get(row["attempt"], Span(started, finished))
-            spans[row["attempt"]] = Span(min(old.started, started), max(old.finished, finished))
+        ends = table.group_by("attempt").aggregate([("started_at", "min"), ("finished_at", "max")])
+        for row in ends.to_pylist():
+            attempt = row["attempt"]
+            started = row["started_at_min"].timestamp()
+            finished = row["finished_at_max"].timestamp()
+            if attempt in by_attempt:
+                started = min(by_attempt[attempt].started, started)
+                finished = max(by_attempt[attempt].finished, finished)
+            by_attempt[attempt] = Span(started, finished)
+
+    # Attempts follow each other on the time axis.
+    spans: dict[int, Span] = {}
     offset = 0.0
-    for attempt, span in sorted(spans.items()):
+    for attempt, span in sorted(by_attempt.items()):
         spans[attempt] = Span(span.started, span.finished, offset)
         offset += span.seconds
-    return dict(sorted(spans.items()))
+    return spans
 
 
 def _answered(table: pa.Table) -> pa.Table:
-    """Drop the rows without timestamps. No engine ran these rows; most error rows are among them."""
-    return table.filter(pc.and_(pc.is_valid(table["started_at"]), pc.is_valid(table["finished_at"])))
+    """Drop rows that no engine ran, such as most error rows: they have no timestamps."""
+    has_start = pc.is_valid(table["started_at"])
+    has_end = pc.is_valid(table["finished_at"])
+    return table.filter(pc.and_(has_start, has_end))
 
 
 def _work(read: ReadColumns, spans: dict[int, Span], bins: Bins) -> dict[str, Work]:
     workers: dict[str, Work] = {}
-    known = pa.array(list(spans), pa.int32())  # a running job may have started another attempt in the meantime
-    for table in map(_answered, read(COLUMNS)):
-        table = table.filter(pc.is_in(table["attempt"], known))
-        for start in range(0, len(table), ROWS_AT_ONCE):
-            _add_rows(workers, table.slice(start, ROWS_AT_ONCE), spans, bins)
+    # A running job may have started another attempt since the spans were read.
+    known = pa.array(list(spans), pa.int32())
+    for table in map(_answered, read(TIMELINE_COLUMNS)):
+        of_known = table.filter(pc.is_in(table["attempt"], known))
+        for start in range(0, len(of_known), TIMELINE_ROWS_AT_ONCE):
+            _add_rows(workers, of_known.slice(start, TIMELINE_ROWS_AT_ONCE), spans, bins)
     return workers
 
 
-def _add_rows(workers: dict[str, Work], table: pa.Table, spans: dict[int, Span], bins: Bins) -> None:
+def _add_rows(
+    workers: dict[str, Work], table: pa.Table, spans: dict[int, Span], bins: Bins
+) -> None:
+    """Add rows of a table to the work of their workers."""
     for name in pc.unique(table["worker_id"]).to_pylist():
         rows = table.filter(pc.equal(table["worker_id"], name))
-        spans_of = [spans[attempt] for attempt in rows["attempt"].to_pylist()]
-        shift = np.array([span.offset - span.started for span in spans_of])
-        arrived, finished = _seconds(rows["started_at"]) + shift, _seconds(rows["finished_at"]) + shift
-        admitted, first_token = (arrived + _numbers(rows[wait]) for wait in ("queue_s", "ttft_s"))
-        tokens = _numbers(rows["completion_tokens"])
-        busy = bins.spread(admitted, finished, np.maximum(finished - admitted, 0))
-        made = bins.spread(first_token, finished, tokens)
-        work = Work(made, busy, len(rows), float(admitted.min()), float(finished.max()))
+
+        # From Unix time to the time axis.
+        shifts = []
+        for attempt in rows["attempt"].to_pylist():
+            span = spans[attempt]
+            shifts.append(span.offset - span.started)
+        shift = np.array(shifts)
+        arrived = _seconds(rows["started_at"]) + shift
+        finished = _seconds(rows["finished_at"]) + shift
+        admitted = arrived + _numbers(rows["queue_s"])
+        first_token = arrived + _numbers(rows["ttft_s"])
+
+        slot_seconds = np.maximum(finished - admitted, 0)
+        work = Work(
+            tokens=bins.spread(first_token, finished, _numbers(rows["completion_tokens"])),
+            slot_seconds=bins.spread(admitted, finished, slot_seconds),
+            rows=len(rows),
+            first=float(admitted.min()),
+            last=float(finished.max()),
+        )
         workers.setdefault(name, Work.none(bins.num)).add(work)
 
 
@@ -197,4 +266,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _seconds(column: pa.ChunkedArray) -> np.ndarray:
-    return column.cast(pa.timestamp("us", "UTC")).to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
+    """Return timestamps as Unix time in seconds."""
+    moments = column.cast(pa.timestamp("us", "UTC")).to_numpy()
+    microseconds = moments.astype("datetime64[us]").astype(np.int64)
+    return microseconds / 1e6

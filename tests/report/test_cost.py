@@ -12,7 +12,9 @@ def test_dollars_are_of_gpu_hours_or_of_worker_hours():
     spent = cost(TOTAL, USAGE, 3.0)
     assert (spent["rows_per_s"], spent["tokens_per_s"]) == (2.0, 400.0)
     assert (spent["unit"], spent["hours"]) == ("GPU", pytest.approx(0.2))
-    assert spent["dollars"] == pytest.approx(0.6) and spent["rows_per_dollar"] == pytest.approx(200 / 0.6)
+    assert spent["dollars"] == pytest.approx(0.6) and spent["rows_per_dollar"] == pytest.approx(
+        200 / 0.6
+    )
     assert spent["dollars_per_million_tokens"] == pytest.approx(15.0)
     on_cpu = cost(TOTAL, USAGE | {"gpus_per_worker": 0}, 3.0)
     assert (on_cpu["unit"], on_cpu["dollars"]) == ("worker", pytest.approx(0.3))
@@ -37,5 +39,17 @@ def test_the_lines_show_the_truth_next_to_the_estimate():
 
 
 def test_units():
-    assert [duration(s) for s in (7, 119, 600, 7200, 400_000)] == ["7 s", "119 s", "10.0 min", "2.0 h", "111.1 h"]
-    assert [money(x) for x in (0, 0.00123, 0.5, 12, 1234.5)] == ["$0.00", "$0.0012", "$0.5", "$12.00", "$1,234.50"]
+    assert [duration(s) for s in (7, 119, 600, 7200, 400_000)] == [
+        "7 s",
+        "119 s",
+        "10.0 min",
+        "2.0 h",
+        "111.1 h",
+    ]
+    assert [money(x) for x in (0, 0.00123, 0.5, 12, 1234.5)] == [
+        "$0.00",
+        "$0.0012",
+        "$0.5",
+        "$12.00",
+        "$1,234.50",
+    ]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eagle_ray.report.figures import Axis, Plot, percent, plain, sparkline
+from eagle_ray.report.plot import Axis, Plot, percent, plain, sparkline
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def test_numbers_are_short():
 
 
 def plot() -> Plot:
-    return Plot(Axis.over(0, 10, "x <b>"), Axis.over(0, 100, "y"), width=170, height=172)  # 100 by 100 pixels inside
+    return Plot(
+        Axis.over(0, 10, "x <b>"), Axis.over(0, 100, "y"), width=170, height=172
+    )  # 100 by 100 pixels inside
 
 
 def numbers(mark: str) -> list[float]:
@@ -61,7 +63,14 @@ def numbers(mark: str) -> list[float]:
 
 def test_marks_stand_where_their_numbers_say():
     left, bottom = 48, 130
-    assert numbers(plot().line([(0, 0), (10, 100), (5, 50)])) == [left, bottom, left + 100, bottom - 100, left + 50, 80]
+    assert numbers(plot().line([(0, 0), (10, 100), (5, 50)])) == [
+        left,
+        bottom,
+        left + 100,
+        bottom - 100,
+        left + 50,
+        80,
+    ]
     assert numbers(plot().bars([(5, 40)], width=2)) == [left + 40, bottom - 40, 20, 40]
     assert numbers(plot().dots([(5, 100, 3)])) == [left + 50, bottom - 100, 3]
 
@@ -73,7 +82,12 @@ def test_steps_end_with_the_axis():
 
 def test_a_figure_is_well_formed_and_says_what_it_is():
     figure = plot()
-    marks = [figure.upright(3), figure.level(50), figure.notes([(1, 2, "a & b")]), figure.steps([1, 2], 5)]
+    marks = [
+        figure.upright(3),
+        figure.level(50),
+        figure.notes([(1, 2, "a & b")]),
+        figure.steps([1, 2], 5),
+    ]
     root = ElementTree.fromstring(figure.svg('the "label"', marks))
     assert root.attrib["aria-label"] == 'the "label"'
     assert {"x <b>", "y", "a & b"} <= {text.text for text in root.iter("text")}

@@ -12,7 +12,7 @@ import pytest
 from eagle_ray.report.html import page
 from eagle_ray.report.scores import ScoredSample, score_report
 from eagle_ray.report.summary import summary_json
-from eagle_ray.report.text import PictureNode
+from eagle_ray.report.tree_picture import PictureNode
 from tests.support.reports import SECTIONS, group, record, summary
 
 VOID = {"meta", "br"}
@@ -53,7 +53,10 @@ def test_a_bare_run_has_its_facts_and_its_drafts():
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_section_is_there_when_its_numbers_are(heading):
-    without, with_it = Outline(page(summary(), record())), Outline(page(summary(**SECTIONS[heading]), record()))
+    without, with_it = (
+        Outline(page(summary(), record())),
+        Outline(page(summary(**SECTIONS[heading]), record())),
+    )
     assert set(with_it.headings) - set(without.headings) == {heading}
 
 
@@ -71,7 +74,9 @@ def test_categories_stand_with_their_tau_and_all_of_them_last():
 
 
 def test_errors_are_counted_by_code():
-    counts = summary_json({"": group(errors=3, error_codes=Counter(prompt_too_long=2, no_tokenizer=1))}, None)
+    counts = summary_json(
+        {"": group(errors=3, error_codes=Counter(prompt_too_long=2, no_tokenizer=1))}, None
+    )
     words = Outline(page(summary(by=None) | counts, record())).words
     assert words[words.index("prompt_too_long") :][:3] == ["prompt_too_long", "2", "2 %"]
 
@@ -84,18 +89,30 @@ def test_a_run_that_was_stopped_says_why():
 
 
 def test_plain_decoding_has_no_drafts():
-    plain = group(draft_tokens=0, accepted_draft_tokens=0, accepted_by_depth=[], confidence_nodes=[])
+    plain = group(
+        draft_tokens=0, accepted_draft_tokens=0, accepted_by_depth=[], confidence_nodes=[]
+    )
     counts = summary_json({"": plain}, None)
     assert Outline(page(summary(by=None) | counts, record())).headings == ["Attempts"]
 
 
 @pytest.mark.parametrize(
-    "ours, plain, times, widths", [(150.0, 100.0, "1.50", (1, 0.667)), (50.0, 100.0, "0.50", (0.5, 1))]
+    "ours, plain, times, widths",
+    [(150.0, 100.0, "1.50", (1, 0.667)), (50.0, 100.0, "0.50", (0.5, 1))],
 )
 def test_a_measured_speed_up_is_at_the_head_with_bars_and_a_tree(ours, plain, times, widths):
     tree = [PictureNode("The", -1, 1.0, True, True), PictureNode(" sea", 0, 0.5, True, True)]
-    live = {"speed_up": ours / plain, "speed_up_interval": [0.4, 1.7], "questions": 4, "identical": 4}
-    speeds = {"tokens_per_s": ours, "plain_tokens_per_s": plain, "tree": [node.as_json() for node in tree]}
+    live = {
+        "speed_up": ours / plain,
+        "speed_up_interval": [0.4, 1.7],
+        "questions": 4,
+        "identical": 4,
+    }
+    speeds = {
+        "tokens_per_s": ours,
+        "plain_tokens_per_s": plain,
+        "tree": [node.as_json() for node in tree],
+    }
     html = page(summary(live=live | speeds), record())
     outline = Outline(html)
     assert f"{times} times" in outline.words and outline.headings[:2] == [
@@ -103,23 +120,33 @@ def test_a_measured_speed_up_is_at_the_head_with_bars_and_a_tree(ours, plain, ti
         "The questions as a job",
     ]
     assert [float(w) for w in re.findall(r"- 215px\) \* ([\d.]+)", html)] == list(widths)
-    assert outline.words.index("with drafts") < outline.words.index("plain") < outline.words.index("sea")
+    assert (
+        outline.words.index("with drafts")
+        < outline.words.index("plain")
+        < outline.words.index("sea")
+    )
     assert "as fast as plain decoding, token for token" in outline.words
     differing = Outline(page(summary(live=live | speeds | {"identical": 3}), record()))
-    assert "as fast as plain decoding" in differing.words and any("3 of 4 answers" in w for w in differing.words)
+    assert "as fast as plain decoding" in differing.words and any(
+        "3 of 4 answers" in w for w in differing.words
+    )
     without = page(summary(live=live | speeds | {"tree": [tree[0].as_json()]}), record())
     assert "Several tokens" not in without and f"{times} times" in without
 
 
 def test_an_empty_run_has_a_page():
     counts = summary_json({}, None)
-    assert Outline(page(summary(by=None, last_work=None) | counts, record())).headings == ["Attempts"]
+    assert Outline(page(summary(by=None, last_work=None) | counts, record())).headings == [
+        "Attempts"
+    ]
 
 
 def test_the_file_needs_nothing_but_itself():
     everything = {name: value for section in SECTIONS.values() for name, value in section.items()}
     html = page(summary(**everything), record())
-    assert not [word for word in ("http", "<script", "<link", "src=", "@import", "url(") if word in html]
+    assert not [
+        word for word in ("http", "<script", "<link", "src=", "@import", "url(") if word in html
+    ]
     json.dumps(everything)
 
 
@@ -138,7 +165,16 @@ class Cells(HTMLParser):
 
 def test_every_table_number_has_its_heading_for_narrow_screens():
     labels = Cells(page(summary(), record())).labels
-    headings = ["category", "rows", "errors", "tokens", "nodes/step", "tokens/s of a row", "tau", None]
+    headings = [
+        "category",
+        "rows",
+        "errors",
+        "tokens",
+        "nodes/step",
+        "tokens/s of a row",
+        "tau",
+        None,
+    ]
     assert labels[: 3 * len(headings)] == 3 * headings
 
 
@@ -148,7 +184,8 @@ def test_plots_over_time_have_wide_and_narrow_versions():
 
 
 @pytest.mark.parametrize(
-    ("interval", "says"), [([2.31, 2.7], "95 % interval [2.31, 2.70]"), (None, "too few rows for an interval")]
+    ("interval", "says"),
+    [([2.31, 2.7], "95 % interval [2.31, 2.70]"), (None, "too few rows for an interval")],
 )
 def test_speed_up_has_an_interval_or_a_note_of_too_few_rows(interval, says):
     (speeds,) = SECTIONS["Against plain decoding"].values()
@@ -157,8 +194,13 @@ def test_speed_up_has_an_interval_or_a_note_of_too_few_rows(interval, says):
 
 
 def test_scores_are_a_table_with_a_total():
-    samples = [ScoredSample(f"q{i}", "a & b" if i % 2 else "c", float(i < 3), None) for i in range(4)]
-    scores = score_report([*samples, ScoredSample("q9", "c", None, None)]) | {"by": "category", "column": "passed"}
+    samples = [
+        ScoredSample(f"q{i}", "a & b" if i % 2 else "c", float(i < 3), None) for i in range(4)
+    ]
+    scores = score_report([*samples, ScoredSample("q9", "c", None, None)]) | {
+        "by": "category",
+        "column": "passed",
+    }
     outline = Outline(page(summary(scores=scores), record()))
     assert "Scores" in outline.headings
     assert "Scores: column passed, means over problems" in " ".join(outline.words)

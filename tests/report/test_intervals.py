@@ -10,7 +10,14 @@ from eagle_ray.report.intervals import pooled_ratio, ratio_interval, t_quantile
 
 @pytest.mark.parametrize(
     ("probability", "freedom", "wanted"),
-    [(0.95, 1, 6.314), (0.975, 1, 12.706), (0.95, 4, 2.132), (0.975, 4, 2.776), (0.975, 9, 2.262), (0.95, 100, 1.660)],
+    [
+        (0.95, 1, 6.314),
+        (0.975, 1, 12.706),
+        (0.95, 4, 2.132),
+        (0.975, 4, 2.776),
+        (0.975, 9, 2.262),
+        (0.95, 100, 1.660),
+    ],
 )
 def test_quantiles_are_the_tables(probability, freedom, wanted):
     assert t_quantile(probability, freedom) == pytest.approx(wanted, abs=2e-3)
@@ -39,5 +46,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 def test_pooled_ratio_is_of_sums_and_unaffected_by_uneven_rounds():
     steady, uneven = [(10, 1.0)] * 40, [(10, 0.5), (10, 1.5)] * 20
     pooled = pooled_ratio(list(zip(uneven, steady, strict=True)))
-    assert pooled.mean == pytest.approx(1.0) and 0.8 < pooled.low < pooled.bound < 1 < pooled.high < 1.25
+    assert (
+        pooled.mean == pytest.approx(1.0)
+        and 0.8 < pooled.low < pooled.bound < 1 < pooled.high < 1.25
+    )
     assert ratio_interval([1.0 / seconds for _, seconds in uneven]).mean > 1.1

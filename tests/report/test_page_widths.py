@@ -28,7 +28,12 @@ return [...document.querySelectorAll("svg text")].filter(text => text.checkVisib
 OF_CELLS = """
 return [...document.querySelectorAll("td")].map(cell => [cell.textContent, cell.getBoundingClientRect().right]);
 """
-SPEED = {"rows": 9, "decode_tokens_per_s": 120.0, "baseline_decode_tokens_per_s": 80.0, "speed_up": 1.5}
+SPEED = {
+    "rows": 9,
+    "decode_tokens_per_s": 120.0,
+    "baseline_decode_tokens_per_s": 80.0,
+    "speed_up": 1.5,
+}
 BASELINE = {
     "identical": 9,
     "differing": [],

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from eagle_ray.report.comparison import MIN_PAIRS, Pair, SpeedUp, side_by_side
-from eagle_ray.report.text import interval_words, side_by_side_table
+from eagle_ray.report.run_table import side_by_side_table
+from eagle_ray.report.text import interval_words
 from tests.support.reports import error, reader, row, write
 
 TRUE_RATIO = 1.5
@@ -18,7 +19,9 @@ def pairs_of(num: int, seed: int = 0) -> list[Pair]:
     rng = np.random.default_rng(seed)
     tokens, plain_s = rng.integers(10, 128, num), rng.lognormal(-4.6, 0.2, num)
     saved = rng.lognormal(-(SPREAD**2) / 2, SPREAD, num) / TRUE_RATIO
-    return [(k, k * s * share, k, k * s) for k, s, share in zip(tokens, plain_s, saved, strict=True)]
+    return [
+        (k, k * s * share, k, k * s) for k, s, share in zip(tokens, plain_s, saved, strict=True)
+    ]
 
 
 def test_the_ratio_is_of_the_pooled_speeds():
@@ -51,23 +54,35 @@ def test_too_few_rows_are_said_in_place_of_the_interval():
     few = SpeedUp.of(pairs_of(MIN_PAIRS - 1))
     assert few.interval is None and few.ratio is not None
     assert interval_words(few.as_json()) == "too few rows for an interval"
-    assert SpeedUp.of([]).as_json() == {"speed_up": None, "speed_up_interval": None, "speed_up_pairs": 0}
+    assert SpeedUp.of([]).as_json() == {
+        "speed_up": None,
+        "speed_up_interval": None,
+        "speed_up_pairs": 0,
+    }
 
 
 @pytest.fixture
 def runs(tmp_path) -> tuple[Path, Path]:
     """20 rows of one group and 2 of another, in both runs; the second run is half as fast and lacks one more row."""
     names = [("a", "code")] * 20 + [("b", "chat")] * 2
-    fast = [row(f"{name}{i}", by, 10, 5, decode_s=1 + 0.05 * (i % 3)) for i, (name, by) in enumerate(names)]
+    fast = [
+        row(f"{name}{i}", by, 10, 5, decode_s=1 + 0.05 * (i % 3))
+        for i, (name, by) in enumerate(names)
+    ]
     slow = [one | {"decode_s": 2.0} for one in fast]
     extra = row("only here", "code", 1000, 0, decode_s=0.001)
-    return write(tmp_path / "fast", [*fast, extra]), write(tmp_path / "slow", [*slow, error("only here", "code")])
+    return write(tmp_path / "fast", [*fast, extra]), write(
+        tmp_path / "slow", [*slow, error("only here", "code")]
+    )
 
 
 def test_two_runs_are_compared_on_the_rows_that_both_have(runs):
     numbers = side_by_side(*map(reader, runs), "category").as_json()
     low, high = numbers["total"]["speed_up_interval"]
-    assert 0.5 < low < numbers["total"]["speed_up"] < high < 0.6 and numbers["total"]["speed_up_pairs"] == 22
+    assert (
+        0.5 < low < numbers["total"]["speed_up"] < high < 0.6
+        and numbers["total"]["speed_up_pairs"] == 22
+    )
     table = side_by_side_table(numbers)
     assert f"[{low:.2f}, {high:.2f}]" in table and "too few rows" in table
     assert max(map(len, table.splitlines())) <= 100

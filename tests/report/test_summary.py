@@ -7,8 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.report.comparison import side_by_side
+from eagle_ray.report.run_table import run_table, side_by_side_table
 from eagle_ray.report.summary import RunStats, sum_groups, summarise, summary_json
-from eagle_ray.report.text import render, run_table, side_by_side_table
+from eagle_ray.report.text import render
 from eagle_ray.requests.row_schema import table_of
 from tests.support.reports import SCHEMA, error, reader, row, write
 
@@ -39,20 +40,31 @@ def test_tau_is_pooled_over_steps(run):
 def test_nothing_is_no_division_by_zero(tmp_path):
     assert summarise(reader(tmp_path)) == {}
     empty = sum_groups({})
-    assert empty == RunStats() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
+    assert (
+        empty == RunStats()
+        and empty.mean_acceptance_length is None
+        and empty.decode_tokens_per_s is None
+    )
 
 
 def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
     deep = row("b", "chat", 2, 0) | {"acceptance_histogram": [1, 0, 1], "accepted_by_depth": [1, 1]}
-    whole = sum_groups(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
+    whole = sum_groups(
+        summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep])))
+    )
     assert whole.acceptance_histogram == [2, 1, 1] and whole.accepted_by_depth == [2, 1]
 
 
 def test_the_table_shows_the_summary(run):
     work = {"tokens_per_s": 1234.5, "busy_slots": 0.93}
     work["planner_errors"] = {"b": "ZeroDivisionError: no seconds"}
-    work["fallbacks"] = {"a": {"kernels": "no C compiler", "graphs": "off"}, "b": {"kernels": "no C compiler"}}
-    lines = run_table(summary_json(summarise(reader(run), "category"), "category") | {"last_work": work}).splitlines()
+    work["fallbacks"] = {
+        "a": {"kernels": "no C compiler", "graphs": "off"},
+        "b": {"kernels": "no C compiler"},
+    }
+    lines = run_table(
+        summary_json(summarise(reader(run), "category"), "category") | {"last_work": work}
+    ).splitlines()
     assert lines[0].split() == [
         "category",
         "rows",
@@ -114,7 +126,10 @@ def test_tables_are_aligned_plain_text():
 def test_a_category_of_any_type_groups_by_its_text(tmp_path, values, names):
     (tmp_path / "data").mkdir()
     rows = table_of([row(id, None, 2, 1) for id in "abc"], SCHEMA)
-    pq.write_table(rows.drop_columns("category").append_column("category", values), tmp_path / "data" / "a.parquet")
-    assert [(name, group.rows) for name, group in summarise(reader(tmp_path), by="category").items()] == [
-        (n, 1) for n in names
-    ]
+    pq.write_table(
+        rows.drop_columns("category").append_column("category", values),
+        tmp_path / "data" / "a.parquet",
+    )
+    assert [
+        (name, group.rows) for name, group in summarise(reader(tmp_path), by="category").items()
+    ] == [(n, 1) for n in names]

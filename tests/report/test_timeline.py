@@ -7,22 +7,33 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from eagle_ray.report.summary import ReadColumns, budgets
-from eagle_ray.report.timeline import MAX_BINS, MAX_WORKERS, OTHERS, Bins, timeline
+from eagle_ray.report.timeline import MAX_BINS, MAX_SHOWN_WORKERS, OTHER_WORKERS, Bins, timeline
 from eagle_ray.requests.row_schema import output_schema, table_of
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
 KEYS = {"request_id": "a", "sample_index": 0, "row_index": 0, "source_file": "f", "run_id": "r"}
 
 
-def row(start: float, end: float, tokens: int, worker: str = "w", attempt: int = 1, queue_s: float = 0.0) -> dict:
+def row(
+    start: float, end: float, tokens: int, worker: str = "w", attempt: int = 1, queue_s: float = 0.0
+) -> dict:
     """An answer that arrived `start` seconds after noon; its first token came as soon as it had its slot."""
-    times = {"started_at": NOON + timedelta(seconds=start), "finished_at": NOON + timedelta(seconds=end)}
+    times = {
+        "started_at": NOON + timedelta(seconds=start),
+        "finished_at": NOON + timedelta(seconds=end),
+    }
     counts = {"completion_tokens": tokens, "queue_s": queue_s, "ttft_s": queue_s}
     return KEYS | times | counts | {"status": "ok", "worker_id": worker, "attempt": attempt}
 
 
 def error() -> dict:
-    return KEYS | {"status": "error", "error_code": "no", "error_message": "no", "worker_id": "w", "attempt": 1}
+    return KEYS | {
+        "status": "error",
+        "error_code": "no",
+        "error_message": "no",
+        "worker_id": "w",
+        "attempt": 1,
+    }
 
 
 def columns_of(*files: list[dict]) -> ReadColumns:
@@ -38,11 +49,16 @@ def test_a_rows_tokens_and_slot_are_spread_over_its_time():
     assert worker["tokens_per_s"][:20] == [10] * 20 and worker["tokens_per_s"][20:30] == [20] * 10
     assert worker["busy_slots"] == [1] * 20 + [2] * 10 + [1] * 10
     assert (worker["rows"], worker["output_tokens"]) == (2, 50)
-    assert worker["mean_tokens_per_s"] == pytest.approx(12.5) and worker["mean_busy_slots"] == pytest.approx(1.25)
+    assert worker["mean_tokens_per_s"] == pytest.approx(12.5) and worker[
+        "mean_busy_slots"
+    ] == pytest.approx(1.25)
 
 
 def test_nothing_is_lost_in_the_bins_of_many_files():
-    files = [[row(i + j / 7, i + j + 3, 1 + i * j, worker=f"w{j % 3}") for j in range(9)] for i in range(40)]
+    files = [
+        [row(i + j / 7, i + j + 3, 1 + i * j, worker=f"w{j % 3}") for j in range(9)]
+        for i in range(40)
+    ]
     found = timeline(columns_of(*files))
     assert found["num_bins"] <= MAX_BINS and sorted(found["workers"]) == ["w0", "w1", "w2"]
     rows = [entry for file in files for entry in file]
@@ -56,14 +72,19 @@ def test_the_time_between_attempts_is_left_out():
     found = timeline(columns_of([row(0, 10, 5)], [row(80_000, 80_005, 5, "x", attempt=3)]))
     assert [(a["attempt"], a["offset_s"]) for a in found["attempts"]] == [(1, 0), (3, 10)]
     assert found["bin_s"] * found["num_bins"] == pytest.approx(15)
-    assert found["workers"]["x"]["busy_slots"][: round(10 / found["bin_s"])] == [0] * round(10 / found["bin_s"])
+    assert found["workers"]["x"]["busy_slots"][: round(10 / found["bin_s"])] == [0] * round(
+        10 / found["bin_s"]
+    )
 
 
 def test_workers_beyond_a_page_are_added_up():
-    rows = [row(0, 1, 100 - i, worker=f"w{i:02d}") for i in range(MAX_WORKERS + 3)]
+    rows = [row(0, 1, 100 - i, worker=f"w{i:02d}") for i in range(MAX_SHOWN_WORKERS + 3)]
     workers = timeline(columns_of(rows))["workers"]
-    assert len(workers) == MAX_WORKERS + 1
-    assert workers[OTHERS]["rows"] == 3 and workers[OTHERS]["output_tokens"] == 68 + 67 + 66
+    assert len(workers) == MAX_SHOWN_WORKERS + 1
+    assert (
+        workers[OTHER_WORKERS]["rows"] == 3
+        and workers[OTHER_WORKERS]["output_tokens"] == 68 + 67 + 66
+    )
 
 
 def test_without_answers_there_is_no_time():

@@ -5,8 +5,8 @@ import re
 from xml.etree import ElementTree
 
 from eagle_ray.report import text as module
-from eagle_ray.report.text import PictureNode, tree_picture
 from eagle_ray.report.tree_figure import MAX_NODES, draft_tree
+from eagle_ray.report.tree_picture import PictureNode, tree_picture
 
 
 def test_the_example_of_the_docstring():
@@ -59,7 +59,9 @@ def test_drawn_tree_has_accepted_verified_and_likeliest_nodes():
         ElementTree.fromstring(f"{svg}</svg>")
     beside, below = word_tops(wide), word_tops(narrow)
     assert beside["&lt;a&gt;"] == beside["b"] == beside["d"] < beside["\N{OPEN BOX}"] < beside["c"]
-    assert list(below) == sorted(below, key=below.get) == ["&lt;a&gt;", "b", "d", "\N{OPEN BOX}", "c"]
+    assert (
+        list(below) == sorted(below, key=below.get) == ["&lt;a&gt;", "b", "d", "\N{OPEN BOX}", "c"]
+    )
 
 
 def test_every_verified_node_is_drawn_and_no_orphan_candidate():
