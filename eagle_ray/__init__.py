@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.2.0"
 
 _MODULES = {  # the public names, by module; __init__.pyi has them for type checkers
+    "eagle_ray.api.embedding_output": ("EmbeddingRequestOutput",),
     "eagle_ray.api.llm": ("LLM",),
     "eagle_ray.api.ray_data": ("generate", "run_job"),
     "eagle_ray.api.request_output": ("CompletionOutput", "RequestOutput"),

@@ -1,3 +1,4 @@
+from eagle_ray.api.embedding_output import EmbeddingRequestOutput as EmbeddingRequestOutput
 from eagle_ray.api.llm import LLM as LLM
 from eagle_ray.api.ray_data import generate as generate
 from eagle_ray.api.ray_data import run_job as run_job

@@ -1,14 +1,17 @@
 """lm-eval with an engine of this process as its model:
 
-    $ python -m eagle_ray.lm_eval run --model eagle_ray --model_args target=T,draft=D --tasks gsm8k,hellaswag
+    $ python -m eagle_ray.lm_eval run --model eagle_ray --model_args target=T,draft=D --tasks
+    gsm8k,hellaswag
 
-The arguments are lm-eval's own. lm-eval 0.4 finds models only in its registry, not by entry points, so this module
-registers the model and then calls lm-eval's command line. In Python, importing it registers the model as well:
+The arguments are lm-eval's own. lm-eval 0.4 finds models only in its registry, not by entry points,
+so this module registers the model and then calls lm-eval's command line. In Python, importing it
+registers the model as well:
 
-    import eagle_ray.lm_eval
-    lm_eval.simple_evaluate(model="eagle_ray", model_args={"target": T, "draft": D}, tasks=["gsm8k"])
+    import eagle_ray.lm_eval lm_eval.simple_evaluate(model="eagle_ray", model_args={"target": T,
+    "draft": D}, tasks=["gsm8k"])
 
-Log-probabilities are those of the target's unprocessed logits; generation drafts and verifies as everywhere.
+Log-probabilities are those of the target's unprocessed logits; generation drafts and verifies as
+everywhere.
 """
 
 from __future__ import annotations
@@ -22,15 +25,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from eagle_ray.api.llm import LLM
-from eagle_ray.api.request_output import RequestOutput
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 256  # of an answer, where a task names no number
+DEFAULT_TOKENS = 256  # tokens of an answer, where a task names no number
 NO_EFFECT = ("do_sample",)  # temperature 0 says it
 ScoredIds = tuple[Any, list[int], list[int]]
 """A cache key, the ids of the context and those of the continuation."""
@@ -42,7 +43,8 @@ class EagleRayLM(TemplateLM):
 
     Args:
         target, draft: as of an LLM.
-        batch_size, max_batch_size, device: lm-eval's; the engine schedules by itself, so batch sizes have no effect.
+        batch_size, max_batch_size, device: lm-eval's; the engine schedules by itself, so batch
+            sizes have no effect.
         max_gen_toks: tokens of an answer, where a task names no number.
         add_bos_token: None encodes as the target's tokenizer does by itself.
         settings: other arguments of an LLM, such as slots, method or dtype.
@@ -64,7 +66,9 @@ class EagleRayLM(TemplateLM):
             settings["device"] = device.partition(":")[0]  # lm-eval's own default is cuda:0
         self._llm = LLM(target, draft, **settings)
         if self._llm.tokenizer is None:
-            raise ConfigError(f"target: {target} has no tokenizer, which lm-eval needs. Add its files to the target.")
+            raise ConfigError(
+                f"target: {target} has no tokenizer, which lm-eval needs. Add its files to the target."
+            )
         self._text: Tokenizer = self._llm.tokenizer
         self._name, self._max_gen_toks, self._add_bos = target, int(max_gen_toks), add_bos_token
         self._prefix_text = self._text.decode_with_special([self.prefix_token_id])
@@ -76,14 +80,14 @@ class EagleRayLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context: the tokenizer's BOS, or else its end-of-sequence token."""
+        """Return the token before a text without context: the tokenizer's BOS or its end-of-sequence token."""
         bos = self._text.special_id("bos")
         return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text that is scored: the engine always leaves room for one output token."""
-        return self._llm.max_model_len - 1
+        """Return the tokens of the longest text that the target reads, as lm-eval's model of transformers does."""
+        return self._llm.max_model_len
 
     @property
     def max_gen_toks(self) -> int:
@@ -96,21 +100,38 @@ class EagleRayLM(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._text.info()["chat_template"] if chat_template else None
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self._text.render_chat(chat_history, add_generation_prompt, not add_generation_prompt)
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self._text.render_chat(
+            chat_history, add_generation_prompt, not add_generation_prompt
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Return the ids. A text that begins with BOS, as chat templates write it, gets no second one."""
         wanted = self._add_bos if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._prefix_text):
             wanted = False
         return self._text.encode(string, add_special_tokens=wanted is not False)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, in windows of max_length tokens."""
-        windows = [self._windows(request.args[0]) for request in requests]
-        scores = iter(self._loglikelihood_tokens([window for of_text in windows for window in of_text]))
-        totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of each whole text, in lm-eval's windows: each is max_length tokens further."""
+        documents = [
+            {"prompt_token_ids": [self.prefix_token_id, *self.tok_encode(request.args[0])]}
+            for request in requests
+        ]
+        outputs = self._llm.score(
+            documents,
+            score_text=True,
+            score_stride=self.max_length,
+            raise_errors=True,
+            use_tqdm=not disable_tqdm,
+        )
+        totals = [output.loglikelihood or 0.0 for output in outputs]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -119,12 +140,17 @@ class EagleRayLM(TemplateLM):
         """Return each answer up to the first of its stop strings."""
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
+        max_length = self._llm.max_model_len
         for request in requests:
             context, kwargs = request.args
             sampling = self._sampling(dict(kwargs))
-            room = self._llm.max_model_len - min(sampling.max_tokens or 0, self._llm.max_model_len // 2)
-            prompts.append(self.tok_encode(context)[-room:])
+
+            # An answer gets at most half of the length; the end of the prompt gets the rest.
+            num_answer = min(sampling.max_tokens or 0, max_length // 2)
+            num_prompt = max_length - num_answer
+            prompts.append(self.tok_encode(context)[-num_prompt:])
             params.append(sampling)
+
         outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
         texts = [output.outputs[0].text for output in outputs]
         for request, text in zip(requests, texts, strict=True):
@@ -134,45 +160,44 @@ class EagleRayLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[ScoredIds], disable_tqdm: bool = True, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether every token of it is the likeliest one."""
-        texts = [[*context, *continuation] for _, context, continuation in requests]
-        prompts: list[Sequence[int]] = [ids[-self.max_length :] for ids in texts]
-        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-        outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
-        scores = [
-            _score(output, len(continuation)) for output, (_, _, continuation) in zip(outputs, requests, strict=True)
-        ]
-        for (key, _, _), score in zip(requests, scores, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, score)
-        return scores
+        """Return the log-probability of each continuation, and whether every token of it is the likeliest one.
 
-    def _windows(self, text: str) -> list[ScoredIds]:
-        windows = get_rolling_token_windows(
-            token_list=self.tok_encode(text),
-            prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length - 1,
-            context_len=1,
-        )
-        return [(None, *make_disjoint_window(window)) for window in windows]
+        Requests of one context are continuations of one prompt, which is computed once.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}  # requests of each context, by its ids
+        behind: list[list[int]] = []
+        for i, (_, context, continuation) in enumerate(requests):
+            # The last token is predicted and not read, so a text has one more than the length.
+            ids = [*context, *continuation][-(self.max_length + 1) :]
+            num_context = max(len(ids) - len(continuation), 1)
+            groups.setdefault(tuple(ids[:num_context]), []).append(i)
+            behind.append(ids[num_context:])
+
+        prompts = [
+            {"prompt_token_ids": list(context), "continuations": [behind[i] for i in members]}
+            for context, members in groups.items()
+        ]
+        outputs = self._llm.score(prompts, raise_errors=True, use_tqdm=not disable_tqdm)
+        scores = [(0.0, False)] * len(requests)
+        for output, members in zip(outputs, groups.values(), strict=True):
+            assert output.scores is not None and output.is_greedy is not None
+            for i, total, is_greedy in zip(members, output.scores, output.is_greedy, strict=True):
+                scores[i] = (total, is_greedy)
+
+        for (key, _, _), answer in zip(requests, scores, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return scores
 
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingParams:
         """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
         arguments: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
-        max_tokens, stop = arguments.pop("max_gen_toks"), [text for text in arguments.pop("until") if text]
+        max_tokens, stop = (
+            arguments.pop("max_gen_toks"),
+            [text for text in arguments.pop("until") if text],
+        )
         rest = {name: value for name, value in arguments.items() if name not in NO_EFFECT}
         return SamplingParams(max_tokens=max_tokens, stop=stop, **rest)
-
-
-def _score(output: RequestOutput, num_scored: int) -> tuple[float, bool]:
-    """Return the log-probability of the last num_scored tokens of a prompt, and whether each is the likeliest."""
-    ids, logprobs = output.prompt_token_ids, output.prompt_logprobs or []
-    total, is_greedy = 0.0, True
-    for token, here in zip(ids[-num_scored:], logprobs[-num_scored:], strict=True):
-        assert here is not None, "the first token has no log-probability"
-        total += here[token].logprob
-        is_greedy &= here[token].rank == 1
-    return total, is_greedy
 
 
 def main() -> None:
@@ -183,5 +208,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["eagle_ray.lm_eval"] = sys.modules["__main__"]  # not a second time, should a task import it
+    # Not a second time, should a task import it.
+    sys.modules["eagle_ray.lm_eval"] = sys.modules["__main__"]
     main()

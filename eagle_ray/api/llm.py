@@ -4,8 +4,8 @@
     for output in llm.generate(["Once upon", "The capital of"], SamplingParams(max_tokens=64)):
         print(output.outputs[0].text, output.outputs[0].mean_acceptance_length)
 
-Prompts become requests and then sequences, by the code of a job, so ids, seeds and errors are a job's. The engine
-steps in a thread of its own. Calls from several threads share its slots.
+Prompts become requests and then sequences, by the code of a job, so ids, seeds and errors are a
+job's. The engine steps in a thread of its own. Calls from several threads share its slots.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import os
 import reprlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 from typing_extensions import Unpack
 
+from eagle_ray.api.embedding_output import EmbeddingRequestOutput, PromptEmbedder
 from eagle_ray.api.python_arguments import (
-    EMBEDDED,
+    EMBEDDED_TINY,
     EngineSettings,
     Prompts,
     engine_config,
@@ -35,7 +36,8 @@ from eagle_ray.api.python_arguments import (
     sampling_config,
 )
 from eagle_ray.api.request_output import RequestOutput, completion_of
-from eagle_ray.assembly.assemble import build_in_thread
+from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
+from eagle_ray.assembly.embedders import EmbedderBundle, build_embedder
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
@@ -47,11 +49,13 @@ from eagle_ray.requests.answers import python_form, token_logprobs
 from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
+from eagle_ray.requests.scored_documents import prompt_and_scores
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.values import plain_value
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
+Output = TypeVar("Output", RequestOutput, EmbeddingRequestOutput)
 SamplingFor = SamplingParams | Sequence[SamplingParams] | None
 """Sampling parameters of all prompts of a call, of each of them, or None for the defaults: greedy, 256 tokens."""
 
@@ -61,12 +65,14 @@ class LLM:
 
     Args:
         target: a local directory or GGUF file, a URL, a hub id, embedded:tiny or embedded:smollm2.
-        draft: what the method reads, such as an EAGLE head. Without it the method is none (plain decoding), unless one
-            is named that needs no draft, such as method="suffix". The embedded pairs have their own drafts.
-        seed: prompts without a seed of their own derive theirs from it and from their ids, which count up from 0.
+        draft: what the method reads, such as an EAGLE head, or auto for the best head that is known
+            and can be had. Without it only look-ups draft. The embedded pairs have their own drafts.
+        seed: prompts without a seed of their own derive theirs from it and from their ids, which
+            count up from 0.
         num_gpus: GPUs over which the target is placed.
         threads: upper bound of torch's CPU threads in this process; None keeps torch's number.
-        settings: keys of `model`, `speculative` and `execution` by their names in configs/KEYS.md.
+        settings: task, and keys of `model`, `speculative` and `execution` by their names in
+            configs/KEYS.md. With task="embed" call `embed`.
 
     Raises:
         ConfigError: an argument is wrong or a model is missing.
@@ -75,7 +81,7 @@ class LLM:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] = EMBEDDED,
+        target: str | os.PathLike[str] = EMBEDDED_TINY,
         draft: str | os.PathLike[str] | None = None,
         *,
         seed: int = 0,
@@ -85,34 +91,48 @@ class LLM:
     ):
         config = engine_config(target, draft, settings, seed)
         max_threads = torch.get_num_threads() if threads is None else plain_value(threads)
-        if (note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)) is not None:
+        if (
+            note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)
+        ) is not None:
             log.info("%s: %s", config.model.target, note)
-        for name, number in (("threads", max_threads), ("num_gpus", num_gpus := plain_value(num_gpus))):
+        for name, number in (
+            ("threads", max_threads),
+            ("num_gpus", num_gpus := plain_value(num_gpus)),
+        ):
             if type(number) is not int or number < 1:
                 raise ConfigError(f"{name}: must be an integer, 1 or more, got {number!r}.")
         args = EngineArgs.of_worker(config.execution, num_gpus)
         required = config.execution.require_kernels
-        bundle = build_in_thread(config.model, config.speculative, args, max_threads, required)
+        bundle: EngineBundle | EmbedderBundle
+        if config.task == "embed":
+            bundle = build_embedder(config.model, args, max_threads, required)
+        else:
+            bundle = build_in_thread(config.model, config.speculative, args, max_threads, required)
         self._config = config
         self._tokenizer = bundle.tokenizer
         self._max_model_len = bundle.engine.max_model_len
         self._eos_ids = bundle.engine.target.eos_ids
         self._engine = AsyncEngine(bundle.engine)
+        self._embedder: PromptEmbedder | None = None
+        if isinstance(bundle, EmbedderBundle):
+            self._embedder = PromptEmbedder.of(self._engine, bundle, config.embedding)
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=[self._loop], name="eagle-ray-llm", daemon=True)
+        self._thread = threading.Thread(
+            target=_run_loop, args=[self._loop], name="eagle-ray-llm", daemon=True
+        )
         self._thread.start()
         self._finalizer = weakref.finalize(self, _stop_loop, self._loop)
         self._finalizer.atexit = False  # a daemon thread ends with the process
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer, or None if it has none; then prompts are token ids and outputs have no text."""
+        """Return the target's tokenizer. Without one it is None: prompts are token ids, and outputs have no text."""
         return self._tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its output together."""
+        """Return the maximum number of tokens of a prompt and its output together."""
         return self._max_model_len
 
     @property
@@ -130,10 +150,11 @@ class LLM:
         """Return one output per prompt, in order.
 
         Args:
-            prompts: a text, a list of texts, of token ids or of dicts with prompt, messages or prompt_token_ids, or a
-                table (Arrow, pandas, polars) with these columns. A prompt's own sampling values win.
-            raise_errors: raise the error of the first prompt that cannot be answered. Otherwise its output has the
-                error and no samples, and every other prompt is answered.
+            prompts: a text, a list of texts, of token ids or of dicts with prompt, messages or
+                prompt_token_ids, or a table (Arrow, pandas, polars) with these columns. A prompt's
+                own sampling values win.
+            raise_errors: raise the error of the first prompt that cannot be answered. Otherwise its
+                output has the error and no samples, and every other prompt is answered.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -141,9 +162,51 @@ class LLM:
             RequestError: with raise_errors.
             EngineError: the engine is dead; the LLM cannot be used again.
         """
+        if self._embedder is not None:
+            raise ConfigError("LLM.generate: task is embed, so call embed; or leave task out.")
         requests = prompt_requests(prompts)
         params = _one_each(sampling_params, len(requests))
-        work = self._answer_all(requests, params, raise_errors, use_tqdm)
+        return self._run(self._answer_all(requests, params, raise_errors, use_tqdm))
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        raise_errors: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in order. The LLM must have task="embed".
+
+        Args:
+            prompts: a text, a list of texts, of token ids or of dicts with prompt or
+                prompt_token_ids and perhaps a prompt_name of their own, or a table of these
+                columns. Texts longer than the target's max_seq_length are cut.
+            prompt_name: which of the target's prompts stands before the texts; None is its default.
+            dimensions: numbers of each embedding, the first ones; None is all.
+            raise_errors, use_tqdm: as of generate.
+
+        Raises:
+            ConfigError: the LLM generates text, or a prompt sets what is not supported.
+            RequestError: with raise_errors.
+            EngineError: the engine is dead; the LLM cannot be used again.
+        """
+        embedder = self._embedder
+        if embedder is None:
+            raise ConfigError('LLM.embed: task is generate. Give the LLM task="embed".')
+        requests = prompt_requests(prompts)
+        dimensions = plain_value(dimensions)
+
+        async def embed_one(request: Request) -> EmbeddingRequestOutput:
+            number = next(self._numbers)
+            named = replace(request, id=str(number) if request.id is None else request.id)
+            return await embedder.embed(named, prompt_name, dimensions)
+
+        return self._run(_each(requests, embed_one, raise_errors, use_tqdm))
+
+    def _run(self, work: Coroutine[Any, Any, list[Output]]) -> list[Output]:
+        """Return the result of what runs on the LLM's event loop. Raises EngineError if the LLM was closed."""
         if not self._thread.is_alive():
             work.close()
             raise EngineError("the LLM was closed")
@@ -169,8 +232,10 @@ class LLM:
 
         Args:
             messages: one conversation or a list of them.
-            tools, tool_choice, parallel_tool_calls: as in OpenAI's API. Outputs have the calls as tool_calls.
-            chat_template_kwargs: further values for the chat template, such as {"enable_thinking": False}.
+            tools, tool_choice, parallel_tool_calls: as in OpenAI's API. Outputs have the calls as
+                tool_calls.
+            chat_template_kwargs: further values for the chat template, such as {"enable_thinking":
+                False}.
         """
         options = {
             "tools": tools,
@@ -180,6 +245,40 @@ class LLM:
         }
         prompts = [{"messages": chat, **options} for chat in _conversations(messages)]
         return self.generate(prompts, sampling_params, raise_errors=raise_errors, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        prompts: Prompts,
+        continuations: Sequence[str | Sequence[int]] | None = None,
+        *,
+        score_text: bool = False,
+        score_stride: int | None = None,
+        raise_errors: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return the log-probabilities of continuations of each prompt, or of the prompts themselves, in order.
+
+        Nothing is generated. See generate.
+
+            [output] = llm.score([{"prompt": "The capital of Italy is", "continuations": [" Rome", " Paris"]}])
+            output.scores, output.best      # ([-0.9, -6.2], 0)
+
+        Args:
+            prompts: as of generate. A prompt's own `continuations` win: texts, or lists of token
+                ids.
+            continuations: those of prompts without their own.
+            score_text: each prompt is a document, whose `loglikelihood` and `bits_per_byte` are
+                returned.
+            score_stride: tokens by which a window moves over a document longer than the model's
+                length; None is half of it.
+        """
+        params = SamplingParams(
+            max_tokens=0,
+            continuations=plain_value(continuations),
+            score_text=score_text,
+            score_stride=score_stride,
+        )
+        return self.generate(prompts, params, raise_errors=raise_errors, use_tqdm=use_tqdm)
 
     def counters(self) -> EngineCounters:
         """Return the engine's counters: steps, tokens, seconds."""
@@ -201,48 +300,65 @@ class LLM:
         self.close()
 
     async def _answer_all(
-        self, requests: list[Request], params: list[SamplingParams], raise_errors: bool, use_tqdm: bool
+        self,
+        requests: list[Request],
+        params: list[SamplingParams],
+        raise_errors: bool,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        configs = {id(one): self._config.model_copy(update={"sampling": sampling_config(one)}) for one in params}
-        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+        configs = {
+            id(one): self._config.model_copy(update={"sampling": sampling_config(one)})
+            for one in params
+        }
 
-            async def answer(request: Request, one: SamplingParams) -> RequestOutput:
-                output = await self._answer(request, one, configs[id(one)])
-                if raise_errors and output.error is not None:
-                    raise output.error
-                bar.update()
-                return output
+        params_of = dict(zip(map(id, requests), params, strict=True))
 
-            tasks = [asyncio.ensure_future(answer(request, one)) for request, one in zip(requests, params, strict=True)]
-            return await _all_or_cancel(tasks)
+        async def answer(request: Request) -> RequestOutput:
+            one = params_of[id(request)]
+            return await self._answer(request, one, configs[id(one)])
 
-    async def _answer(self, request: Request, params: SamplingParams, config: JobConfig) -> RequestOutput:
+        return await _each(requests, answer, raise_errors, use_tqdm)
+
+    async def _answer(
+        self, request: Request, params: SamplingParams, config: JobConfig
+    ) -> RequestOutput:
         number = next(self._numbers)
         request = replace(
             request,
             id=str(number) if request.id is None else request.id,
-            sampling=({} if params.seed is None else {"seed": params.seed}) | dict(request.sampling),
+            sampling=({} if params.seed is None else {"seed": params.seed})
+            | dict(request.sampling),
         )
         try:
             sequences = self._sequences(request, config)
-            await _all_or_cancel([asyncio.ensure_future(self._engine.generate(sequence)) for sequence in sequences])
+            await _all_or_cancel(
+                [asyncio.ensure_future(self._engine.generate(sequence)) for sequence in sequences]
+            )
             return self._output(request, params, config, sequences)
         except RequestError as error:
             named = RequestError(error.code, request.error_text(error))
-            return RequestOutput(str(request.id), request.prompt, request.prompt_token_ids or [], error=named)
+            return RequestOutput(
+                str(request.id), request.prompt, request.prompt_token_ids or [], error=named
+            )
 
     def _sequences(self, request: Request, config: JobConfig) -> list[engine_sequence.Sequence]:
         """Return the request's sequences. Raises RequestError, for any error that one prompt's content causes."""
         try:
-            return sequences_of(request, config, self._tokenizer)
+            return sequences_of(request, config, self._tokenizer, max_model_len=self.max_model_len)
         except RequestError:
             raise
         except Exception as error:  # tokenizers and templates run on arbitrary text
             log.exception("prompt %s: internal error", request.id)
-            raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
+            raise RequestError(
+                "internal_error", f"{type(error).__name__}: {error}; please report it"
+            ) from error
 
     def _output(
-        self, request: Request, params: SamplingParams, config: JobConfig, sequences: list[engine_sequence.Sequence]
+        self,
+        request: Request,
+        params: SamplingParams,
+        config: JobConfig,
+        sequences: list[engine_sequence.Sequence],
     ) -> RequestOutput:
         text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
         first, decode_token = sequences[0], None if text is None else reader.decode_token
@@ -252,20 +368,28 @@ class LLM:
         if first.sampling.wants_prompt_logprobs:
             tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
             prompt_logprobs = python_form(tokens, decode_token, params.num_top_prompt_logprobs)
+        prompt_ids, scored = prompt_and_scores(sequences, text)
         return RequestOutput(
             request_id=str(request.id),
             prompt=first.prompt_text,
-            prompt_token_ids=first.prompt_ids,
+            prompt_token_ids=prompt_ids,
             prompt_logprobs=prompt_logprobs,
+            **scored,
             outputs=[
-                completion_of(sequence, reader.finished(sequence, i, sequence.request_id), num_tops, decode_token)
+                completion_of(
+                    sequence,
+                    reader.finished(sequence, i, sequence.request_id),
+                    num_tops,
+                    decode_token,
+                )
                 for i, sequence in enumerate(sequences)
+                if sequence.generates
             ],
         )
 
 
 def _conversations(messages: Any) -> list[list[Any]]:
-    """Return the conversations of a call. Raises ConfigError for what is neither one nor a list of them."""
+    """Return the conversations of a call. Raises ConfigError if `messages` is neither one conversation nor a list."""
     chats = list(messages) if _is_list(messages) else [messages]
     if chats and all(isinstance(message, Mapping) for message in chats) and _is_list(messages):
         return [chats]
@@ -291,12 +415,14 @@ def _one_each(params: SamplingFor, num_prompts: int) -> list[SamplingParams]:
     if not all(isinstance(one, SamplingParams) for one in each):
         raise ConfigError("sampling_params: must be a SamplingParams, or a list of one per prompt")
     if len(each) != num_prompts:
-        raise ConfigError(f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each.")
+        raise ConfigError(
+            f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each."
+        )
     return each
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, and end its own threads."""
+    """Run an event loop until it is stopped, then end its worker threads."""
     try:
         loop.run_forever()
     finally:
@@ -310,8 +436,27 @@ def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _others_finished() -> None:
-    """Wait until no other task of the loop is left, whatever they raise."""
+    """Wait for all other tasks of the loop, and ignore their exceptions."""
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+
+async def _each(
+    requests: Sequence[Request],
+    answer: Callable[[Request], Awaitable[Output]],
+    raise_errors: bool,
+    use_tqdm: bool,
+) -> list[Output]:
+    """Return the output of each request, in order. With raise_errors, raise the first error."""
+    with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+
+        async def counted(request: Request) -> Output:
+            output = await answer(request)
+            if raise_errors and output.error is not None:
+                raise output.error
+            bar.update()
+            return output
+
+        return await _all_or_cancel([asyncio.ensure_future(counted(one)) for one in requests])
 
 
 async def _all_or_cancel(tasks: Sequence[asyncio.Future]) -> list:

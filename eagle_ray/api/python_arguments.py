@@ -7,8 +7,8 @@
 >>> [request.prompt for request in prompt_requests(["Once", {"prompt": "Twice", "temperature": 0.5}])]
 ['Once', 'Twice']
 
-Prompts become requests as a job's reader makes them of input rows. A prompt that cannot be read becomes a request with
-an error, like a bad row of a job.
+Prompts become requests as a job's reader makes them of input rows. A prompt that cannot be read
+becomes a request with an error, like a bad row of a job.
 """
 
 from __future__ import annotations
@@ -34,22 +34,27 @@ from eagle_ray.config import (
     load_config,
 )
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
+from eagle_ray.requests.columns import PROMPT_NAME, RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported, python_hint
 from eagle_ray.requests.refused import has_effect
 from eagle_ray.requests.request import Request, parse_row, with_checked_texts
 from eagle_ray.requests.values import plain_value
 
 ORIGIN = "Python"
-UNUSED_PATHS = {"input.path": "prompts", "output.path": "outputs"}  # required keys that a call in this process ignores
-EMBEDDED = "embedded:tiny"
+# Required keys that a call in this process ignores.
+UNUSED_PATHS = {
+    "input.path": "prompts",
+    "output.path": "outputs",
+}
+EMBEDDED_TINY = "embedded:tiny"
 ConfigLike = JobConfig | str | os.PathLike | Mapping[str, Any] | None
 """A configuration, a YAML file, a dictionary of sections or dotted keys, or None for the defaults."""
 
 
 class EngineSettings(TypedDict, total=False):
-    """Keyword arguments of an LLM: keys of `model`, of `speculative`, and capacities of `execution`."""
+    """Keyword arguments of an LLM: task, keys of `model`, of `speculative`, and capacities of `execution`."""
 
+    task: Literal["generate", "embed"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: Literal["none", "fp8"]
     device: Literal["auto", "cpu", "cuda"]
@@ -76,34 +81,48 @@ class EngineSettings(TypedDict, total=False):
     require_kernels: bool
 
 
-_SECTIONS: dict[str, Any] = {"model": ModelConfig, "speculative": SpeculativeConfig, "execution": ExecutionConfig}
+_SECTIONS: dict[str, Any] = {
+    "model": ModelConfig,
+    "speculative": SpeculativeConfig,
+    "execution": ExecutionConfig,
+}
 ENGINE_KEYS = {
     name: f"{section}.{name}"
     for section, model in _SECTIONS.items()
     for name in model.model_fields
     if name in EngineSettings.__annotations__
-}
+} | {"task": "task"}
 
 
 def engine_config(
-    target: str | os.PathLike[str], draft: str | os.PathLike[str] | None, settings: Mapping[str, Any], seed: int = 0
+    target: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+    seed: int = 0,
 ) -> JobConfig:
     """Return the configuration of an engine in this process. Its input and output are not used.
 
-    Without a draft only look-ups draft; an embedded pair has its own. Raises ConfigError that names an unknown or wrong
-    argument.
+    Without a draft only look-ups draft; an embedded pair has its own, and auto becomes the best one.
+    Raises ConfigError that names an unknown or wrong argument.
     """
     for name in settings:
         if name not in ENGINE_KEYS:
             near = difflib.get_close_matches(name, ENGINE_KEYS, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Arguments: draft, seed, {', '.join(sorted(ENGINE_KEYS))}"
+            hint = (
+                f"Did you mean {near[0]}?"
+                if near
+                else f"Arguments: draft, seed, {', '.join(sorted(ENGINE_KEYS))}"
+            )
             raise ConfigError(f"LLM: unknown argument {name!r}. {hint}")
     target, draft = (_name_of(model) for model in (target, draft))
     overrides = {ENGINE_KEYS[name]: plain_value(value) for name, value in settings.items()}
     overrides |= {"model.target": target, "seed": plain_value(seed)}
     if draft is not None:
         overrides["model.draft"] = draft
-    return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
+    config = load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
+    from eagle_ray.assembly.draft_choice import with_chosen_draft  # torch
+
+    return with_chosen_draft(config)
 
 
 def sampling_config(params: SamplingParams) -> SamplingConfig:
@@ -119,7 +138,7 @@ def sampling_config(params: SamplingParams) -> SamplingConfig:
 
 
 def _name_of(model: Any) -> Any:
-    """Return the path of a model as text; any other value unchanged."""
+    """Return a model's path as text, and any other value unchanged."""
     if isinstance(model, list | tuple):
         return [_name_of(one) for one in model]
     return os.fspath(model) if isinstance(model, os.PathLike) else model
@@ -128,13 +147,17 @@ def _name_of(model: Any) -> Any:
 def job_config(config: ConfigLike, defaults: Mapping[str, Any] | None = None) -> JobConfig:
     """Return the configuration of a job. Raises ConfigError.
 
-    defaults: values of dotted keys that replace the configuration's, such as the paths of a Dataset's job.
+    Args:
+        defaults: values of dotted keys that replace the configuration's, such as the paths of a
+            Dataset's job.
     """
     if isinstance(config, JobConfig):
         return config
     overrides = dict(config) if isinstance(config, Mapping) else {}
     path = None if config is None or isinstance(config, Mapping) else config
-    return load_config(path, env=os.environ, overrides=overrides | dict(defaults or {}), origin=ORIGIN)
+    return load_config(
+        path, env=os.environ, overrides=overrides | dict(defaults or {}), origin=ORIGIN
+    )
 
 
 class ArrowTable(Protocol):
@@ -147,8 +170,14 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with prompt, messages or prompt_token_ids, sampling values and an id."""
 Prompts = Prompt | Iterable[Prompt] | ArrowTable
 """One prompt, several, an Arrow table, or a data frame (pandas, polars) with the columns of a job's input."""
-SOURCE = "prompts"  # in place of a file, in messages
-MULTIMODAL = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
+SOURCE = "prompts"  # stands for a file in messages
+MULTIMODAL = (
+    "multi_modal_data",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "encoder_prompt",
+    "decoder_prompt",
+)
 
 
 def prompt_requests(prompts: Prompts) -> list[Request]:
@@ -163,10 +192,13 @@ def prompt_requests(prompts: Prompts) -> list[Request]:
 def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
     if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [_input_row(plain_value(prompts))]
-    if hasattr(prompts, "__arrow_c_stream__") and not hasattr(prompts, "tolist"):  # a table, and no column of one
+    # The value is a table, and no column of one.
+    if hasattr(prompts, "__arrow_c_stream__") and not hasattr(prompts, "tolist"):
         return _table_rows(cast(ArrowTable, prompts))
     if not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts: must be a text, a list of prompts or a table, got {type(prompts).__name__}")
+        raise ConfigError(
+            f"prompts: must be a text, a list of prompts or a table, got {type(prompts).__name__}"
+        )
     plain = plain_value(prompts if hasattr(prompts, "tolist") else list(prompts))
     items = plain if isinstance(plain, list) else [plain]
     if items and all(type(item) is int for item in items):
@@ -178,7 +210,9 @@ def _table_rows(table: ArrowTable) -> list[Mapping[str, Any]]:
     try:
         return list(arrow_rows(pa.table(table)))
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise ConfigError(f"prompts: the table cannot be read as an Arrow table: {error}") from error
+        raise ConfigError(
+            f"prompts: the table cannot be read as an Arrow table: {error}"
+        ) from error
 
 
 def _input_row(prompt: Any) -> Mapping[str, Any]:
@@ -186,7 +220,8 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
         return prompt
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):  # their items are no token ids
+    # Their items are no token ids.
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         return {"prompt_token_ids": list(prompt)}
     raise ConfigError(
         f"prompts: a prompt is a text, a list of token ids or a dict with prompt, messages or prompt_token_ids, got "
@@ -198,14 +233,21 @@ def _request(row: Mapping[str, Any], number: int, columns: RequestColumns) -> Re
     check_keys(row)
     location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
     request = parse_row(with_checked_texts(row), columns, location)
-    is_numbered = request.id == location.id != row.get("id")  # by the reader, for a prompt without an id
-    return replace(request, id=None) if is_numbered else request
+    # The reader numbers prompts without an id.
+    is_numbered = request.id == location.id != row.get("id")
+    if is_numbered:
+        request = replace(request, id=None)
+    if row.get(PROMPT_NAME) is None:
+        return request
+    return replace(request, carried={PROMPT_NAME: row[PROMPT_NAME]})
 
 
 def check_keys(row: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys that ask for what prompts cannot set, as a job refuses such columns."""
+    """Raise ConfigError if a prompt has keys that it cannot set. A job refuses the same columns."""
     for name, value in row.items():
         parameter = name if name in MULTIMODAL else match_unsupported(name)
         if parameter is not None and has_effect(parameter, value):
             fix = python_hint(name) or "Leave it out."
-            raise ConfigError(f"prompts: {name!r} is not supported and would change the output. {fix}")
+            raise ConfigError(
+                f"prompts: {name!r} is not supported and would change the output. {fix}"
+            )

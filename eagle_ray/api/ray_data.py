@@ -35,14 +35,16 @@ def generate(
     """Return a Ray Dataset of the input's columns and the completions, one row per sample.
 
     Args:
-        dataset: rows with prompt, messages or prompt_token_ids, or with columns named in input.columns; the columns
-            that rows of a job have.
+        dataset: rows with prompt, messages or prompt_token_ids, or with columns named in
+            input.columns; the columns that rows of a job have.
         config: a job's configuration, of which input.path and output.path are not read.
-        preprocess: returns columns that are added to a row or replace its own, such as ``messages``.
+        preprocess: returns columns that are added to a row or replace its own, such as
+            ``messages``.
         postprocess: returns the row to output instead of the whole row.
-        output_path: None is lazy: the work is done when the Dataset is consumed, and nothing is stored. With a path,
-            the job runs now with a job's progress lines, output directory and resume: the same call again computes
-            what is missing. The rows are first written to ``<output_path>.input``.
+        output_path: None is lazy: the work is done when the Dataset is consumed, and nothing is
+            stored. With a path, the job runs now with a job's progress lines, output directory and
+            resume: the same call again computes what is missing. The rows are first written to
+            ``<output_path>.input``.
 
     Raises:
         ConfigError: a setting is wrong or a model is missing.

@@ -14,7 +14,13 @@ from typing import Any
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.answers import FinishedAnswer, Logprobs, TokenDecoder, python_form, token_logprobs
+from eagle_ray.requests.answers import (
+    FinishedAnswer,
+    Logprobs,
+    TokenDecoder,
+    python_form,
+    token_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,8 @@ class CompletionOutput:
 
     Attributes:
         text: without end-of-sequence and stop string; "" if the target has no tokenizer.
-        content, reasoning_content, tool_calls: the parts of the text of an answer to messages, tool calls in OpenAI's
-            form. content is the text if the target neither thinks nor got tools.
+        content, reasoning_content, tool_calls: the parts of the text of an answer to messages, tool
+            calls in OpenAI's form. content is the text if the target neither thinks nor got tools.
         token_ids: with them.
         cumulative_logprob, logprobs: None unless SamplingParams.logprobs asks for them.
         finish_reason: "stop", "length" or "tool_calls".
@@ -72,12 +78,24 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one prompt yields.
+    """The output for one prompt: its samples, or its error.
 
     Attributes:
         prompt: the text that the model read, chat template included; None for token ids.
-        prompt_logprobs: None unless SamplingParams.prompt_logprobs asks for them; the first token has None.
-        outputs: one per sample; empty if there is an error.
+        prompt_logprobs: None unless SamplingParams.prompt_logprobs asks for them; the first token
+            has None.
+        outputs: one per sample; empty if there is an error, and where nothing is generated.
+        scores: log-probability of each of the prompt's continuations, or of its choices with
+            logprobs; None without any, as what follows.
+        score_tokens, score_bytes: tokens and bytes of each continuation.
+        is_greedy: whether each token of a continuation is the likeliest one.
+        best, best_by_byte: index of the highest score, and of the highest score by byte.
+        label_mass: probability that the next token is the first token of any continuation.
+        num_verified: rows of the target's passes behind the prompt.
+        loglikelihood: log-probability of the prompt itself, with score_text; None without, as what
+            follows.
+        tokens, bytes: its scored tokens, and the bytes of its text.
+        bits_per_byte: None without a text.
         error: why the prompt could not be answered, with its code.
     """
 
@@ -87,6 +105,18 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: Logprobs | None = None
     error: RequestError | None = None
+    scores: list[float] | None = None
+    score_tokens: list[int] | None = None
+    score_bytes: list[int] | None = None
+    is_greedy: list[bool] | None = None
+    best: int | None = None
+    best_by_byte: int | None = None
+    label_mass: float | None = None
+    num_verified: int | None = None
+    loglikelihood: float | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    bits_per_byte: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -94,18 +124,25 @@ class RequestOutput:
 
 
 def completion_of(
-    sequence: Sequence, answer: FinishedAnswer, num_tops: int | None, decode_token: TokenDecoder | None
+    sequence: Sequence,
+    answer: FinishedAnswer,
+    num_tops: int | None,
+    decode_token: TokenDecoder | None,
 ) -> CompletionOutput:
     """Return a finished sequence and its answer as a sample.
 
-    num_tops: likeliest tokens to report at each output token; None for no log-probabilities.
-    decode_token: None without a tokenizer.
+    Args:
+        num_tops: likeliest tokens to report at each output token; None for no log-probabilities.
+        decode_token: None without a tokenizer.
     """
     arrived = sequence.arrived_at or 0.0
     logprobs = cumulative_logprob = None
     if num_tops is not None:
         tokens = token_logprobs(sequence.output_ids, sequence.output_logprobs, sequence.output_tops)
-        logprobs, cumulative_logprob = python_form(tokens, decode_token, num_tops), sum(sequence.output_logprobs)
+        logprobs, cumulative_logprob = (
+            python_form(tokens, decode_token, num_tops),
+            sum(sequence.output_logprobs),
+        )
     return CompletionOutput(
         index=answer.index,
         text=answer.text,

@@ -9,7 +9,7 @@ from typing import NoReturn
 from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
 from eagle_ray.core.start_log import open_streams
 
-INTERRUPTED = 130  # job_errors has it, and imports much
+EXIT_INTERRUPTED = 130  # job_errors has it, and imports much
 
 
 def command() -> int:
@@ -24,7 +24,7 @@ def command() -> int:
         ignore_until_exit()
         with suppress(OSError):  # nothing reads it
             print("eagle-ray: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     if "ray" in sys.modules:
         _end_at_once(code)
     return code

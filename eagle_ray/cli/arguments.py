@@ -1,7 +1,9 @@
 """Flags that several commands have, and the configuration that they make.
 
-add_config_flags(parser)
-config_of(parser.parse_args(["-c", "job.yaml", "--limit", "5"])).input.limit      # 5
+A command adds them to its parser, and reads the configuration from what was parsed:
+
+    add_config_flags(parser)
+    config_of(parser.parse_args(["-c", "job.yaml", "--limit", "5"])).input.limit      # 5
 """
 
 from __future__ import annotations
@@ -12,13 +14,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.config import JobConfig, load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
 
 def add_file_flags(add_argument: Callable[..., Any], description: str) -> None:
-    """Add -c and --set. add_argument: a parser's or a group's. description: of the YAML file."""
+    """Add -c and --set.
+
+    Args:
+        add_argument: a parser's or a group's.
+        description: description of the YAML file.
+    """
     add_argument("-c", "--config", metavar="FILE", help=f"a YAML file{description}")
-    add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+    add_set_flag(add_argument)
+
+
+def add_set_flag(add_argument: Callable[..., Any]) -> None:
+    """Add --set."""
+    add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key"
+    )
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,25 +44,52 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
 
 
+def add_bound_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a run's bounds."""
+    parser.add_argument(
+        "--finish-by",
+        metavar="WHEN",
+        help="execution.finish_by: 06:00, 4h, or a date and time with its zone",
+    )
+    parser.add_argument(
+        "--max-dollars",
+        type=float,
+        metavar="X",
+        help="execution.max_dollars: what the run may cost (execution.price_per_hour)",
+    )
+
+
 def config_of(args: argparse.Namespace, defaults: Mapping[str, str] | None = None) -> JobConfig:
     """Return the configuration of a job. Raises ConfigError.
 
-    defaults: values of keys that neither the file nor a flag names.
+    Args:
+        defaults: values of keys that neither the file nor a flag names.
     """
     flags = {
         "input.path": _last_input(args.input),
         "input.limit": args.limit,
         "output.path": args.output,
-        "output.if_exists": "resume" if getattr(args, "restarted", False) else getattr(args, "if_exists", None),
+        "output.if_exists": "resume"
+        if getattr(args, "restarted", False)
+        else getattr(args, "if_exists", None),
         "input.allow_empty": getattr(args, "allow_empty", None),
         "execution.shard": getattr(args, "shard", None),
+        "execution.finish_by": getattr(args, "finish_by", None),
+        "execution.max_dollars": getattr(args, "max_dollars", None),
     }
-    return load_config(args.config, sets=args.sets, overrides=without_none(flags), defaults=defaults)
+    return load_config(
+        args.config, sets=args.sets, overrides=without_none(flags), defaults=defaults
+    )
 
 
 def config_of_pair(args: argparse.Namespace) -> JobConfig:
     """Return a configuration for checking a pair without a job. Raises ConfigError."""
-    return config_of(args, {"input.path": "embedded:prompts", "output.path": "runs/run"})
+    config = config_of(args, {"input.path": "embedded:prompts", "output.path": "runs/run"})
+    if not config.engine.is_own:
+        raise ConfigError(
+            f"engine.kind: {config.engine.kind}, and this command is for our own engine. Leave it out"
+        )
+    return config
 
 
 def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +98,7 @@ def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _last_input(inputs: list[str] | None) -> str | None:
-    """Return the last -i, and warn about the ones before it, which it replaces."""
+    """Return the last -i and warn about earlier ones, which it replaces."""
     if inputs and len(inputs) > 1:
         others = ", ".join(inputs[:-1])
         print(
@@ -76,7 +118,9 @@ def parse_temperatures(text: str) -> list[float]:
     except ValueError:
         values = [-1.0]
     if not all(0 <= value <= MAX_TEMPERATURE for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 to {MAX_TEMPERATURE:g}, such as 0,1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers from 0 to {MAX_TEMPERATURE:g}, such as 0,1"
+        )
     return list(dict.fromkeys(values))
 
 

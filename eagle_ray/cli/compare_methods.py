@@ -4,7 +4,8 @@
     # T = 0: speed-up over plain decoding, tau
     # method   chat        code  ...
 
-Rows, tokenizer and sampling are the job's; everything runs here, in this process. Needs no Ray and writes nothing.
+Rows, tokenizer and sampling are the job's; everything runs here, in this process. Needs no Ray and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
+from eagle_ray.assembly.draft_choice import with_chosen_draft
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import load_target
@@ -29,14 +31,21 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import check_length
 from eagle_ray.evaluation.draft_methods import (
-    PLAIN,
+    PLAIN_NAME,
     PUBLISHED,
     DraftMethod,
     default_names,
     load_method_weights,
     parse_methods,
 )
-from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Equivalence, compare, figures, rounds
+from eagle_ray.evaluation.method_comparison import (
+    MIN_ROUNDS,
+    BenchmarkPrompt,
+    Equivalence,
+    compare,
+    figures,
+    rounds,
+)
 from eagle_ray.evaluation.timing import Round
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.request import Request
@@ -44,21 +53,43 @@ from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
-END = -1  # after an output, so that one that is only a beginning of another differs from it
+OUTPUT_END = -1  # end mark of an output, so that a beginning of another output differs from it
 NO_TASK = "(none)"
 
 
 def evaluate(
-    config: JobConfig, names: Sequence[str] | None, temperatures: Sequence[float], batch: int, per_task: int | None
+    config: JobConfig,
+    names: Sequence[str] | None,
+    temperatures: Sequence[float],
+    batch: int,
+    per_task: int | None,
 ) -> dict[str, Any]:
     """Return every number of the comparison, as JSON.
 
-    names: methods; None is all that the configured pair allows. batch: sequences decoded together. per_task: most
-    prompts per task. Raises ConfigError for unusable names, rows or models.
+    Raises ConfigError for unusable names, rows or models.
+
+    Args:
+        names: methods; None is all that the configured pair allows.
+        batch: sequences decoded together.
+        per_task: most prompts per task.
     """
+    config = with_chosen_draft(config)
     ways = parse_methods(
-        default_names(config.speculative) if names is None else names, config.model, config.speculative
+        default_names(config.speculative) if names is None else names,
+        config.model,
+        config.speculative,
     )
+    return evaluate_ways(config, ways, temperatures, batch, per_task)
+
+
+def evaluate_ways(
+    config: JobConfig,
+    ways: Sequence[DraftMethod],
+    temperatures: Sequence[float],
+    batch: int,
+    per_task: int | None,
+) -> dict[str, Any]:
+    """Return every number of the comparison of these methods, plain decoding first. Raises as evaluate does."""
     for way in ways:
         check_models(way.model(config.model), way.speculative)
     questions = list(_questions(config, per_task))
@@ -69,10 +100,17 @@ def evaluate(
     causal_lm = load_target(config.model, EngineArgs(batch, kv_tokens=batch * max_model_len))
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: dict[float, list[Round]] = {}
-    for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
-        engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
-        turns[temperature] = list(_with_log(rounds(engines, questions, temperature), temperature, len(ways)))
-    return _metadata(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
+    # Other engines for each: some drafters remember what was answered before.
+    for temperature in temperatures:
+        engines = {
+            way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways
+        }
+        turns[temperature] = list(
+            _with_log(rounds(engines, questions, temperature), temperature, len(ways))
+        )
+    return _metadata(config, ways, batch, causal_lm) | {
+        "cells": list(_cells(turns, ways, causal_lm))
+    }
 
 
 def use_threads(threads: int | None) -> None:
@@ -82,7 +120,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPrompt]:
-    """Yield the rows that can be answered, in order; log the others."""
+    """Yield the valid rows in order, and log the others."""
     text = load_tokenizer(config.model)
     limits = model_limits(config.model)
     count: Counter[str] = Counter()
@@ -100,7 +138,9 @@ def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPro
         yield BenchmarkPrompt(task, ask)
 
 
-def _sequence_of(request: Request, config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
+def _sequence_of(
+    request: Request, config: JobConfig, text: Tokenizer | None
+) -> engine_sequence.Sequence:
     [sequence] = sequences_of(request, config, text, n=1)
     return sequence
 
@@ -126,29 +166,37 @@ def _cells(
 ) -> Iterator[dict[str, Any]]:
     """Yield the numbers for each temperature, method and task, and for all tasks (task None)."""
     names = {way.name for way in ways}
+    identity = partial(_identity, causal_lm)
     for temperature, here in turns.items():
+        tasks = [*dict.fromkeys(turn.group for turn in here), None]
         for way in ways:
-            reference = next((name for name in (way.reference, PUBLISHED) if name in names - {way.name, PLAIN}), None)
-            for task in [*dict.fromkeys(turn.group for turn in here), None]:
+            others = names - {way.name, PLAIN_NAME}
+            references = (name for name in (way.reference, PUBLISHED) if name in others)
+            reference = next(references, None)
+            for task in tasks:
                 of_task = [turn for turn in here if task in (turn.group, None)]
-                numbers = figures(of_task, way.name, PLAIN, reference, partial(_identity, causal_lm))
+                numbers = figures(of_task, way.name, PLAIN_NAME, reference, identity)
                 yield {"temperature": temperature, "method": way.name, "task": task} | numbers
 
 
 def _identity(
-    causal_lm: CausalLM, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
+    causal_lm: CausalLM,
+    answers: Sequence[engine_sequence.Sequence],
+    plain: Sequence[engine_sequence.Sequence],
 ) -> Equivalence:
     """Compare whole outputs, sampled or greedy."""
     return compare(
         causal_lm,
         [s.prompt_ids for s in plain],
-        [[*s.output_ids, END] for s in answers],
-        [[*s.output_ids, END] for s in plain],
+        [[*s.output_ids, OUTPUT_END] for s in answers],
+        [[*s.output_ids, OUTPUT_END] for s in plain],
         [s.sampling for s in plain],
     )
 
 
-def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: CausalLM) -> dict[str, Any]:
+def _metadata(
+    config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: CausalLM
+) -> dict[str, Any]:
     on_gpu = causal_lm.device.type == "cuda"
     return {
         "eagle_ray": __version__,

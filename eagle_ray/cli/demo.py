@@ -2,7 +2,8 @@
 
     run_demo(StoragePath.of("runs/demo"))      # 0
 
-The pair is SmolLM2-135M-Instruct with its head where the model's wheel is installed, otherwise the tiny pair.
+The pair is SmolLM2-135M-Instruct with its head where the model's wheel is installed, otherwise the
+tiny pair.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.cli.report_run import load_summary
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.report.text import run_table
+from eagle_ray.report.run_table import run_table
 from eagle_ray.runs.layout import REPORT, SUMMARY
-from eagle_ray.storage.model_files import INSTALL, gguf_file
+from eagle_ray.storage.model_files import INSTALL_SMOLLM2, gguf_file
 from eagle_ray.storage.path import StoragePath
 
 SETTINGS: dict[str, Any] = {
@@ -36,22 +37,23 @@ SETTINGS: dict[str, Any] = {
     "output.if_exists": "overwrite",
     "logging.progress_every_s": 5.0,
 }
-# The same answers as configs/demo.yaml's, which a newcomer edits; the package works without the checkout.
-TINY = {
+# The same answers as configs/demo.yaml's, which a newcomer edits; the package works without the
+# checkout.
+TINY_SETTINGS = {
     "input.path": "embedded:prompts",
     "model.target": "embedded:tiny",
     "model.draft": "embedded:tiny",
     "model.dtype": "float32",  # the outputs are plain decoding's to the last token; bf16 may round a near-tie otherwise
     "sampling.max_tokens": 128,
 }
-SMOLLM2 = {
+SMOLLM2_SETTINGS = {
     "input.path": "embedded:questions",
     "model.target": "embedded:smollm2",
     "model.draft": "embedded:smollm2",
     "sampling.max_tokens": 64,
 }
 LIVE_PER_CATEGORY = 2  # questions that are answered live
-LEGEND = (
+DEMO_LEGEND = (
     "tau: tokens per pass of the target; speed-up: both methods answered each question, one after the other, in one "
     "process"
 )
@@ -64,7 +66,11 @@ SLOWER = (
 
 @dataclass(frozen=True, slots=True)
 class DemoPair:
-    """settings: the pair and its questions."""
+    """A pair for the demo.
+
+    Attributes:
+        settings: configuration keys for the pair and its questions.
+    """
 
     settings: dict[str, Any]
     description: str
@@ -78,13 +84,20 @@ def run_demo(output: StoragePath) -> int:
 def demo_pair() -> DemoPair:
     """Return the real model if it is installed, otherwise the tiny pair."""
     if gguf_file() is not None:
-        return DemoPair(SMOLLM2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-3 head")
-    return DemoPair(TINY, f"the tiny pair, which knows an invented world only ({INSTALL} gets a real model)")
+        return DemoPair(
+            SMOLLM2_SETTINGS, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-3 head"
+        )
+    return DemoPair(
+        TINY_SETTINGS,
+        f"the tiny pair, which knows an invented world only ({INSTALL_SMOLLM2} gets a real model)",
+    )
 
 
 def demo_config(output: StoragePath, pair: DemoPair) -> JobConfig:
     """Return the demo's settings, without environment variables."""
-    return load_config(None, env={}, overrides=SETTINGS | pair.settings | {"output.path": str(output)})
+    return load_config(
+        None, env={}, overrides=SETTINGS | pair.settings | {"output.path": str(output)}
+    )
 
 
 def _demo(output: StoragePath) -> str:
@@ -96,7 +109,9 @@ def _demo(output: StoragePath) -> str:
     log.info("all questions as a job, into %s", output.display_path)
     summary = run_job(config)
     _report_live(output, live)
-    return "\n\n".join([run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"])
+    return "\n\n".join(
+        [run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"]
+    )
 
 
 def _report_live(output: StoragePath, live: LiveResult) -> None:
@@ -114,13 +129,15 @@ def _write(piece: str) -> None:
 def _live_text(live: LiveResult) -> str:
     slower = [SLOWER] if live.speed_up.mean < 1 else []
     picture = [f"{PICTURE}\n{live.picture}"] if live.picture else []
-    return "\n\n".join([f"{live.table}\n{LEGEND}", *slower, _identity(live), *picture])
+    return "\n\n".join([f"{live.table}\n{DEMO_LEGEND}", *slower, _identity(live), *picture])
 
 
 def _identity(live: LiveResult) -> str:
     same = live.identity
     line = f"{same.num_equal} of {same.num_compared} outputs are token for token plain decoding's"
-    return line + (f" ({same.num_near_ties} differ where rounding decides)" if same.num_near_ties else "")
+    return line + (
+        f" ({same.num_near_ties} differ where rounding decides)" if same.num_near_ties else ""
+    )
 
 
 def _where(output: StoragePath) -> str:

@@ -1,9 +1,10 @@
-"""validate --estimate: decode a sample of the rows here, and say how long the whole job takes and what it costs.
+"""Estimate a job's duration and cost: decode a sample of its rows here (`validate --estimate`).
 
-The engine is the job's, with its slots kept full as in a long job: rows of the sample are decoded among others until
-the last of them is done. A row costs the time that it holds a slot, so a job takes the sum over its rows, divided by
-all slots, and then the time in which its last rows drain. As many other rows are decoded first, to warm the planner up.
-The interval is over the rows that were drawn.
+The engine is the job's, with its slots kept full as in a long job: rows of the sample are decoded
+among others until the last of them is done. A row costs the time that it holds a slot, so a job
+takes the sum over its rows, divided by all slots, and then the time in which its last rows drain.
+As many other rows are decoded first, to warm the planner up. The interval is over the rows that
+were drawn.
 
     estimate = estimate_job(config, num_sampled=32)
     estimate["seconds"]      # [412.0, 371.5, 460.2]: expected, low and high of 95 %
@@ -47,7 +48,7 @@ from eagle_ray.storage.path import write_json
 log = logging.getLogger("eagle_ray")
 MIN_SAMPLED = 32  # rows
 SAMPLED_PER_SLOT = 2  # rows
-RESAMPLES = 200
+ESTIMATE_RESAMPLES = 200
 Z_95 = 1.96  # standard errors on each side of a mean
 MAX_SIMULATED = 5000  # rows of a worker; with more, how the last rows drain does not matter
 PIPELINE_START_S = 10.0  # Ray Data and a worker's process, before models load: 8 to 11 s on 2 busy cores, 2026-11-25
@@ -55,17 +56,23 @@ PIPELINE_START_S = 10.0  # Ray Data and a worker's process, before models load: 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A row of the sample. slot_s: seconds that each of its samples held a slot. tokens: of its outputs."""
+    """A row of the sample.
+
+    Attributes:
+        slot_s: seconds that each of its samples held a slot.
+        tokens: tokens of its outputs.
+    """
 
     slot_s: list[float]
     tokens: int
 
 
 def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str, Any]:
-    """Decode a sample and return what ``_estimate.json`` holds. Raises as build_engine_bundle does, and ConfigError if
-    no row can be answered.
+    """Decode a sample and return what ``_estimate.json`` holds. Raises as build_engine_bundle does,
+    and ConfigError if no row can be answered.
 
-    num_sampled: rows; None is two per slot, at least MIN_SAMPLED.
+    Args:
+        num_sampled: rows; None is two per slot, at least MIN_SAMPLED.
     """
     plan = plan_input(config)
     workers = _workers(config, plan.num_rows)
@@ -79,25 +86,38 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     wanted = max(MIN_SAMPLED, SAMPLED_PER_SLOT * slots) if num_sampled is None else num_sampled
     drawn = _drawn(plan, 2 * wanted, config.seed)
     rows, others = drawn[:wanted], drawn[wanted:] or drawn
-    log.info("decoding %d of %d rows, the first %d to warm up", len(drawn), plan.num_rows, len(others))
-    concurrent = max(1, min(slots, math.ceil(plan.num_rows * config.sampling.n / workers.max_workers)))
+    log.info(
+        "decoding %d of %d rows, the first %d to warm up", len(drawn), plan.num_rows, len(others)
+    )
+    concurrent = max(
+        1, min(slots, math.ceil(plan.num_rows * config.sampling.n / workers.max_workers))
+    )
     began = time.monotonic()
-    sampled = run_in_temporary_thread(
-        partial(measure, rows, others, config, bundle, concurrent)
-    )  # with the tuned threads
+    # It has the tuned threads.
+    sampled = run_in_temporary_thread(partial(measure, rows, others, config, bundle, concurrent))
     sample_s = time.monotonic() - began
     if not any(row.slot_s for row in sampled):
-        raise ConfigError("no row of the sample can be answered: eagle-ray validate without --estimate says why")
+        raise ConfigError(
+            "no row of the sample can be answered: eagle-ray validate without --estimate says why"
+        )
 
     start_s = PIPELINE_START_S + load_s
-    seconds = [start_s + working for working in job_seconds(sampled, plan.num_rows, workers.max_workers, concurrent)]
-    price = config.execution.price_per_hour
-    per_second = None if price is None else price * priced_hours(workers.max_workers, workers.num_gpus)
+    seconds = [
+        start_s + working
+        for working in job_seconds(sampled, plan.num_rows, workers.max_workers, concurrent)
+    ]
+    prices = config.execution.prices
+    price = None if prices is None else prices.on_demand
+    per_second = (
+        None if price is None else price * priced_hours(workers.max_workers, workers.num_gpus)
+    )
     per_row = [len(row.slot_s) or config.sampling.n for row in sampled]
     return {
         "config_hash": config_hash(config),
         "rows": round(plan.num_rows * statistics.fmean(per_row)),
+        "input_rows": plan.num_rows,
         "sampled_rows": len(rows),
+        "slot_s": [row.slot_s for row in sampled],
         "sample_s": sample_s,
         "workers": workers.max_workers,
         "gpus_per_worker": workers.num_gpus,
@@ -106,6 +126,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         "memory": replace(bundle.memory, process=process).describe(),
         "start_s": start_s,
         "seconds": seconds,
+        "tokens_per_s": tokens_per_s(sampled, concurrent),
         "output_tokens": scaled([row.tokens for row in sampled], plan.num_rows),
         "price_per_hour": price,
         "dollars": None if per_second is None else [per_second * value for value in seconds],
@@ -126,7 +147,11 @@ def estimate_text(estimate: dict[str, Any]) -> str:
     plan = WorkerPlan(number, number, estimate["gpus_per_worker"], estimate["threads"])
     expected, low, high = estimate["output_tokens"]
     price, unit = estimate["price_per_hour"], "GPU" if estimate["gpus_per_worker"] else "worker"
-    priced = f"at {money(price)} for a {unit} hour" if price else "execution.price_per_hour is not set, so no cost"
+    priced = (
+        f"at {money(price)} for a {unit} hour"
+        if price
+        else "execution.price_per_hour is not set, so no cost"
+    )
     return (
         f"estimate {estimate_words(estimate)}, of which {estimate['start_s']:.0f} s are the start; {priced}\n"
         f"         {estimate['rows']:,} rows, {expected:,.0f} tokens [{low:,.0f}, {high:,.0f}], as if by "
@@ -138,12 +163,16 @@ def estimate_text(estimate: dict[str, Any]) -> str:
 
 
 def measure(
-    rows: Sequence[Request], others: Sequence[Request], config: JobConfig, bundle: EngineBundle, concurrent: int
+    rows: Sequence[Request],
+    others: Sequence[Request],
+    config: JobConfig,
+    bundle: EngineBundle,
+    concurrent: int,
 ) -> list[SampledRow]:
     """Decode the rows, `concurrent` sequences at a time, and return each row's slot seconds and tokens.
 
-    The others come before them, because a new planner first tries drafts out, and after them, so that slots stay full
-    until the last row is done. A row that cannot be answered takes no time.
+    The others come before them, because a new planner first tries drafts out, and after them, so
+    that slots stay full until the last row is done. A row that cannot be answered takes no time.
     """
     engine = bundle.engine
     wanted = [list(_sequences(row, config, bundle)) for row in rows]
@@ -163,25 +192,55 @@ def measure(
         engine.abort(sequence)
     return [
         SampledRow(
-            [(s.finished_at or 0.0) - (s.admitted_at or 0.0) for s in of_row], sum(len(s.output_ids) for s in of_row)
+            [(s.finished_at or 0.0) - (s.admitted_at or 0.0) for s in of_row],
+            sum(len(s.output_ids) for s in of_row),
         )
         for of_row in wanted
     ]
 
 
-def job_seconds(sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int) -> list[float]:
+def job_seconds(
+    sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int
+) -> list[float]:
     """Return the seconds of decoding num_rows such rows: expected, low, high (95 %)."""
     rows_per_worker = max(1, round(num_rows / workers))
     if rows_per_worker > MAX_SIMULATED:
         return scaled([sum(row.slot_s) for row in sampled], rows_per_worker / slots)
+    seconds = drawn_seconds(sampled, num_rows, workers, slots)
+    return [statistics.fmean(seconds), quantile(seconds, 0.025), quantile(seconds, 0.975)]
+
+
+def drawn_seconds(
+    sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int
+) -> list[float]:
+    """Return the seconds of decoding num_rows such rows in ESTIMATE_RESAMPLES draws of the sample, in order.
+
+    Of a long job the draws are those of a normal distribution, since its sum over rows is one.
+    """
+    rows_per_worker = max(1, math.ceil(num_rows / workers))
+    if rows_per_worker > MAX_SIMULATED:
+        expected, _, high = scaled([sum(row.slot_s) for row in sampled], rows_per_worker / slots)
+        spread = statistics.NormalDist(expected, max((high - expected) / Z_95, 1e-9))
+        shares = ((i + 0.5) / ESTIMATE_RESAMPLES for i in range(ESTIMATE_RESAMPLES))
+        return [max(0.0, spread.inv_cdf(share)) for share in shares]
     draw = random.Random(0)
     seconds = []
-    for _ in range(RESAMPLES):
+    for _ in range(ESTIMATE_RESAMPLES):
         pool = draw.choices(sampled, k=len(sampled))
-        seconds.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
-    seconds.sort()
-    edge = round(0.025 * RESAMPLES)
-    return [statistics.fmean(seconds), seconds[edge], seconds[-1 - edge]]
+        rows = draw.choices(pool, k=rows_per_worker)
+        seconds.append(drain_time([s for row in rows for s in row.slot_s], slots))
+    return sorted(seconds)
+
+
+def tokens_per_s(sampled: Sequence[SampledRow], slots: int) -> float | None:
+    """Return the tokens a second of one worker with full slots."""
+    slot_s = sum(sum(row.slot_s) for row in sampled)
+    return slots * sum(row.tokens for row in sampled) / slot_s if slot_s else None
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which this share of ordered values lies."""
+    return ordered[round(share * (len(ordered) - 1))]
 
 
 def drain_time(slot_s: Sequence[float], slots: int) -> float:
@@ -195,8 +254,12 @@ def drain_time(slot_s: Sequence[float], slots: int) -> float:
 def scaled(values: Sequence[float], factor: float) -> list[float]:
     """Return the mean of these rows times a factor, with the low and the high end of its 95 % interval."""
     mean = statistics.fmean(values)
-    error = Z_95 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return [factor * value for value in (mean, max(mean - error, 0.0), mean + error)]
+    error = 0.0
+    if len(values) > 1:
+        error = Z_95 * statistics.stdev(values) / math.sqrt(len(values))
+    low = max(mean - error, 0.0)
+    high = mean + error
+    return [factor * mean, factor * low, factor * high]
 
 
 def _drawn(plan: InputPlan, number: int, seed: int) -> list[Request]:
@@ -211,7 +274,9 @@ def _drawn(plan: InputPlan, number: int, seed: int) -> list[Request]:
 def _sequences(row: Request, config: JobConfig, bundle: EngineBundle) -> Iterator[EngineSequence]:
     """Yield the row's samples, or nothing if it would be an error row."""
     try:
-        sequences = sequences_of(row, config, bundle.tokenizer)
+        sequences = sequences_of(
+            row, config, bundle.tokenizer, max_model_len=bundle.engine.max_model_len
+        )
         for sequence in sequences:
             check_length(sequence, bundle.engine.max_model_len, bundle.engine.target.vocab_size)
     except RequestError:
@@ -221,10 +286,18 @@ def _sequences(row: Request, config: JobConfig, bundle: EngineBundle) -> Iterato
 
 def _workers(config: JobConfig, num_rows: int) -> WorkerPlan:
     """Return the workers of a job on this machine, or as many such workers as the configuration names."""
-    actors, device = config.execution.actors, config.model.device
-    changes: dict[str, Any] = {"accelerator_type": None} | ({} if actors == "auto" else {"actors": 1})
+    # One worker as it would be on this machine.
+    actors = config.execution.actors
+    changes: dict[str, Any] = {"accelerator_type": None}
+    if actors != "auto":
+        changes["actors"] = 1
     execution = config.execution.model_copy(update=changes)
-    plan = WorkerPlan.of_job(execution, device, [this_machine()], num_rows, threads_wanted(os.environ))
+    max_threads = threads_wanted(os.environ)
+    plan = WorkerPlan.of_job(
+        execution, config.model.device, [this_machine()], num_rows, max_threads
+    )
+
+    # As many as are named, and no more than there are rows.
     named = actors.max if isinstance(actors, ActorRange) else actors
     number = plan.min_workers if named == "auto" else max(1, min(named, num_rows))
     return replace(plan, min_workers=number, max_workers=number)

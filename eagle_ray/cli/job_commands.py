@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 import signal
 
-from eagle_ray.cli.arguments import add_config_flags, config_of, parse_positive
+from eagle_ray.cli.arguments import add_bound_flags, add_config_flags, config_of, parse_positive
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)"
+    )
     parser.set_defaults(command=_demo, library="Ray")
 
 
@@ -34,7 +37,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
     exists = parser.add_mutually_exclusive_group()
     exists.add_argument(
-        "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
+        "--resume",
+        dest="if_exists",
+        action="store_const",
+        const="resume",
+        help="go on from the output",
     )
     exists.add_argument(
         "--overwrite",
@@ -48,10 +55,18 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="execution.shard: a part of the rows, such as 2/3; slurm: the array task's",
     )
-    parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
-    parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+    add_bound_flags(parser)
     parser.add_argument(
-        "--allow-empty", action="store_const", const=True, help="input.allow_empty: an input without rows is no error"
+        "--retry-errors", action="store_true", help="try the rows again that ended in errors"
+    )
+    parser.add_argument(
+        "--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors"
+    )
+    parser.add_argument(
+        "--allow-empty",
+        action="store_const",
+        const=True,
+        help="input.allow_empty: an input without rows is no error",
     )
     parser.add_argument(
         "--keep-going",
@@ -63,10 +78,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--exit-zero-if-permanent",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="exit 0 in place of 1, 2, 3, 4 and 6, for what retries every other exit code, such as a RayJob; "
+        help="exit 0 in place of 1, 2, 3, 4, 6 and 8, for what retries every other exit code, such as a RayJob; "
         "the output has _SUCCESS only if the run is done",
     )
-    parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # for keep_going's child
+    # The child of keep_going gets these.
+    parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
 
@@ -83,7 +99,8 @@ def _run(args: argparse.Namespace) -> int:
         ending = keep_going(args.arguments, config)
     else:
         if args.parent is not None:
-            end_with_parent(args.parent, signal.SIGTERM)  # if the command that restarts it dies in any way
+            # The command that restarts this one may end in any way.
+            end_with_parent(args.parent, signal.SIGTERM)
         ending = run_to_end(config, args.retry_errors, args.fail_on_row_errors)
     if args.ending:
         write_ending(args.ending, ending)
@@ -95,8 +112,12 @@ def _run(args: argparse.Namespace) -> int:
 def add_finish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the shards' output.path")
     parser.add_argument("-i", "--input", metavar="IN", help="input.path (the shards')")
-    parser.add_argument("--limit", type=parse_positive, metavar="N", help="input.limit (the shards')")
-    parser.add_argument("--json", action="store_true", help="the counts of every shard and of the run, as JSON")
+    parser.add_argument(
+        "--limit", type=parse_positive, metavar="N", help="input.limit (the shards')"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the counts of every shard and of the run, as JSON"
+    )
     parser.set_defaults(command=_finish, library="pyarrow")
 
 
@@ -113,9 +134,13 @@ def _finish(args: argparse.Namespace) -> int:
 def add_repair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="its output.path")
     add_config_flags(parser)
-    parser.add_argument("--shard", metavar="I/N", help="execution.shard: the shard whose record is lost")
     parser.add_argument(
-        "--trust-config", action="store_true", help="adopt rows with another configuration hash, as of an older release"
+        "--shard", metavar="I/N", help="execution.shard: the shard whose record is lost"
+    )
+    parser.add_argument(
+        "--trust-config",
+        action="store_true",
+        help="adopt rows with another configuration hash, as of an older release",
     )
     parser.set_defaults(command=_repair, library="pyarrow")
 
@@ -133,6 +158,7 @@ def _repair(args: argparse.Namespace) -> int:
 def add_validate(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
     parser.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
+    add_bound_flags(parser)
     parser.add_argument(
         "--estimate",
         nargs="?",
@@ -146,9 +172,21 @@ def add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _validate(args: argparse.Namespace) -> int:
     config = config_of(args)
-    from eagle_ray.cli.validate import validate
+    if not config.engine.is_own:
+        from eagle_ray.cli.validate_engine import validate_engine
 
-    print(validate(config))
+        if args.estimate is not None:
+            raise ConfigError(
+                "--estimate: it decodes rows with our own engine, and engine.kind is "
+                f"{config.engine.kind}. Leave it out"
+            )
+        print(validate_engine(config))
+        return 0
+    from eagle_ray.cli.validate import validate
+    from eagle_ray.cli.validated_draft import draft_to_validate
+
+    config, draft_line = draft_to_validate(config)
+    print(validate(config, draft_line))
     if args.estimate is not None:
         from eagle_ray.cli.estimate import estimate_job, estimate_text, store_estimate
 
@@ -156,13 +194,21 @@ def _validate(args: argparse.Namespace) -> int:
         estimate = estimate_job(config, args.estimate or None)
         store_estimate(config, estimate)
         print(estimate_text(estimate))
+        if config.execution.finish_by is not None or config.execution.max_dollars is not None:
+            from eagle_ray.cli.worker_counts import counts_of
+
+            print(counts_of(estimate, config))
     return 0
 
 
 def add_submit(parser: argparse.ArgumentParser) -> None:
     _add_run_flags(parser)
-    parser.add_argument("--address", metavar="URL", help="the cluster's dashboard (RAY_API_SERVER_ADDRESS)")
-    parser.add_argument("--no-wait", dest="follow", action="store_false", help="return once it is submitted")
+    parser.add_argument(
+        "--address", metavar="URL", help="the cluster's dashboard (RAY_API_SERVER_ADDRESS)"
+    )
+    parser.add_argument(
+        "--no-wait", dest="follow", action="store_false", help="return once it is submitted"
+    )
     parser.set_defaults(command=_submit, library="torch")
 
 
@@ -175,4 +221,6 @@ def _submit(args: argparse.Namespace) -> int:
         "--fail-on-row-errors": args.fail_on_row_errors,
         "--keep-going": args.keep_going,
     }
-    return submit(config, args.address, [flag for flag, is_set in flags.items() if is_set], args.follow)
+    return submit(
+        config, args.address, [flag for flag, is_set in flags.items() if is_set], args.follow
+    )

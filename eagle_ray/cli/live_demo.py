@@ -1,44 +1,42 @@
 """The first part of the demo: questions answered by EAGLE-2 and by plain decoding in turns, shown as they are answered.
 
-Both run in this process over the same weights, one sequence at a time, and which one answers first alternates. So a
-machine that is busy for a while is busy for both, and the ratio means something.
+Both run in this process over the same weights, one sequence at a time, and which one answers first
+alternates. So a machine that is busy for a while is busy for both, and the ratio means something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from eagle_ray.assembly.acceptance import keep_acceptance
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.status import GROUP_BY
+from eagle_ray.cli.live_question import AnswerPrinter, LiveQuestion, Write
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights, parse_methods
+from eagle_ray.evaluation.draft_methods import OURS, PLAIN_NAME, load_method_weights, parse_methods
 from eagle_ray.evaluation.method_comparison import Equivalence, compare
-from eagle_ray.evaluation.timing import RecordedTree, RecordingPlanner, Round, Timing, limited, total
+from eagle_ray.evaluation.recorded_trees import RecordedTree, RecordingPlanner
+from eagle_ray.evaluation.timing import Round, Timing, limited, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import Interval, ratio_interval
-from eagle_ray.report.text import PictureNode, render, tree_picture
-from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.request import Request
-from eagle_ray.requests.sequences import sequences_of
+from eagle_ray.report.text import render
+from eagle_ray.report.tree_picture import PictureNode, tree_picture
 from eagle_ray.sampling.near_tie import NEAR_TIE
 from eagle_ray.text.tokenizer import Tokenizer
 
-Write = Callable[[str], object]
-WARM_UP_TOKENS = 8
-SHOWN_CHARACTERS = 200  # of a question
+DEMO_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LiveResult:
-    """What the live part found.
+    """The results of the live part of the demo.
 
     Attributes:
         table: speeds and tau by category.
@@ -57,11 +55,11 @@ class LiveResult:
 
     @property
     def picture(self) -> str | None:
-        """Return the tree as text; None if nothing was drafted."""
+        """Return the draft tree as text, or None if nothing was drafted."""
         return tree_picture(self.tree) if self.tree else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the report of the run shows of it, as `live` of the summary."""
+        """Return the results as the summary stores them, under `live`."""
         interval = self.speed_up
         return {
             "speed_up": interval.mean,
@@ -74,29 +72,19 @@ class LiveResult:
         }
 
 
-class LiveQuestion:
-    """A row of the input: its category, its last message, and how to ask it as a new sequence."""
-
-    def __init__(self, request: Request, config: JobConfig, text: Tokenizer):
-        self._request, self._config, self._text = request, config, text
-        self.category = str(request.carried.get(GROUP_BY))
-        assert request.messages is not None, "the demo's rows have messages"
-        last_message = str(template_messages(request.messages)[-1]["content"])
-        self.shown = last_message if len(last_message) <= SHOWN_CHARACTERS else f"{last_message[:SHOWN_CHARACTERS]} ..."
-
-    def ask(self) -> engine_sequence.Sequence:
-        return sequences_of(self._request, self._config, self._text, n=1)[0]
-
-
 def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResult:
     """Answer the rows of the input one by one and write each answer while it is made.
 
-    per_category: only the first rows of each category. Raises ConfigError for models or rows that cannot be used.
+    Raises ConfigError for models or rows that cannot be used.
+
+    Args:
+        per_category: only the first rows of each category.
     """
     text = load_tokenizer(config.model)
     assert text is not None, "the demo's pairs have tokenizers"
     questions = _first_of_each(
-        per_category, [LiveQuestion(request, config, text) for request in requests_of(plan_input(config))]
+        per_category,
+        [LiveQuestion(request, config, text) for request in requests_of(plan_input(config))],
     )
     causal_lm, engines = _engines(config, questions)
     engines[OURS].planner = recorder = RecordingPlanner(engines[OURS].planner, keeps_trees=True)
@@ -104,9 +92,13 @@ def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResul
     for turn in _turns(engines, questions, text, write):
         turns.append(turn)
         trees.append(recorder.best_tree(turn.answers[OURS][0]))
-    speeds = (total(turns, name).tokens_per_second for name in (OURS, PLAIN))
+    speeds = (total(turns, name).tokens_per_second for name in (OURS, PLAIN_NAME))
     return LiveResult(
-        _table(turns), _best_tree(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns), *speeds
+        _table(turns),
+        _best_tree(turns, trees, text),
+        _identity(causal_lm, turns),
+        _speed_up(turns),
+        *speeds,
     )
 
 
@@ -117,21 +109,28 @@ def _first_of_each(number: int, questions: Sequence[LiveQuestion]) -> list[LiveQ
     return [question for of_one in by_category.values() for question in of_one[:number]]
 
 
-def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[CausalLM, dict[str, Engine]]:
+def _engines(
+    config: JobConfig, questions: Sequence[LiveQuestion]
+) -> tuple[CausalLM, dict[str, Engine]]:
     """Return the target and an engine of one slot for each method."""
     ways = parse_methods([OURS], config.model, config.speculative)
-    longest = max(len(s.prompt_ids) + s.sampling.token_limit for s in (question.ask() for question in questions))
+    longest = max(
+        len(s.prompt_ids) + s.sampling.token_limit
+        for s in (question.ask() for question in questions)
+    )
     causal_lm = load_target(config.model, EngineArgs(1, kv_tokens=longest))
     weights = load_method_weights(ways, config.model, causal_lm)
-    return causal_lm, {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}
+    engines = {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}
+    keep_acceptance(engines[OURS], config.model, config.speculative)  # as a job's engine does
+    return causal_lm, engines
 
 
 def _turns(
     engines: Mapping[str, Engine], questions: Sequence[LiveQuestion], text: Tokenizer, write: Write
 ) -> Iterator[Round]:
-    """Yield what both did with each question."""
+    """Yield both engines' results for each question."""
     timing = Timing(engines)
-    timing.warm_up(lambda name: [limited(questions[0].ask(), WARM_UP_TOKENS)])
+    timing.warm_up(lambda name: [limited(questions[0].ask(), DEMO_WARM_UP_TOKENS)])
     for question in questions:
         write(f"\n--- {question.category}: {question.shown}\n")
         turn = timing.round(partial(_sequence_for, question, text, write), question.category)
@@ -139,8 +138,10 @@ def _turns(
         yield turn
 
 
-def _sequence_for(question: LiveQuestion, text: Tokenizer, write: Write, name: str) -> list[engine_sequence.Sequence]:
-    """Return the question as a new sequence, whose answer is written if it is of our own method."""
+def _sequence_for(
+    question: LiveQuestion, text: Tokenizer, write: Write, name: str
+) -> list[engine_sequence.Sequence]:
+    """Return a new sequence for the question. Our own method's answer is printed as it grows."""
     sequence = question.ask()
     sequence.listener = AnswerPrinter(sequence, text, write if name == OURS else _hide)
     return [sequence]
@@ -150,26 +151,9 @@ def _hide(piece: str) -> None:
     """Take a piece of plain decoding's answer, which is decoded to text but not shown."""
 
 
-class AnswerPrinter:
-    """Writes a sequence's text as it grows."""
-
-    def __init__(self, sequence: engine_sequence.Sequence, text: Tokenizer, write: Write):
-        self._sequence, self._write = sequence, write
-        self._stream = text.decode_stream([])
-        self._num_written = 0
-
-    def __call__(self) -> None:
-        ids = self._sequence.output_ids
-        if self._sequence.finish_reason is None:
-            self._write(self._stream.grow(ids[self._num_written :]))
-            self._num_written = len(ids)
-        else:
-            self._write(self._stream.end(ids))
-
-
 def _line(turn: Round) -> str:
-    ours, plain = turn.samples[OURS], turn.samples[PLAIN]
-    same = turn.answers[OURS][0].output_ids == turn.answers[PLAIN][0].output_ids
+    ours, plain = turn.samples[OURS], turn.samples[PLAIN_NAME]
+    same = turn.answers[OURS][0].output_ids == turn.answers[PLAIN_NAME][0].output_ids
     return (
         f"{ours.tokens_per_second:.0f} tokens/s at {ours.tau:.2f} tokens a pass, plain decoding "
         f"{plain.tokens_per_second:.0f}: {_speed_up([turn]).mean:.2f}x, "
@@ -179,15 +163,16 @@ def _line(turn: Round) -> str:
 
 def _speed_up(turns: Sequence[Round]) -> Interval:
     """Return the geometric mean of the questions' ratios."""
-    return ratio_interval([turn.speed_up(OURS, PLAIN) for turn in turns])
+    return ratio_interval([turn.speed_up(OURS, PLAIN_NAME) for turn in turns])
 
 
 def _identity(causal_lm: CausalLM, turns: Sequence[Round]) -> Equivalence:
     """Compare the answers of both, and find out whether a difference is one of rounding."""
-    ours, plain = ([turn.answers[name][0] for turn in turns] for name in (OURS, PLAIN))
-    prompts, wanted = [s.prompt_ids for s in plain], [s.output_ids for s in plain]
-    near_tie = NEAR_TIE[causal_lm.dtype]
-    return compare(causal_lm, prompts, [s.output_ids for s in ours], wanted, near_tie=near_tie)
+    plain = [turn.answers[PLAIN_NAME][0] for turn in turns]
+    prompts = [sequence.prompt_ids for sequence in plain]
+    wanted = [sequence.output_ids for sequence in plain]
+    ours = [turn.answers[OURS][0].output_ids for turn in turns]
+    return compare(causal_lm, prompts, ours, wanted, near_tie=NEAR_TIE[causal_lm.dtype])
 
 
 def _table(turns: Sequence[Round]) -> str:
@@ -196,15 +181,27 @@ def _table(turns: Sequence[Round]) -> str:
     lines = []
     for task in [*dict.fromkeys(turn.group for turn in turns), None]:
         own = [turn for turn in turns if task in (turn.group, None)]
-        ours, plain = total(own, OURS), total(own, PLAIN)
-        line = [task or "all", f"{len(own)}", f"{ours.num_tokens}", f"{ours.tau:.2f}", f"{ours.tokens_per_second:.1f}"]
+        ours, plain = total(own, OURS), total(own, PLAIN_NAME)
+        line = [
+            task or "all",
+            f"{len(own)}",
+            f"{ours.num_tokens}",
+            f"{ours.tau:.2f}",
+            f"{ours.tokens_per_second:.1f}",
+        ]
         lines.append([*line, f"{plain.tokens_per_second:.1f}", f"{_speed_up(own).mean:.2f}x"])
     return render(header, lines)
 
 
-def _best_tree(turns: Sequence[Round], trees: Sequence[RecordedTree | None], text: Tokenizer) -> list[PictureNode]:
+def _best_tree(
+    turns: Sequence[Round], trees: Sequence[RecordedTree | None], text: Tokenizer
+) -> list[PictureNode]:
     """Return the tree of which the most drafts were accepted."""
-    known = [(tree, turn.answers[OURS][0].output_ids) for turn, tree in zip(turns, trees, strict=True) if tree]
+    known = [
+        (tree, turn.answers[OURS][0].output_ids)
+        for turn, tree in zip(turns, trees, strict=True)
+        if tree
+    ]
     if not known:
         return []
     tree, output_ids = max(known, key=lambda pair: len(pair[0].accepted(pair[1])))

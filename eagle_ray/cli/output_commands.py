@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from eagle_ray.cli.arguments import add_file_flags, config_of_pair, parse_names, parse_positive, parse_temperatures
+from eagle_ray.cli.arguments import (
+    add_set_flag,
+    config_of_pair,
+    parse_names,
+    parse_positive,
+    parse_temperatures,
+)
 from eagle_ray.cli.main import check_address_space
+from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
-STDOUT = "-"  # as the name of a file
-METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
+STDOUT = "-"  # name of standard output as a file
+METHODS_FLAGS = (
+    "config",
+    "sets",
+    "input",
+    "limit",
+    "per_task",
+    "methods",
+    "temperatures",
+    "batch",
+    "threads",
+)
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -39,23 +57,63 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_publish(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", help="its output.path, of a run that is done or goes on"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="PLACE",
+        help="hf://datasets/OWNER/NAME[/FOLDER], or delta:TABLE for a directory or s3:// address",
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="a dataset of the hub that is made is public"
+    )
+    parser.set_defaults(command=_publish, library="pyarrow")
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from eagle_ray.publishing.destinations import destination_of
+    from eagle_ray.publishing.publisher import Publisher
+    from eagle_ray.storage.path import named_path
+
+    configure_logging("info")
+    destination = destination_of(args.to, private=not args.public)
+    there = Publisher(named_path("RUN", args.run), destination).publish()
+    state = "all of them" if there.is_complete else "the run goes on"
+    print(f"{there.num_rows:,} rows in {args.to} ({state}), commit {there.number}")
+    return 0
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the output directory of a run")
-    parser.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
     parser.add_argument(
-        "--score", metavar="COLUMN", help="the column with a sample's score: true or false, a number, or such a text"
+        "--json", action="store_true", help="every number, to stdout; writes nothing"
     )
     parser.add_argument(
-        "--scores", metavar="FROM", help="scores from a run that judged this one, or from a file with request_id"
+        "--score",
+        metavar="COLUMN",
+        help="the column with a sample's score: true or false, a number, or such a text",
     )
-    parser.add_argument("--pass-at", type=float, metavar="X", help="the least score that passes, for pass@k")
-    parser.add_argument("--answer", metavar="REGEX", help="the part of a text that the majority vote compares")
+    parser.add_argument(
+        "--scores",
+        metavar="FROM",
+        help="scores from a run that judged this one, or from a file with request_id",
+    )
+    parser.add_argument(
+        "--pass-at", type=float, metavar="X", help="the least score that passes, for pass@k"
+    )
+    parser.add_argument(
+        "--answer", metavar="REGEX", help="the part of a text that the majority vote compares"
+    )
     parser.set_defaults(command=_report, library="pyarrow")
 
 
 def _report(args: argparse.Namespace) -> int:
     from eagle_ray.batch.driver.status import state_of
-    from eagle_ray.cli.report_run import review, review_json, run_scores
+    from eagle_ray.cli.report_run import review, review_json
+    from eagle_ray.cli.run_scores import run_scores
     from eagle_ray.storage.path import named_path
 
     run = named_path("RUN", args.run)
@@ -66,19 +124,43 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none"
+    )
     parser.add_argument("--json", action="store_true", help="every number, to stdout")
     methods = parser.add_argument_group("methods", "compared on prompts, in this process")
-    add_file_flags(methods.add_argument, ": model, speculative, sampling, input")
-    methods.add_argument("-i", "--input", metavar="IN", action="append", help="input.path (embedded:prompts)")
-    methods.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
-    methods.add_argument("--per-task", type=parse_positive, metavar="N", help="at most N rows of each category")
     methods.add_argument(
-        "--methods", type=parse_names, metavar="A,B", help="eagle2, ours, ...; medusa=DIR has its own draft"
+        "-c",
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="a YAML file: model, speculative, sampling, input; several compare their pairs",
     )
-    methods.add_argument("--temperatures", type=parse_temperatures, metavar="T,T", help="of sampling (0,1)")
-    methods.add_argument("--batch", type=parse_positive, metavar="N", help="sequences at a time (1)")
-    methods.add_argument("--threads", type=parse_positive, metavar="N", help="CPU threads (torch's own)")
+    add_set_flag(methods.add_argument)
+    methods.add_argument(
+        "-i", "--input", metavar="IN", action="append", help="input.path (embedded:prompts)"
+    )
+    methods.add_argument(
+        "--limit", type=int, metavar="N", help="input.limit: only the first N rows"
+    )
+    methods.add_argument(
+        "--per-task", type=parse_positive, metavar="N", help="at most N rows of each category"
+    )
+    methods.add_argument(
+        "--methods",
+        type=parse_names,
+        metavar="A,B",
+        help="eagle2, ours, ...; medusa=DIR has its own draft",
+    )
+    methods.add_argument(
+        "--temperatures", type=parse_temperatures, metavar="T,T", help="of sampling (0,1)"
+    )
+    methods.add_argument(
+        "--batch", type=parse_positive, metavar="N", help="sequences at a time (1)"
+    )
+    methods.add_argument(
+        "--threads", type=parse_positive, metavar="N", help="CPU threads (torch's own)"
+    )
     parser.set_defaults(command=_compare, library="pyarrow", output=None)
 
 
@@ -87,24 +169,52 @@ def _compare(args: argparse.Namespace) -> int:
     if not args.runs:
         return _compare_methods(args)
     if len(args.runs) != 2 or of_methods:
-        raise ConfigError("compare: give two runs and nothing of methods, or no run to compare methods on prompts")
+        raise ConfigError(
+            "compare: give two runs and nothing of methods, or no run to compare methods on prompts"
+        )
     from eagle_ray.cli.report_run import comparison, comparison_json
     from eagle_ray.storage.path import named_path
 
-    print((comparison_json if args.json else comparison)(*(named_path("RUN", run) for run in args.runs)))
+    print(
+        (comparison_json if args.json else comparison)(
+            *(named_path("RUN", run) for run in args.runs)
+        )
+    )
     return 0
 
 
 def _compare_methods(args: argparse.Namespace) -> int:
     check_address_space("torch")
-    config = config_of_pair(args)
+    files = args.config or [None]
+    configs = [config_of_pair(argparse.Namespace(**{**vars(args), "config": f})) for f in files]
+    if len(configs) > 1:
+        return _compare_pairs(args, configs)
+    config = configs[0]
     from eagle_ray.cli.compare_methods import evaluate, use_threads
-    from eagle_ray.report.comparison import evaluation_text
+    from eagle_ray.report.evaluation_text import evaluation_text
 
     configure_logging(config.logging.level)
     use_threads(args.threads)
-    numbers = evaluate(config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task)
+    numbers = evaluate(
+        config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task
+    )
     print(dump_json(numbers, indent=2) if args.json else evaluation_text(numbers))
+    return 0
+
+
+def _compare_pairs(args: argparse.Namespace, configs: Sequence[JobConfig]) -> int:
+    if args.methods:
+        raise ConfigError(
+            "--methods: of no use with several -c, each of which is compared. Give one."
+        )
+    from eagle_ray.cli.compare_methods import use_threads
+    from eagle_ray.cli.compare_pairs import evaluate_pairs, pairs_text
+
+    configure_logging(configs[0].logging.level)
+    use_threads(args.threads)
+    temperatures = args.temperatures or [0.0, 1.0]
+    numbers = evaluate_pairs(configs, temperatures, args.batch or 1, args.per_task)
+    print(dump_json(numbers, indent=2) if args.json else pairs_text(numbers))
     return 0
 
 
@@ -112,13 +222,17 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the output directory of a run")
     parser.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to; - and no FILE are stdout")
-    parser.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
+    parser.add_argument(
+        "--partial", action="store_true", help="what is there of a run that is not finished, too"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace FILE where it is there already"
+    )
     parser.set_defaults(command=_export, library="pyarrow")
 
 
 def _export(args: argparse.Namespace) -> int:
-    from eagle_ray.cli.report_run import export
+    from eagle_ray.cli.export_run import export
     from eagle_ray.storage.path import named_path
 
     file = None if args.output == STDOUT else args.output

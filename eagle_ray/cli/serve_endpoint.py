@@ -31,9 +31,12 @@ SERVE_VARIABLES = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # else a proxy that a busy machine starts in over 5 s is killed
 }
-EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-LOOK_EVERY_S = 1.0
-CONFIG_ERRORS = {kind.__name__ for kind in (ConfigError, UnfitDevice)}  # by which Serve's text names their class
+EXAMPLE = (
+    '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+)
+ENDPOINT_POLL_S = 1.0
+# Names of error classes in Serve's text.
+CONFIG_ERRORS = {kind.__name__ for kind in (ConfigError, UnfitDevice)}
 
 
 def run_endpoint(config: ServeConfig) -> int:
@@ -44,11 +47,16 @@ def run_endpoint(config: ServeConfig) -> int:
     store = None if serving.batches.path is None else BatchStore.open(serving.batches.path)
     keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not is_loopback(serving.host):
-        log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
-    from eagle_ray.assembly.hub import check_models  # torch, seconds
+        log.warning(
+            "serving.host: other machines reach %s without a key. Set serving.api_keys_file.",
+            serving.host,
+        )
+    from eagle_ray.assembly.draft_choice import with_checked_models  # torch, seconds
 
-    check_models(config.model, config.speculative)
-    if (note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)) is not None:
+    config = with_checked_models(config)
+    if (
+        note := plain_decoding_note(config.speculative.merged_methods, config.model.drafts)
+    ) is not None:
         log.info("%s: %s", config.model.target, note)
     address = prepare_ray_environment(serving.ray_address)
     for name, value in SERVE_VARIABLES.items():
@@ -76,7 +84,9 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serving = config.serving
     plan = WorkerPlan.of_endpoint(serving, config.model.device, nodes(), threads_wanted(os.environ))
-    serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port}
+    )
     try:
         loading = f"loading {config.model.target}"
         log.info("%s in %s", loading, plan.describe())
@@ -86,10 +96,12 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
             except RuntimeError as error:
                 application = serve.status().applications.get(config.name)
                 deployments = application.deployments.values() if application is not None else ()
-                raise failed_start(str(error), [deployment.message for deployment in deployments]) from error
+                raise failed_start(
+                    str(error), [deployment.message for deployment in deployments]
+                ) from error
         log.info(_welcome(config, has_keys=len(keys) > 0))
         while True:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(ENDPOINT_POLL_S)
     except KeyboardInterrupt:
         accept_interrupt()
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
@@ -100,7 +112,9 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
 def failed_start(error: str, messages: Iterable[str]) -> Exception:
     """Return the error of an application that did not start.
 
-    messages: what Serve says about each deployment. The last line of one whose replicas failed is their error's.
+    Args:
+        messages: Serve's message about each deployment. Its last line is the error of replicas that
+            failed.
     """
     failed = [message.strip() for message in messages if "Error:" in message]
     cause = failed[0].splitlines()[-1] if failed else " ".join(error.split())

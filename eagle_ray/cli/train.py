@@ -1,11 +1,11 @@
-"""train: train a draft head for a target, in this process or on the workers of a Ray cluster.
+"""train: train a draft head for a target, in this process or on a Ray cluster.
 
     $ eagle-ray train --target org/model -i chats.jsonl -o runs/head --method eagle3 --steps 2000
     $ eagle-ray train -c configs/train_demo.yaml
 
-With data.answers.by: target the target answers the prompts first. With data.user_turns.count it writes the prompts as
-well. Both are ordinary jobs below the output directory: they run on the cluster that ray_address names, and resume
-after a kill.
+With data.answers.by: target the target answers the prompts first. With data.user_turns.count it
+writes the prompts as well. Both are ordinary jobs below the output directory: they run on the
+cluster that ray_address names, and resume after a kill.
 
     output.path/
       user_turns/       batch job: the target continues its chat template where a user's words begin (Magpie)
@@ -69,7 +69,7 @@ def _train_on_workers(config: TrainConfig, paths: list[str]) -> dict[str, Any]:
 
 
 def ending(record: dict[str, Any]) -> str:
-    """Return what was trained, and the line that says how to use it."""
+    """Return a summary of the training, and the command that uses the head."""
     held_out = record["curves"].get("held_out", [])
     tau = held_out[-1][1]["tau"] if held_out else None
     output = StoragePath.of(record["config"]["output"]["path"]).display_path
@@ -79,7 +79,9 @@ def ending(record: dict[str, Any]) -> str:
     ]
     if tau is not None:
         tree = record["config"]["evaluation"]
-        lines.append(f"held-out tau {tau:.2f} ({tree['max_nodes']} nodes, {tree['max_depth']} levels, greedy)")
+        lines.append(
+            f"held-out tau {tau:.2f} ({tree['max_nodes']} nodes, {tree['max_depth']} levels, greedy)"
+        )
     return "\n".join([*lines, f"use it: {record['usage']}"])
 
 
@@ -111,20 +113,29 @@ def _answer_prompts(config: TrainConfig) -> str:
     output = StoragePath.of(config.output.path)
     prompts = output / PROMPTS
     if not prompts.exists() or config.output.if_exists == "overwrite":
-        rows = _user_turns(config, output) if config.data.user_turns.count else _given_prompts(config)
+        rows = (
+            _user_turns(config, output) if config.data.user_turns.count else _given_prompts(config)
+        )
         lines = [dump_json(row, ensure_ascii=False) + "\n" for row in rows]
         if not lines:
-            raise ConfigError("data.path: there is no prompt to answer. Give rows with messages or prompt")
+            raise ConfigError(
+                "data.path: there is no prompt to answer. Give rows with messages or prompt"
+            )
         prompts.write_atomic("".join(lines).encode())
     answers = config.data.answers
-    sampling = {"sampling.temperature": answers.temperature, "sampling.max_tokens": answers.max_tokens}
+    sampling = {
+        "sampling.temperature": answers.temperature,
+        "sampling.max_tokens": answers.max_tokens,
+    }
     job = batch_job(config, prompts, output / ANSWERS, sampling)
     log.info("the target answers the prompts of %s into %s", prompts.display_path, job.output.path)
     run_job(job)
     return job.output.path
 
 
-def batch_job(config: TrainConfig, source: StoragePath, output: StoragePath, sampling: dict[str, Any]) -> JobConfig:
+def batch_job(
+    config: TrainConfig, source: StoragePath, output: StoragePath, sampling: dict[str, Any]
+) -> JobConfig:
     """Return a job of the target over rows of `source`."""
     target, answers = config.model, config.data.answers
     values = {
@@ -149,7 +160,9 @@ def batch_job(config: TrainConfig, source: StoragePath, output: StoragePath, sam
 
 def _given_prompts(config: TrainConfig) -> Iterator[Row]:
     paths = config.data.path
-    source = TextSource([paths] if isinstance(paths, str) else list(paths or ()), config.data.format)
+    source = TextSource(
+        [paths] if isinstance(paths, str) else list(paths or ()), config.data.format
+    )
     for index, row in enumerate(prompts_of(source.rows())):
         if index == config.data.limit:
             return
@@ -160,7 +173,9 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
     """Let the target write user turns, and yield the different ones as prompts."""
     tokenizer = load_tokenizer(config.model.model_config_for(draft=None))
     if tokenizer is None:
-        raise ConfigError(f"data.user_turns: {config.model.target} has no tokenizer, so it has no chat template")
+        raise ConfigError(
+            f"data.user_turns: {config.model.target} has no tokenizer, so it has no chat template"
+        )
     turns, source = config.data.user_turns, output / f"{USER_TURNS}.jsonl"
     ids = tokenizer.encode(user_turn_prefix(tokenizer), add_special_tokens=False)
     rows = ({"id": f"user-{number:07d}", "prompt_token_ids": ids} for number in range(turns.count))
@@ -173,7 +188,9 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
     job = batch_job(config, source, output / USER_TURNS, sampling)
     log.info("the target writes %d user turns", turns.count)
     run_job(job)
-    tables = read_tables(StoragePath.of(job.output.path) / DATA, ["request_id", "text", "finish_reason"])
+    tables = read_tables(
+        StoragePath.of(job.output.path) / DATA, ["request_id", "text", "finish_reason"]
+    )
     yield from distinct_turns(row for table in tables for row in table.to_pylist())
 
 

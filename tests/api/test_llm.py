@@ -24,7 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.python_arguments import ENGINE_KEYS, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.python_arguments import (
+    ENGINE_KEYS,
+    EngineSettings,
+    engine_config,
+    sampling_config,
+)
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.support.jobs import PAIR, token_rows
@@ -33,7 +38,13 @@ from tests.support.tokenizers import R1
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"
 IDS = [row["prompt_token_ids"] for row in token_rows(6)]
-SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "budget": "uniform", "threads": 1}  # drafts on a busy machine, too
+SMALL = {
+    "slots": 4,
+    "max_nodes": 8,
+    "max_depth": 3,
+    "budget": "uniform",
+    "threads": 1,
+}  # drafts on a busy machine, too
 MAX_GROWTH = 20 << 20  # bytes for most LLMs that were made and left; one that stays takes 25 MB
 HOT = SamplingParams(temperature=0.9, max_tokens=12)
 
@@ -75,20 +86,33 @@ def test_half_a_surrogate_is_an_error_of_its_prompt(llm, caplog):
         {"prompt": "Hi", "json_schema": {"title": "\ud83d"}},
     ]
     outputs = llm.generate([*bad, "Hi"], SamplingParams(max_tokens=2))
-    assert [output.error and output.error.code for output in outputs] == [*["bad_encoding"] * len(bad), None]
-    assert all("half a surrogate: \\ud8" in str(output.error) for output in outputs[:-1]) and not caplog.records
+    assert [output.error and output.error.code for output in outputs] == [
+        *["bad_encoding"] * len(bad),
+        None,
+    ]
+    assert (
+        all("half a surrogate: \\ud8" in str(output.error) for output in outputs[:-1])
+        and not caplog.records
+    )
 
 
 def test_every_public_name_is_there_and_in_the_stub():
     assert all(getattr(eagle_ray, name) is not None for name in eagle_ray.__all__)
     stub = (PAIR.parents[2] / "eagle_ray" / "__init__.pyi").read_text()
-    assert not [name for name in eagle_ray.__all__ if f"as {name}\n" not in stub and f"\n{name}:" not in stub]
+    assert not [
+        name
+        for name in eagle_ray.__all__
+        if f"as {name}\n" not in stub and f"\n{name}:" not in stub
+    ]
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         eagle_ray.LMM  # noqa: B018
 
 
 def test_greedy_and_sampled_ids_are_plain_decodings(llm, plain):
-    for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, seed=7, n=2)):
+    for params in (
+        SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=24, temperature=0.9, seed=7, n=2),
+    ):
         drafted = llm.chat([CHAT, CHAT[:1]], params)
         assert ids_of(drafted) == ids_of(plain.chat([CHAT, CHAT[:1]], params))
     assert any(sample.num_accepted_draft_tokens for output in drafted for sample in output.outputs)
@@ -104,9 +128,17 @@ def test_output_has_vllm_fields_and_acceptance_statistics(llm):
     assert all(one.rank == 1 for one in chosen) and all(len(here) == 2 for here in sample.logprobs)
     assert sample.cumulative_logprob == pytest.approx(sum(one.logprob for one in chosen))
     assert "".join(one.decoded_token for one in chosen).strip() == sample.text.strip()
-    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
-    assert sample.mean_acceptance_length == 1 + sample.num_accepted_draft_tokens / sample.num_spec_steps
-    assert sum(sample.acceptance_histogram) == sample.num_spec_steps and 0 < sample.ttft_s <= sample.e2e_s
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(
+        output.prompt_token_ids
+    )
+    assert (
+        sample.mean_acceptance_length
+        == 1 + sample.num_accepted_draft_tokens / sample.num_spec_steps
+    )
+    assert (
+        sum(sample.acceptance_histogram) == sample.num_spec_steps
+        and 0 < sample.ttft_s <= sample.e2e_s
+    )
 
 
 TOOL = {
@@ -131,23 +163,41 @@ def test_chats_have_tools_by_each_choice(llm):
     with LLM("embedded:tiny", chat_template=str(TOOLS_TEMPLATE), **SMALL) as with_tools:
         for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             outputs = with_tools.chat(
-                [CHAT, CHAT], params, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, raise_errors=True
+                [CHAT, CHAT],
+                params,
+                tools=[TOOL],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                raise_errors=True,
             )
             for sample in (output.outputs[0] for output in outputs):
                 [call] = sample.tool_calls
                 assert call["type"] == "function" and call["function"]["name"] == "get_weather"
-                jsonschema.validate(json.loads(call["function"]["arguments"]), TOOL["function"]["parameters"])
-                assert sample.finish_reason == "tool_calls" and sample.content == "" and "<tool_call>" in sample.text
+                jsonschema.validate(
+                    json.loads(call["function"]["arguments"]), TOOL["function"]["parameters"]
+                )
+                assert (
+                    sample.finish_reason == "tool_calls"
+                    and sample.content == ""
+                    and "<tool_call>" in sample.text
+                )
         result = {"role": "tool", "tool_call_id": call["id"], "content": "21"}
         history = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-        [answer] = with_tools.chat(history, params, tools=[TOOL], tool_choice="none", raise_errors=True)
-        assert answer.outputs[0].content == answer.outputs[0].text and answer.outputs[0].tool_calls == []
+        [answer] = with_tools.chat(
+            history, params, tools=[TOOL], tool_choice="none", raise_errors=True
+        )
+        assert (
+            answer.outputs[0].content == answer.outputs[0].text
+            and answer.outputs[0].tool_calls == []
+        )
         [free] = with_tools.chat(CHAT, params, tools=[TOOL], raise_errors=True)
         assert free.outputs[0].content or free.outputs[0].tool_calls
         with pytest.raises(RequestError, match="tool_choice: "):
             with_tools.chat(CHAT, params, tools=[TOOL], tool_choice="always", raise_errors=True)
     [refused] = llm.chat(CHAT, tools=[TOOL])
-    assert refused.error.code == "unsupported_parameter" and "does not read them" in str(refused.error)
+    assert refused.error.code == "unsupported_parameter" and "does not read them" in str(
+        refused.error
+    )
 
 
 def test_a_key_that_is_no_text_is_data(llm):
@@ -158,7 +208,10 @@ def test_a_key_that_is_no_text_is_data(llm):
 
 
 def test_missing_values_of_pandas_are_none(llm):
-    rows = [{"id": pd.NA, "prompt": "Hi", "seed": pd.NA}, {"id": pd.NaT, "prompt": "Hi", "max_tokens": pd.NA}]
+    rows = [
+        {"id": pd.NA, "prompt": "Hi", "seed": pd.NA},
+        {"id": pd.NaT, "prompt": "Hi", "max_tokens": pd.NA},
+    ]
     outputs = llm.generate(rows, SamplingParams(max_tokens=1, min_p=pd.NA))
     assert [output.error for output in outputs] == [None, None]
 
@@ -182,9 +235,14 @@ def test_a_bad_prompt_does_not_lose_the_others(llm):
     assert llm.generate("Hello", SamplingParams(max_tokens=2))[0].outputs  # the engine is as it was
 
 
-@pytest.mark.parametrize("make", [pd.DataFrame, pa.Table.from_pylist, list], ids=["pandas", "Arrow", "dicts"])
+@pytest.mark.parametrize(
+    "make", [pd.DataFrame, pa.Table.from_pylist, list], ids=["pandas", "Arrow", "dicts"]
+)
 def test_tables_and_lists_of_rows_are_prompts(llm, make):
-    rows = [{"id": f"r{i}", "prompt_token_ids": ids, "max_tokens": 2 + i, "topic": "x"} for i, ids in enumerate(IDS)]
+    rows = [
+        {"id": f"r{i}", "prompt_token_ids": ids, "max_tokens": 2 + i, "topic": "x"}
+        for i, ids in enumerate(IDS)
+    ]
     outputs = llm.generate(make(rows), SamplingParams(max_tokens=99, ignore_eos=True))
     assert [output.request_id for output in outputs] == [f"r{i}" for i in range(6)]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3, 4, 5, 6, 7]
@@ -194,7 +252,8 @@ def test_seeds_depend_on_the_prompts_number_and_repeat(plain):
     first, second = plain.generate(["Once"] * 2, HOT)
     assert first.request_id != second.request_id and first.outputs[0].seed != second.outputs[0].seed
     again = plain.generate(
-        ["Once"] * 2, [SamplingParams(temperature=0.9, max_tokens=12, seed=first.outputs[0].seed)] * 2
+        ["Once"] * 2,
+        [SamplingParams(temperature=0.9, max_tokens=12, seed=first.outputs[0].seed)] * 2,
     )
     assert ids_of(again) == [first.outputs[0].token_ids] * 2
 
@@ -203,7 +262,11 @@ def test_calls_from_several_threads_share_the_engine(llm):
     alone = ids_of(llm.generate(IDS, SamplingParams(max_tokens=16)))
     found = {}
     threads = [
-        threading.Thread(target=lambda i=i: found.update({i: llm.generate([IDS[i]], SamplingParams(max_tokens=16))}))
+        threading.Thread(
+            target=lambda i=i: found.update(
+                {i: llm.generate([IDS[i]], SamplingParams(max_tokens=16))}
+            )
+        )
         for i in range(6)
     ]
     for thread in threads:
@@ -217,7 +280,10 @@ def test_wrong_use_is_named(llm):
     for wrong, words in [
         (lambda: LLM(slot=3), "unknown argument 'slot'. Did you mean slots"),
         (lambda: LLM(slots=0), r"execution.slots: must be auto or .*, got 0 \(from Python\)"),
-        (lambda: SamplingParams(tempature=1), "SamplingParams.tempature: unknown parameter. Did you mean temperature"),
+        (
+            lambda: SamplingParams(tempature=1),
+            "SamplingParams.tempature: unknown parameter. Did you mean temperature",
+        ),
         (lambda: SamplingParams(best_of=2), "SamplingParams.best_of: unknown"),
         (lambda: SamplingParams(top_p=3), "SamplingParams.top_p: must be a number above 0.*got 3"),
         (lambda: llm.generate(["a", "b"], [SamplingParams()]), "1 for 2 prompts"),
@@ -234,7 +300,9 @@ def test_wrong_use_is_named(llm):
             wrong()
 
 
-@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "Hi"}, ["hello"], [CHAT, "hello"], 5, None])
+@pytest.mark.parametrize(
+    "messages", ["hello", {"role": "user", "content": "Hi"}, ["hello"], [CHAT, "hello"], 5, None]
+)
 def test_what_is_no_conversation_is_refused_once(llm, messages):
     with pytest.raises(ConfigError, match=r"messages: must be a list of messages .*, got") as error:
         llm.chat(messages)
@@ -243,7 +311,12 @@ def test_what_is_no_conversation_is_refused_once(llm, messages):
 
 def test_values_of_numpy_and_torch_are_plain_numbers(llm):
     own = SamplingParams(
-        max_tokens=2, seed=7, stop_token_ids=[3], logit_bias={5: 1.0}, stop=["a", "b"], temperature=0.5
+        max_tokens=2,
+        seed=7,
+        stop_token_ids=[3],
+        logit_bias={5: 1.0},
+        stop=["a", "b"],
+        temperature=0.5,
     )
     params = SamplingParams(
         max_tokens=np.int64(2),
@@ -256,13 +329,26 @@ def test_values_of_numpy_and_torch_are_plain_numbers(llm):
     assert params == own
     ids = [5, 6]
     one = ids_of(llm.generate([ids], params))
-    for prompts in (ids, np.array(ids), torch.tensor(ids), [np.int64(5), 6], tuple(ids), range(5, 7)):
+    for prompts in (
+        ids,
+        np.array(ids),
+        torch.tensor(ids),
+        [np.int64(5), 6],
+        tuple(ids),
+        range(5, 7),
+    ):
         assert ids_of(llm.generate(prompts, params)) == one
-    rows = [{"prompt_token_ids": np.array(ids), "max_tokens": np.int32(2)}, np.array(ids), (np.int64(5), np.int64(6))]
+    rows = [
+        {"prompt_token_ids": np.array(ids), "max_tokens": np.int32(2)},
+        np.array(ids),
+        (np.int64(5), np.int64(6)),
+    ]
     for prompts in (rows, np.array([ids] * 3), [torch.tensor(ids)] * 3, (row for row in rows)):
         assert ids_of(llm.generate(prompts, params)) == one * 3
     texts = ids_of(llm.generate(["Hi", "So"], params))
-    assert ids_of(llm.generate(np.array(["Hi", "So"]), params)) == ids_of(llm.generate(pd.Series(["Hi", "So"]), params))
+    assert ids_of(llm.generate(np.array(["Hi", "So"]), params)) == ids_of(
+        llm.generate(pd.Series(["Hi", "So"]), params)
+    )
     assert ids_of(llm.generate(pd.Series(["Hi", "So"]), params)) == texts
 
 
@@ -273,23 +359,43 @@ def test_none_is_a_parameter_that_is_not_given():
     assert SamplingParams(max_tokens=None).max_tokens is None
     with pytest.raises(ConfigError, match="unknown parameter"):
         SamplingParams(best_of=None)
-    with pytest.raises(ConfigError, match=r"SamplingParams.top_k: must be .*, at most 2147483647, got 1000000000000"):
+    with pytest.raises(
+        ConfigError,
+        match=r"SamplingParams.top_k: must be .*, at most 2147483647, got 1000000000000",
+    ):
         SamplingParams(top_k=10**12)
 
 
 def test_an_id_comes_back_whatever_it_is(plain):
     params = SamplingParams(max_tokens=1)
-    prompts = [{"prompt": "a", "id": "prompts:0"}, {"prompt": "a", "id": "prompts:7"}, {"prompt": "a", "id": 5}, "a"]
+    prompts = [
+        {"prompt": "a", "id": "prompts:0"},
+        {"prompt": "a", "id": "prompts:7"},
+        {"prompt": "a", "id": 5},
+        "a",
+    ]
     first, second, third, fourth = (output.request_id for output in plain.generate(prompts, params))
     assert (first, second, third) == ("prompts:0", "prompts:7", "5") and fourth.isdecimal()
 
 
 def test_impossible_stop_tokens_and_schemas_are_named_errors(llm):
     asked = [
-        (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids: token id 1000000 is not in the target's vocabulary"),
-        (SamplingParams(json_schema=False), "json_schema: false allows no output. Give a schema that some JSON fits"),
+        (
+            SamplingParams(stop_token_ids=[10**6]),
+            "stop_token_ids: token id 1000000 is not in the target's vocabulary",
+        ),
+        (
+            SamplingParams(json_schema=False),
+            "json_schema: false allows no output. Give a schema that some JSON fits",
+        ),
         (SamplingParams(json_schema=True, max_tokens=3), None),
-        (SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": True}}, max_tokens=3), None),
+        (
+            SamplingParams(
+                response_format={"type": "json_schema", "json_schema": {"schema": True}},
+                max_tokens=3,
+            ),
+            None,
+        ),
     ]
     for params, message in asked:
         [output] = llm.generate("Hello", params)
@@ -356,7 +462,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads the process's memory in /proc"
+)
 @pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
 def test_closed_or_dropped_llms_leak_neither_threads_nor_memory(count):
     resident = []
@@ -364,7 +472,11 @@ def test_closed_or_dropped_llms_leak_neither_threads_nor_memory(count):
         before = threading.enumerate()
         made = LLM("embedded:tiny", **SMALL)
         [ids] = ids_of(made.generate([IDS[0]], SamplingParams(max_tokens=4)))
-        own = [thread for thread in threading.enumerate() if thread not in before and "eagle-ray" in thread.name]
+        own = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and "eagle-ray" in thread.name
+        ]
         assert len(own) == 2
         if number % 2:
             made.close()
@@ -391,12 +503,24 @@ def test_a_target_without_a_tokenizer_answers_ids():
 
 
 def test_the_parameters_are_the_keys_of_a_jobs_sampling():
-    values = {"temperature": 0.5, "top_k": -1, "stop": "end", "logprobs": 0, "max_tokens": None, "seed": 3}
+    values = {
+        "temperature": 0.5,
+        "top_k": -1,
+        "stop": "end",
+        "logprobs": 0,
+        "max_tokens": None,
+        "seed": 3,
+    }
     params = SamplingParams(**values)
     assert repr(params).startswith("SamplingParams(")
     assert set(SamplingConfig.model_fields) == SAMPLING.keys() - {"seed"}
     config = sampling_config(params)
-    assert (config.top_k, config.stop, config.logprobs, config.max_tokens) == (0, ["end"], True, 2**31 - 1)
+    assert (config.top_k, config.stop, config.logprobs, config.max_tokens) == (
+        0,
+        ["end"],
+        True,
+        2**31 - 1,
+    )
     assert sampling_config(SamplingParams()) == SamplingConfig()
 
 
@@ -408,7 +532,10 @@ def test_what_was_given_is_known_though_it_is_the_default():
 def test_controls_reach_the_engine(llm):
     free, biased = (
         llm.generate("Hello", params)[0].outputs[0].token_ids
-        for params in (SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logit_bias={7: 100.0}, min_tokens=6))
+        for params in (
+            SamplingParams(max_tokens=6),
+            SamplingParams(max_tokens=6, logit_bias={7: 100.0}, min_tokens=6),
+        )
     )
     assert biased == [7] * 6 != free
 
@@ -441,7 +568,11 @@ class Owner(BaseModel):
 def test_a_pydantic_model_is_a_schema(llm):
     """As a parameter, as a prompt's own value and as JSON text it is one schema."""
     params = SamplingParams(max_tokens=120, json_schema=Owner)
-    asked = {"prompt": "Hello", "json_schema": json.dumps(Owner.model_json_schema()), "max_tokens": 120}
+    asked = {
+        "prompt": "Hello",
+        "json_schema": json.dumps(Owner.model_json_schema()),
+        "max_tokens": 120,
+    }
     by_params, by_row = llm.generate(["Hello", asked], [params, SamplingParams()])
     [sample] = by_params.outputs
     assert sample.finish_reason == "stop" and sample.token_ids == by_row.outputs[0].token_ids
@@ -454,3 +585,57 @@ def test_the_arguments_of_an_llm_are_keys_of_a_job():
     assert set(ENGINE_KEYS) == set(EngineSettings.__annotations__)
     config = JobConfig.model_fields["speculative"].annotation
     assert set(config.model_fields) <= set(EngineSettings.__annotations__)
+
+
+def test_scores_are_the_log_probabilities_of_the_prompt_with_each_continuation(llm):
+    """A row's own continuations win, errors are named, and nothing is generated."""
+    rows = [
+        {"prompt": "Once upon a time", "continuations": [" there was", ", a", "", " there was"]},
+        "The cat",
+        {"prompt_token_ids": [5, 9, 33]},
+        {"prompt": "Hi", "continuations": [[5, 6], [7]]},
+    ]
+    first, second, third, fourth = llm.score(rows, [" sat", " ran"])
+    assert first.outputs == [] and first.scores[0] == first.scores[3] and first.scores[2] == 0.0
+    assert first.score_tokens[2] == 0 and first.score_bytes == [10, 3, 0, 10]
+    assert len(second.scores) == 2 and second.best in (0, 1) and 0 < second.label_mass < 1
+    assert third.error.code == "bad_continuations"
+    ids = [*fourth.prompt_token_ids, 5, 6]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    [plain] = llm.generate([ids], params)
+    assert plain.outputs == []
+    behind = [plain.prompt_logprobs[i][ids[i]].logprob for i in (-2, -1)]
+    assert fourth.scores[0] == pytest.approx(sum(behind), abs=1e-4)
+
+
+def test_a_document_has_the_log_probability_of_all_its_tokens(llm):
+    text = "Once upon a time there was a fox."
+    [document] = llm.score(text, score_text=True)
+    ids = document.prompt_token_ids
+    [plain] = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    each = [plain.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
+    assert document.loglikelihood == pytest.approx(sum(each), abs=1e-3)
+    assert (document.tokens, document.bytes) == (
+        len(ids) - 1,
+        len(text),
+    ) and document.scores is None
+    assert document.outputs == [] and document.num_verified == len(ids) - 2
+    [from_ids] = llm.score([ids], score_text=True)
+    assert from_ids.loglikelihood == pytest.approx(document.loglikelihood, abs=1e-3)
+    assert from_ids.bytes == document.bytes
+    [both] = llm.score(text, [" a"], score_text=True)
+    assert "score_text: not with continuations" in str(both.error)
+
+
+def test_choices_with_logprobs_have_their_probabilities(llm):
+    [output] = llm.generate(
+        {"prompt": "The cat is", "choice": [" red", " blue"], "logprobs": True, "max_tokens": 9}
+    )
+    [scored] = llm.score({"prompt": "The cat is", "continuations": [" red", " blue"]})
+    assert output.outputs[0].text in (" red", " blue")
+    assert output.scores == pytest.approx(scored.scores, abs=1e-4)
+
+
+def test_nothing_is_generated_only_where_something_is_scored(llm):
+    [output] = llm.generate("The cat", SamplingParams(max_tokens=0))
+    assert "max_tokens: must be 1 or more where nothing is scored" in str(output.error)

@@ -24,11 +24,16 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("limit_kb", [100_000, 300_000, 1_000_000, 2_000_000])
-@pytest.mark.parametrize("command", [["run", "-i", "embedded:prompts", "-o", "OUT"], ["demo", "-o", "OUT"], ["serve"]])
+@pytest.mark.parametrize(
+    "command", [["run", "-i", "embedded:prompts", "-o", "OUT"], ["demo", "-o", "OUT"], ["serve"]]
+)
 def test_a_limit_that_is_too_small_is_one_line_and_exit_2(tmp_path, command, limit_kb):
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command]
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit_kb * KB), *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LIMITED, str(limit_kb * KB), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("eagle-ray: ulimit -v: ") and done.stderr.count("\n") == 1
@@ -38,12 +43,20 @@ def test_a_limit_that_is_too_small_is_one_line_and_exit_2(tmp_path, command, lim
 
 def test_commands_that_only_read_need_less():
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(300_000 * KB), "report", "x"], capture_output=True, text=True
+        [sys.executable, "-c", LIMITED, str(300_000 * KB), "report", "x"],
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 2 and "pyarrow needs 0.5 GB" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "pyarrow needs 0.5 GB" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
 
 
-@pytest.mark.parametrize(("limit_gb", "says"), [(None, ""), (7.1, ""), (4.0, "4.0 GB of address space"), (3.4, None)])
+@pytest.mark.parametrize(
+    ("limit_gb", "says"), [(None, ""), (7.1, ""), (4.0, "4.0 GB of address space"), (3.4, None)]
+)
 def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
     limit = resource.RLIM_INFINITY if limit_gb is None else int(limit_gb * cli.GB)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
@@ -60,7 +73,9 @@ def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
         MemoryError(),
         RuntimeError("can't start new thread"),
         ImportError("libarrow.so.2600: failed to map segment from shared object"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 1 bytes\nmore"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 1 bytes\nmore"
+        ),
     ],
 )
 def test_out_of_memory_in_a_command_is_one_line_and_exit_code_5(monkeypatch, capsys, error):

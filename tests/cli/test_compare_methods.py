@@ -17,7 +17,14 @@ ROWS = [
     {"messages": "What is 3 + 4?", "category": "math"},
     {"messages": "What is 5 + 4?", "category": "math"},
 ]
-TREE = ["--set", "speculative.max_nodes=8", "--set", "speculative.max_depth=3", "--set", "speculative.top_k=4"]
+TREE = [
+    "--set",
+    "speculative.max_nodes=8",
+    "--set",
+    "speculative.max_depth=3",
+    "--set",
+    "speculative.top_k=4",
+]
 
 
 @pytest.fixture
@@ -36,18 +43,29 @@ def test_methods_beside_each_other(prompts, capsys, messages):
     assert {cell["questions"] for cell in cells.values() if cell["task"]} == {1}
     for cell in cells.values():
         same = cell["identity"]
-        assert same["num_compared"] == cell["questions"] == same["num_equal"] + same["num_near_ties"]
+        assert (
+            same["num_compared"] == cell["questions"] == same["num_equal"] + same["num_near_ties"]
+        )
     plain, eagle, itself = (cell["tau"] for key, cell in cells.items() if key[::2] == (0.0, None))
-    assert plain == 1 < eagle < itself == 4  # the target as its own draft is right at all three levels
+    assert (
+        plain == 1 < eagle < itself == 4
+    )  # the target as its own draft is right at all three levels
     assert any("left out" in line and "line 2" in line for line in messages)
 
 
 def test_the_table_has_every_method_and_task(prompts, capsys):
-    assert cli.main(["compare", *prompts, "--methods", "eagle2", "--temperatures", "0", "--batch", "2"]) == 0
+    assert (
+        cli.main(
+            ["compare", *prompts, "--methods", "eagle2", "--temperatures", "0", "--batch", "2"]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line for line in shown.splitlines() if line}
     assert lines["method"].split() == ["method", "chat", "math", "all"]
-    assert lines["plain"].rstrip().endswith("3 of 3") and lines["eagle2"].rstrip().endswith("3 of 3")
+    assert lines["plain"].rstrip().endswith("3 of 3") and lines["eagle2"].rstrip().endswith(
+        "3 of 3"
+    )
     assert "T = 0" in shown and "T = 1" not in shown
     assert "1.00x [-]" in shown and "takes 16 prompts, these are 3" in shown
 
@@ -79,5 +97,14 @@ def test_what_cannot_be_compared_is_exit_2(flags, says, capsys):
 
 def test_the_script_is_the_command():
     command = [sys.executable, "jobs/evaluate.py", "--set", "seed=x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("eagle-ray: seed: must be a 64-bit integer")
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        "eagle-ray: seed: must be a 64-bit integer"
+    )

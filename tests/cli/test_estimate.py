@@ -45,11 +45,17 @@ def test_many_rows_and_many_workers_scale():
     assert job_seconds(sample, 100, workers=2, slots=4) == [25.0] * 3
     mixed = [SampledRow([seconds], 1) for seconds in (1.0, 3.0)] * 32
     expected, low, high = job_seconds(mixed, 10**6, workers=10, slots=20)
-    assert expected == pytest.approx(10_000.0) and (low, high) == pytest.approx((8_765, 11_235), rel=0.01)
+    assert expected == pytest.approx(10_000.0) and (low, high) == pytest.approx(
+        (8_765, 11_235), rel=0.01
+    )
 
 
 def test_sample_runs_under_full_load_and_bad_rows_take_no_time(make_job):
-    rows = [*token_rows(6), {"id": "bad", "prompt_token_ids": [10**6]}, {"id": "two", "prompt_token_ids": [5], "n": 2}]
+    rows = [
+        *token_rows(6),
+        {"id": "bad", "prompt_token_ids": [10**6]},
+        {"id": "two", "prompt_token_ids": [5], "n": 2},
+    ]
     config = make_job(rows)
     requests = list(requests_of(plan_input(config)))
     bundle = build_engine_bundle(config, WorkerPlan())
@@ -65,7 +71,9 @@ def test_an_estimate_is_stored_and_said(make_job):
     assert (estimate["rows"], estimate["sampled_rows"], estimate["workers"]) == (10, 4, 2)
     expected, low, high = estimate["seconds"]
     assert low <= expected <= high
-    assert estimate["dollars"] == pytest.approx([2 * 3.6 / 3600 * seconds for seconds in estimate["seconds"]])
+    assert estimate["dollars"] == pytest.approx(
+        [2 * 3.6 / 3600 * seconds for seconds in estimate["seconds"]]
+    )
     store_estimate(config, estimate)
     assert json.loads((Path(config.output.path) / "_estimate.json").read_text()) == estimate
     text = estimate_text(estimate)

@@ -12,14 +12,19 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.reader.text_files import rows_in_csv
+from eagle_ray.batch.reader.csv_files import rows_in_csv
 from eagle_ray.cli import main as cli
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def line(custom_id: str, url: str, **body) -> dict:
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "gpt-4o"} | body}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": url,
+        "body": {"model": "gpt-4o"} | body,
+    }
 
 
 LINES = [
@@ -35,16 +40,28 @@ def run(ray_session, tmp_path_factory) -> Path:
     """A finished run over LINES and one line that is no JSON."""
     directory = tmp_path_factory.mktemp("export")
     (directory / "batch.jsonl").write_text("\n".join([*map(json.dumps, LINES), "{", ""]))
-    sets = ["input.format=openai_batch", "sampling.max_tokens=8", "execution.slots=4", "speculative.max_nodes=8"]
+    sets = [
+        "input.format=openai_batch",
+        "sampling.max_tokens=8",
+        "execution.slots=4",
+        "speculative.max_nodes=8",
+    ]
     flags = [part for text in sets for part in ("--set", text)]
-    assert cli.main(["run", "-i", f"{directory}/batch.jsonl", "-o", f"{directory}/out", *flags]) == 0
+    assert (
+        cli.main(["run", "-i", f"{directory}/batch.jsonl", "-o", f"{directory}/out", *flags]) == 0
+    )
     return directory / "out"
 
 
 @pytest.fixture
 def stored(run) -> dict[str, list[dict]]:
-    rows = [row for file in sorted((run / "data").iterdir()) for row in pq.read_table(file).to_pylist()]
-    return {id: [row for row in rows if row["request_id"] == id] for id in {row["request_id"] for row in rows}}
+    rows = [
+        row for file in sorted((run / "data").iterdir()) for row in pq.read_table(file).to_pylist()
+    ]
+    return {
+        id: [row for row in rows if row["request_id"] == id]
+        for id in {row["request_id"] for row in rows}
+    }
 
 
 @pytest.fixture
@@ -58,11 +75,17 @@ def exported(run, tmp_path, capsys) -> Callable[[str], str]:
 
 
 def test_every_line_of_a_batch_file_comes_back_under_its_id(exported, stored):
-    lines = {line["custom_id"]: line for line in map(json.loads, exported("openai-batch").splitlines())}
+    lines = {
+        line["custom_id"]: line for line in map(json.loads, exported("openai-batch").splitlines())
+    }
     assert lines.keys() == {"chat", "text", "tools", "batch.jsonl:3"}
     assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in lines.values())
     assert len({line["id"] for line in lines.values()}) == 4
-    assert [lines[id]["response"]["status_code"] for id in ("chat", "text", "tools")] == [200, 200, 400]
+    assert [lines[id]["response"]["status_code"] for id in ("chat", "text", "tools")] == [
+        200,
+        200,
+        400,
+    ]
 
     body, rows = lines["chat"]["response"]["body"], stored["chat"]
     assert body["object"] == "chat.completion" and body["model"] == "embedded:tiny"
@@ -74,7 +97,11 @@ def test_every_line_of_a_batch_file_comes_back_under_its_id(exported, stored):
     ]
     made = sum(row["completion_tokens"] for row in rows)
     prompt = rows[0]["prompt_tokens"]
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }
     for choice, row in zip(body["choices"], rows, strict=True):
         content = choice["logprobs"]["content"]
         assert [token["logprob"] for token in content] == row["token_logprobs"]
@@ -85,7 +112,9 @@ def test_every_line_of_a_batch_file_comes_back_under_its_id(exported, stored):
 
 
 def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
-    lines = {line["custom_id"]: line for line in map(json.loads, exported("openai-batch").splitlines())}
+    lines = {
+        line["custom_id"]: line for line in map(json.loads, exported("openai-batch").splitlines())
+    }
     [choice] = lines["text"]["response"]["body"]["choices"]
     [row] = stored["text"]
     assert lines["text"]["response"]["body"]["object"] == "text_completion"
@@ -93,7 +122,9 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
     assert choice["logprobs"]["token_logprobs"] == row["token_logprobs"]
     assert choice["logprobs"]["text_offset"][:2] == [0, len(choice["logprobs"]["tokens"][0])]
     tops = choice["logprobs"]["top_logprobs"]
-    assert [max(top, key=top.get) for top in tops] == choice["logprobs"]["tokens"] and {len(top) for top in tops} == {2}
+    assert [max(top, key=top.get) for top in tops] == choice["logprobs"]["tokens"] and {
+        len(top) for top in tops
+    } == {2}
     error = lines["tools"]["response"]["body"]["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_parameter")
@@ -103,9 +134,19 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
 def test_failed_row_is_exported_as_error_instead_of_response():
     from eagle_ray.requests.answers import output_line
 
-    row = {"request_id": "a", "run_id": "r", "status": "error", "error_code": "timeout", "error_message": "late"}
+    row = {
+        "request_id": "a",
+        "run_id": "r",
+        "status": "error",
+        "error_code": "timeout",
+        "error_message": "late",
+    }
     line = output_line([row], str)
-    assert (line["custom_id"], line["response"], line["error"]) == ("a", None, {"code": "timeout", "message": "late"})
+    assert (line["custom_id"], line["response"], line["error"]) == (
+        "a",
+        None,
+        {"code": "timeout", "message": "late"},
+    )
 
 
 def test_an_answer_to_a_response_is_a_response():
@@ -138,8 +179,12 @@ def test_an_answer_to_a_response_is_a_response():
     assert (body.output_text, body.status, body.usage.total_tokens) == ("Hi", "completed", 4)
     assert [item.type for item in body.output] == ["reasoning", "message", "function_call"]
     assert body.output[1].content[0].logprobs[0].logprob == -0.5
-    cut = output_line([row | {"finish_reason": "length", "tool_calls": None}], str)["response"]["body"]
-    assert cut["incomplete_details"] == {"reason": "max_output_tokens"} and Response.model_validate(cut)
+    cut = output_line([row | {"finish_reason": "length", "tool_calls": None}], str)["response"][
+        "body"
+    ]
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"} and Response.model_validate(
+        cut
+    )
 
 
 def test_csv_has_every_row_and_column_and_can_be_input_again(exported, stored, run):
@@ -148,11 +193,14 @@ def test_csv_has_every_row_and_column_and_can_be_input_again(exported, stored, r
     assert header == pq.read_schema(next((run / "data").iterdir())).names
     assert len(rows) == 5 and content.count("\r\n") == 6
     found = {
-        (row["request_id"], row["sample_index"]): row for _, _, row in rows_in_csv(io.BytesIO(content.encode()), "")
+        (row["request_id"], row["sample_index"]): row
+        for _, _, row in rows_in_csv(io.BytesIO(content.encode()), "")
     }
     for row in (row for rows in stored.values() for row in rows):
         back = found[row["request_id"], str(row["sample_index"])]
-        assert back["text"] == (row["text"] or None) and back["error_message"] == row["error_message"]
+        assert (
+            back["text"] == (row["text"] or None) and back["error_message"] == row["error_message"]
+        )
         assert json.loads(back["output_token_ids"] or "null") == row["output_token_ids"]
         assert json.loads(back["acceptance_histogram"] or "null") == row["acceptance_histogram"]
 
@@ -169,13 +217,24 @@ def test_unfinished_run_is_exported_only_with_partial(run, tmp_path, capsys):
     (unfinished / "data").mkdir(parents=True)
     (unfinished / "_run.json").write_bytes((run / "_run.json").read_bytes())
     first = sorted((run / "data").iterdir())[0]
-    for name in ("part-001-000000.parquet", "part-002-000000.parquet"):  # a killed run may leave a row twice
+    for name in (
+        "part-001-000000.parquet",
+        "part-002-000000.parquet",
+    ):  # a killed run may leave a row twice
         (unfinished / "data" / name).write_bytes(first.read_bytes())
     target = tmp_path / "out.jsonl"
     assert cli.main(["export", str(unfinished), "--to", "openai-batch", "-o", str(target)]) == 2
-    assert "is not finished: run the job to its end, or export what is there with --partial" in capsys.readouterr().err
+    assert (
+        "is not finished: run the job to its end, or export what is there with --partial"
+        in capsys.readouterr().err
+    )
     assert not target.exists()
-    assert cli.main(["export", str(unfinished), "--to", "openai-batch", "-o", str(target), "--partial"]) == 0
+    assert (
+        cli.main(
+            ["export", str(unfinished), "--to", "openai-batch", "-o", str(target), "--partial"]
+        )
+        == 0
+    )
     ids = [json.loads(line)["custom_id"] for line in target.read_text().splitlines()]
     assert len(ids) == len(set(ids)) == len(set(pq.read_table(first)["request_id"].to_pylist()))
 
@@ -185,7 +244,11 @@ def test_unfinished_run_is_exported_only_with_partial(run, tmp_path, capsys):
     [
         (lambda out: None, "holds no run (no _run.json)", 2),
         (lambda out: (out / "_run.json").write_text("{"), "_run.json is damaged", 6),
-        (lambda out: (out / "data" / "part-001-000000.parquet").write_bytes(b"PAR1"), "is damaged", 6),
+        (
+            lambda out: (out / "data" / "part-001-000000.parquet").write_bytes(b"PAR1"),
+            "is damaged",
+            6,
+        ),
     ],
 )
 def test_what_is_no_run_is_one_message(run, tmp_path, capsys, make, says, code):
@@ -204,7 +267,9 @@ def test_nothing_that_is_there_is_lost(run, tmp_path, capsys):
     mine.write_text("dear to me")
     command = ["export", str(run), "--to", "csv", "-o"]
     assert cli.main([*command, str(mine)]) == 2
-    assert f"-o: {mine} is there already: name another file, or --overwrite" in capsys.readouterr().err
+    assert (
+        f"-o: {mine} is there already: name another file, or --overwrite" in capsys.readouterr().err
+    )
     assert mine.read_text() == "dear to me"
     assert cli.main([*command, str(mine), "--overwrite"]) == 0
     assert mine.read_text().startswith("request_id,")

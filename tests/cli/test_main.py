@@ -47,7 +47,10 @@ def test_validate_shows_rows_and_the_first_prompt(job, tmp_path, capsys):
     assert f"3 rows in {tmp_path}/rows.jsonl" in shown
     assert "carried  category string" in shown
     assert "2 good, 1 would become error rows" in shown
-    assert f"{tmp_path}/rows.jsonl, line 2: column 'messages' must be a list of messages or a text, got 5" in shown
+    assert (
+        f"{tmp_path}/rows.jsonl, line 2: column 'messages' must be a list of messages or a text, got 5"
+        in shown
+    )
     assert "the first, 'a'" in shown
     assert "| <|bos|><|user|>Hi<|end|><|assistant|>" in shown
     assert f"{tmp_path}/out can be written" in shown
@@ -85,7 +88,10 @@ def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
         (["--set", "sampling.n"], "--set section.key=value"),
         (["-i", "nowhere/*.jsonl"], "no file matches 'nowhere/*.jsonl'"),
         (["-c", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
-        (["--limit", "0"], "input.limit: must be a number of rows, 1 or more, or null for all, got 0"),
+        (
+            ["--limit", "0"],
+            "input.limit: must be a number of rows, 1 or more, or null for all, got 0",
+        ),
         (["--set", "model.target=embedded:huge"], "embedded:huge"),
         (["-o", "/dev/null/out"], "output.path: cannot write to /dev/null: Not a directory"),
         (["--set", "input.columns.messages=mesages"], "did you mean messages?"),
@@ -94,10 +100,15 @@ def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
         pytest.param(
             ["--set", "model.device=cuda"],
             "model.device: cuda, and torch sees no GPU on this machine",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="needs a machine without a GPU"
+            ),
         ),
-        (["--set", "model.chat_template=/dev/fd/nowhere"], "model.chat_template: must be"),
-        (["--set", "sampling.top_k=1000000000000"], "an integer, 0 or -1 (off) or more, at most 2147483647, got 10000"),
+        (["--set", "model.chat_template=/dev/fd/nowhere"], "'/dev/fd/nowhere' cannot be read"),
+        (
+            ["--set", "sampling.top_k=1000000000000"],
+            "an integer, 0 or -1 (off) or more, at most 2147483647, got 10000",
+        ),
     ],
 )
 def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
@@ -110,11 +121,16 @@ def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
 
 def test_an_input_that_a_later_one_replaces_is_named(job, tmp_path, capsys):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, "messages": "hello"}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"id": name, "messages": "hello"}) + "\n"
+        )
     inputs = [flag for name in ("a", "b") for flag in ("-i", f"{tmp_path}/{name}.jsonl")]
     assert cli.main(["validate", "-o", str(tmp_path / "out"), *inputs]) == 0
     output = capsys.readouterr()
-    assert f"-i {tmp_path}/b.jsonl replaces -i {tmp_path}/a.jsonl. To read them all: --set 'input.path=[" in output.err
+    assert (
+        f"-i {tmp_path}/b.jsonl replaces -i {tmp_path}/a.jsonl. To read them all: --set 'input.path=["
+        in output.err
+    )
     assert "b.jsonl" in output.out and "a.jsonl" not in output.out
 
 
@@ -134,7 +150,10 @@ def test_validate_refuses_a_head_that_is_no_pair(job, capsys):
 
 @pytest.mark.parametrize(
     ("name", "says", "code"),
-    [("_run.json", "_run.json is damaged", 6), ("data/part-001-000000.parquet", "is there but no", 2)],
+    [
+        ("_run.json", "_run.json is damaged", 6),
+        ("data/part-001-000000.parquet", "is there but no", 2),
+    ],
 )
 def test_validate_refuses_a_damaged_or_foreign_output(job, tmp_path, capsys, name, says, code):
     (tmp_path / "out" / "data").mkdir(parents=True)
@@ -154,7 +173,10 @@ def test_validate_refuses_an_input_that_the_run_would_refuse(job, tmp_path, caps
     assert "a run would resume run " in capsys.readouterr().out
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "messages": "Hello"}')
     assert cli.main(["validate", *job]) == 2
-    assert f"output.path: input changed since {tmp_path}/out was made from it" in capsys.readouterr().err
+    assert (
+        f"output.path: input changed since {tmp_path}/out was made from it"
+        in capsys.readouterr().err
+    )
 
 
 def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
@@ -170,7 +192,9 @@ def test_the_help_names_every_command_and_imports_none_of_them():
         "try: main(['--help'])\nexcept SystemExit: print([name for name in sys.modules if 'commands' in name])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.endswith("[]\n") and all(f"    {name} " in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.endswith("[]\n") and all(
+        f"    {name} " in done.stdout for name in cli.COMMANDS
+    )
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -180,7 +204,9 @@ def test_every_command_shows_its_flags(command, capsys):
     assert ended.value.code == 0 and f"usage: eagle-ray {command} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]])
+@pytest.mark.parametrize(
+    "usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]]
+)
 def test_wrong_usage_is_exit_2(usage, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(usage)
@@ -214,7 +240,10 @@ def test_an_empty_input_is_refused_unless_it_is_allowed(job, tmp_path, command, 
     (tmp_path / "rows.jsonl").write_text("\n\n")
     assert cli.main([command, *job]) == 2
     said = capsys.readouterr().err
-    assert f"input.path: there is no row in {tmp_path}/rows.jsonl. Give an input" in said and "--allow-empty" in said
+    assert (
+        f"input.path: there is no row in {tmp_path}/rows.jsonl. Give an input" in said
+        and "--allow-empty" in said
+    )
     assert not (tmp_path / "out").exists()
     assert cli.main([command, *job, "--allow-empty"]) == 0
     assert cli.main([command, *job, "--set", "input.allow_empty=true"]) == 0
@@ -244,8 +273,16 @@ def test_exit_zero_if_permanent_covers_only_permanent_failures(job, monkeypatch,
 @pytest.mark.parametrize(
     ("cause", "code", "says"),
     [
-        ("eagle_ray.config.job.UnfitDevice: require_kernels: true, but", 2, "a replica cannot start: require_kernels"),
-        ("torch.OutOfMemoryError: CUDA out of memory", 5, "did not start: torch.OutOfMemoryError: CUDA out of memory"),
+        (
+            "eagle_ray.config.job.UnfitDevice: require_kernels: true, but",
+            2,
+            "a replica cannot start: require_kernels",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",
+            5,
+            "did not start: torch.OutOfMemoryError: CUDA out of memory",
+        ),
     ],
 )
 def test_an_endpoint_that_does_not_start_says_why(cause, code, says):
@@ -253,18 +290,29 @@ def test_an_endpoint_that_does_not_start_says_why(cause, code, says):
     error = failed_start("Failed to update the deployments ['engine'].", ["", serves])
     assert outcome_of(error).code == code and says in str(error)
     without = failed_start("Deploying\nfailed", [""])
-    assert outcome_of(without).code == 5 and str(without).endswith("the replicas did not start: Deploying failed")
+    assert outcome_of(without).code == 5 and str(without).endswith(
+        "the replicas did not start: Deploying failed"
+    )
 
 
 def test_validate_needs_no_ray(job):
     code = f"import sys; from eagle_ray.cli import main; main.main(['validate', *{job}]); print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.endswith("\nFalse\n")
 
 
 def test_the_job_script_is_the_run_command(job):
     command = [sys.executable, "jobs/generate.py", *job, "--set", "seed=x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr == "eagle-ray: seed: must be a 64-bit integer, got 'x' (from --set seed=x)\n"
 
@@ -288,11 +336,22 @@ command()
 def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command, warm_python):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    line = [sys.executable, "-m", "eagle_ray.cli", command, *job, "--allow-empty", "--set", "logging.level=error"]
+    line = [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli",
+        command,
+        *job,
+        "--allow-empty",
+        "--set",
+        "logging.level=error",
+    ]
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:
-        done = subprocess.run(line, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            line, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -308,7 +367,9 @@ def test_a_run_whose_log_nobody_reads_goes_on(job, tmp_path, flags, warm_python)
     os.close(reader)
     line = nothing_to_do(job, tmp_path, *flags)
     with open(writer, "w") as stderr:
-        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            line, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, check=False
+        )
     assert done.returncode == 0 and "rows in" in done.stdout
 
 
@@ -341,24 +402,47 @@ def test_a_start_of_ray_without_a_reader_of_stderr_is_no_error(monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "code"), [("validate", 2), ("run", 0)])
-def test_full_disk_of_stdout_is_named_and_run_is_unchanged(job, tmp_path, command, code, warm_python):
+def test_full_disk_of_stdout_is_named_and_run_is_unchanged(
+    job, tmp_path, command, code, warm_python
+):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    line = [sys.executable, "-m", "eagle_ray.cli", command, *job, "--allow-empty", "--set", "logging.level=warning"]
+    line = [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli",
+        command,
+        *job,
+        "--allow-empty",
+        "--set",
+        "logging.level=warning",
+    ]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
     assert done.returncode == code, done.stderr
-    assert done.stderr.count("\n") == 1 and "stdout cannot be written: No space left on device" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "stdout cannot be written: No space left on device" in done.stderr
+    )
 
 
 def test_relative_path_in_a_deleted_directory_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
-    for path, says in (("out", "'out' is relative, and the current directory has been deleted"), (tmp_path, "no run")):
+    for path, says in (
+        ("out", "'out' is relative, and the current directory has been deleted"),
+        (tmp_path, "no run"),
+    ):
         line = f"cd {tmp_path}/gone && rm -d {tmp_path}/gone; {sys.executable} -m eagle_ray.cli status {path}"
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, env=environment, check=False
+        )
         (tmp_path / "gone").mkdir(exist_ok=True)
-        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
 
 
 def test_a_null_byte_in_a_path_is_refused(job, capsys):
@@ -381,5 +465,7 @@ def test_a_long_id_is_cut_in_what_validate_shows(job, tmp_path, capsys):
 def test_streams_that_the_shell_closed_change_no_exit_code(job, tmp_path, closed):
     (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
     line = f"{sys.executable} -m eagle_ray.cli run {' '.join(job)} --allow-empty {closed}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)

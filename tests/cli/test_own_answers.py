@@ -23,7 +23,9 @@ SMALL = {
 
 
 def train(output, *arguments: str) -> int:
-    sets = [part for key, value in SMALL.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    sets = [
+        part for key, value in SMALL.items() for part in ("--set", f"{key}={json.dumps(value)}")
+    ]
     return cli.main(["train", "-o", str(output), *arguments, *sets])
 
 
@@ -53,5 +55,7 @@ def test_the_target_answers_and_the_head_learns_from_it(ray_session, tmp_path, c
 def test_the_target_writes_the_prompts_as_well(ray_session, tmp_path):
     turns = ["--set", "data.user_turns.count=24", "--set", "data.user_turns.max_tokens=48"]
     assert train(tmp_path / "head", *turns) == 0
-    prompts = [json.loads(line) for line in (tmp_path / "head" / "prompts.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line) for line in (tmp_path / "head" / "prompts.jsonl").read_text().splitlines()
+    ]
     assert prompts and all(row["messages"][0]["role"] == "user" for row in prompts)

@@ -29,19 +29,27 @@ def make_run(directory: Path, rows: list[dict]) -> Path:
     """A run that is at work: its record, and one file of rows."""
     (directory / "out").mkdir(parents=True)
     run = open_run(small_job(directory, []), {})
-    (run.data / "part-001-000000.parquet").write_atomic(parquet_bytes(table_of(rows, SCHEMA), "zstd"))
+    (run.data / "part-001-000000.parquet").write_atomic(
+        parquet_bytes(table_of(rows, SCHEMA), "zstd")
+    )
     return Path(str(run.output))
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    return make_run(tmp_path, [row("a", "code", 10, 9), row("b", "chat", 30, 3), error("c", "chat")])
+    return make_run(
+        tmp_path, [row("a", "code", 10, 9), row("b", "chat", 30, 3), error("c", "chat")]
+    )
 
 
 def test_a_running_run_is_added_up_and_has_its_report(run, capsys):
     assert cli.main(["report", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[:2] for line in shown.splitlines()[1:4]] == [["chat", "2"], ["code", "1"], ["all", "3"]]
+    assert [line.split()[:2] for line in shown.splitlines()[1:4]] == [
+        ["chat", "2"],
+        ["code", "1"],
+        ["all", "3"],
+    ]
     assert f"report in {run}/report.html" in shown
     assert "still running" in (run / "report.html").read_text()
     assert not (run / "_summary.json").exists()
@@ -50,7 +58,9 @@ def test_a_running_run_is_added_up_and_has_its_report(run, capsys):
 def test_the_report_has_the_scores_that_were_asked_for(run, capsys):
     assert cli.main(["report", str(run), "--score", "completion_tokens"]) == 0
     shown, html = capsys.readouterr().out, (run / "report.html").read_text()
-    assert "scores: column completion_tokens" in shown and "Scores: column completion_tokens" in html
+    assert (
+        "scores: column completion_tokens" in shown and "Scores: column completion_tokens" in html
+    )
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -61,14 +71,19 @@ def test_a_report_that_cannot_be_written_leaves_the_table(run, capsys, monkeypat
     monkeypatch.setattr(local, "write_atomic", refuse)
     assert cli.main(["report", str(run)]) == 0
     output = capsys.readouterr()
-    assert output.out.splitlines()[-1] == f"{run}/report.html could not be written: {os.strerror(number)}"
+    assert (
+        output.out.splitlines()[-1]
+        == f"{run}/report.html could not be written: {os.strerror(number)}"
+    )
     assert output.out.splitlines()[3].split()[:2] == ["all", "3"] and output.err == ""
 
 
 def test_json_is_every_number_and_writes_nothing(run, capsys):
     assert cli.main(["report", str(run), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers["total"]["rows"] == 3 and numbers["groups"]["code"]["mean_acceptance_length"] == 1.9
+    assert (
+        numbers["total"]["rows"] == 3 and numbers["groups"]["code"]["mean_acceptance_length"] == 1.9
+    )
     assert not (run / "report.html").exists()
 
 
@@ -83,13 +98,19 @@ def test_a_finished_runs_numbers_are_its_summarys(run, capsys):
 
 
 @pytest.mark.parametrize("command", [["report", "RUN"], ["compare", "RUN", "RUN"]])
-@pytest.mark.parametrize(("damage", "code"), [(None, 2), ("{", 6), ("null", 6), ('{"attempts": []}', 6)])
+@pytest.mark.parametrize(
+    ("damage", "code"), [(None, 2), ("{", 6), ("null", 6), ('{"attempts": []}', 6)]
+)
 def test_what_is_no_run_is_one_line(tmp_path, capsys, command, damage, code):
     if damage is not None:
         (tmp_path / "_run.json").write_text(damage)
     assert cli.main([word.replace("RUN", str(tmp_path)) for word in command]) == code
     output = capsys.readouterr()
-    assert output.err.startswith("eagle-ray: ") and str(tmp_path) in output.err and output.err.count("\n") == 1
+    assert (
+        output.err.startswith("eagle-ray: ")
+        and str(tmp_path) in output.err
+        and output.err.count("\n") == 1
+    )
     assert output.out == ""
 
 
@@ -111,14 +132,20 @@ def test_two_runs_stand_side_by_side(run, other_run, capsys):
         ["all", "3", "4", "1.30", "1.33"],
     ]
     assert lines[5] == "1 of the 3 rows that both have are token for token the same"
-    assert lines[6:] == ["  differs: b sample 0, from token 2 on", "  differs: c sample 0, an error row in one of them"]
+    assert lines[6:] == [
+        "  differs: b sample 0, from token 2 on",
+        "  differs: c sample 0, an error row in one of them",
+    ]
 
 
 def test_the_comparison_as_json_names_every_row_that_differs(run, other_run, capsys):
     assert cli.main(["compare", str(run), str(other_run), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["rows"] == {"a": 3, "b": 4, "both": 3} and numbers["identical"] == 1
-    assert [(d["request_id"], d["position"]) for d in numbers["differing"]] == [("b", 2), ("c", None)]
+    assert [(d["request_id"], d["position"]) for d in numbers["differing"]] == [
+        ("b", 2),
+        ("c", None),
+    ]
     assert numbers["groups"]["code"]["b"]["output_tokens"] == 20
 
 
@@ -132,11 +159,19 @@ def test_storage_that_does_not_answer_is_exit_5_and_one_line(monkeypatch, capsys
     monkeypatch.setattr(s3, "WAITS_S", (0.01,))
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+    }.items():
         monkeypatch.setenv(name, value)
     assert cli.main(command) == 5
     error = capsys.readouterr().err
-    assert error.startswith("eagle-ray: s3://b/x/_run.json") and endpoint in error and error.count("\n") == 1
+    assert (
+        error.startswith("eagle-ray: s3://b/x/_run.json")
+        and endpoint in error
+        and error.count("\n") == 1
+    )
 
 
 def test_outputs_that_were_not_stored_cannot_be_compared(tmp_path, run, capsys):
@@ -176,7 +211,10 @@ def test_a_summary_with_a_value_of_another_type_is_added_up_anew(run, capsys, me
     (run / "_SUCCESS").touch()
     assert cli.main(["report", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == numbers
-    assert "_summary.json is damaged (" in messages[-1] and "the rows are counted again" in messages[-1]
+    assert (
+        "_summary.json is damaged (" in messages[-1]
+        and "the rows are counted again" in messages[-1]
+    )
     assert cli.main(["report", str(run)]) == 0
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.cli.report_run import run_scores
+from eagle_ray.cli.run_scores import run_scores
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.part_files import part_name
@@ -63,23 +63,40 @@ def judge(tmp_path, answers) -> StoragePath:
 def test_a_judging_run_is_scored_by_the_problems_that_it_judged(judge):
     scores = run_scores(judge, score="text")
     assert scores["by"] == "category" and scores["total"]["problems"] == 2
-    assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {"1": 0.75, "2": 1.0}
-    assert scores["groups"]["A"]["mean"]["mean"] == 1 and scores["groups"]["A"]["majority"]["mean"] == 1
+    assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {
+        "1": 0.75,
+        "2": 1.0,
+    }
+    assert (
+        scores["groups"]["A"]["mean"]["mean"] == 1
+        and scores["groups"]["A"]["majority"]["mean"] == 1
+    )
 
 
 def test_judged_run_has_the_same_scores_and_its_own_answers(answers, judge):
     scores = run_scores(answers, score="text", source=judge.text, answer_pattern=r"\d+$")
-    assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {"1": 0.75, "2": 1.0}
+    assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {
+        "1": 0.75,
+        "2": 1.0,
+    }
     assert scores["total"]["majority"]["mean"] == 0.75  # 4 twice is right; 5 and 6 are tied
-    assert run_scores(answers, score="text", source=judge.text)["total"]["majority"] is None  # no two texts are equal
+    assert (
+        run_scores(answers, score="text", source=judge.text)["total"]["majority"] is None
+    )  # no two texts are equal
 
 
 def test_a_file_of_scores_is_joined_by_id_and_sample(answers, tmp_path):
     rows = [{"request_id": "a", "sample_index": j, "passed": j == 1} for j in (0, 1)]
     file = tmp_path / "scores.jsonl"
-    file.write_text("\n".join(map(json.dumps, [*rows, {"request_id": "b", "sample_index": 1, "passed": True}])))
+    file.write_text(
+        "\n".join(map(json.dumps, [*rows, {"request_id": "b", "sample_index": 1, "passed": True}]))
+    )
     scores = run_scores(answers, source=str(file))
-    assert scores["column"] == "passed" and scores["total"]["scored"] == 3 and scores["total"]["samples"] == 4
+    assert (
+        scores["column"] == "passed"
+        and scores["total"]["scored"] == 3
+        and scores["total"]["samples"] == 4
+    )
     file.write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
     with pytest.raises(ConfigError, match="has two scores for id 'a' sample 0"):
         run_scores(answers, source=str(file))
@@ -95,7 +112,9 @@ def test_a_file_of_scores_whose_texts_are_not_utf_8_is_named(tmp_path, answers):
 
 def test_a_run_with_a_column_of_a_usual_name_needs_no_flag(tmp_path, answers):
     assert run_scores(answers) is None
-    rows = [{"request_id": f"q{i}", "sample_index": 0, "text": "x", "score": float(i)} for i in range(4)]
+    rows = [
+        {"request_id": f"q{i}", "sample_index": 0, "text": "x", "score": float(i)} for i in range(4)
+    ]
     run = write_run(tmp_path / "graded", rows, [pa.field("score", pa.float64())])
     assert run_scores(run)["total"]["mean"]["mean"] == 1.5
 
@@ -107,7 +126,10 @@ def test_a_run_with_a_column_of_a_usual_name_needs_no_flag(tmp_path, answers):
         ({"score": "txt"}, r"--score: .* has no column 'txt'. Did you mean text\?$"),
         ({"source": "nowhere.jsonl"}, r"--scores: cannot read .*nowhere\.jsonl"),
         ({"source": "nowhere.txt"}, r"is neither a run nor a file of \.parquet, \.jsonl, \.csv"),
-        ({"source": "ANSWERS", "score": "text"}, r"must have a score column .* and input_request_id"),
+        (
+            {"source": "ANSWERS", "score": "text"},
+            r"must have a score column .* and input_request_id",
+        ),
         ({"score": "text", "answer_pattern": "("}, r"--answer: '\(' is not a regular expression"),
     ],
 )

@@ -1,0 +1,161 @@
+"""Predict when a job ends and what it costs for each number of workers.
+
+Each number is that of `validate --estimate`, from rows that were decoded here. The workers are
+taken to be like the one that decoded them.
+
+    counts = WorkerCounts(sampled, num_rows=20_000, slots=16, start_s=40.0, per_worker_hour=3.9, now=now)
+    print(counts_text(counts, bounds, "from 32 rows decoded here"))
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from eagle_ray.batch.driver.run_bounds import RunBounds
+from eagle_ray.cli.estimate import SampledRow, drawn_seconds, quantile
+from eagle_ray.config import JobConfig
+from eagle_ray.report.cost import HOUR_S, money, priced_hours
+from eagle_ray.report.text import NO_VALUE, render
+
+MAX_PLANNED_WORKERS = 256
+LIKELY, SURE = 0.8, 0.95  # shares of the draws that end by then
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCount:
+    """A job with this many workers.
+
+    Attributes:
+        ends_at: when half of the draws have ended.
+        likely_at, surely_at: when the shares LIKELY and SURE of them have.
+        dollars: at SURE; None without a price.
+    """
+
+    workers: int
+    ends_at: datetime
+    likely_at: datetime
+    surely_at: datetime
+    dollars: float | None
+
+    def is_in_time(self, bounds: RunBounds) -> bool:
+        """Return whether the job is done by its deadline, in all but a few draws."""
+        return bounds.finish_by is None or self.surely_at <= bounds.finish_by
+
+    def holds(self, bounds: RunBounds) -> bool:
+        """Return whether the job is done in time and for its money, in all but a few draws."""
+        is_paid = bounds.max_dollars is None or (self.dollars or 0.0) <= bounds.max_dollars
+        return is_paid and self.is_in_time(bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """A job, by its number of workers.
+
+    Attributes:
+        sampled: rows that were decoded.
+        slots: slots of a worker.
+        start_s: seconds until a worker answers its first row.
+        per_worker_hour: dollars; None without a price.
+        now: when the job starts.
+    """
+
+    sampled: Sequence[SampledRow]
+    num_rows: int
+    slots: int
+    start_s: float
+    per_worker_hour: float | None
+    now: datetime
+
+    @property
+    def largest(self) -> int:
+        """Return the largest number that is looked at: more workers than rows have nothing to do."""
+        return max(1, min(MAX_PLANNED_WORKERS, self.num_rows))
+
+    def with_workers(self, workers: int) -> WorkerCount:
+        """Return the job with this many workers."""
+        draws = drawn_seconds(self.sampled, self.num_rows, workers, self.slots)
+        middle, likely, sure = (
+            self.start_s + quantile(draws, share) for share in (0.5, LIKELY, SURE)
+        )
+        ends_at, likely_at, surely_at = (
+            self.now + timedelta(seconds=seconds) for seconds in (middle, likely, sure)
+        )
+        dollars = None
+        if self.per_worker_hour is not None:
+            dollars = self.per_worker_hour * workers * sure / HOUR_S
+        return WorkerCount(workers, ends_at, likely_at, surely_at, dollars)
+
+    def cheapest(self, bounds: RunBounds) -> WorkerCount | None:
+        """Return the job with the fewest workers that are done in time, if it holds, else None.
+
+        More workers end earlier and cost more, since each of them has to start.
+        """
+        counts = range(1, self.largest + 1)
+        place = bisect_left(counts, True, key=lambda n: self.with_workers(n).is_in_time(bounds))
+        if place == len(counts):
+            return None
+        count = self.with_workers(counts[place])
+        return count if count.holds(bounds) else None
+
+
+def counts_text(counts: WorkerCounts, bounds: RunBounds, source: str) -> str:
+    """Return a table of some numbers of workers, the cheapest that holds marked by a star.
+
+    Args:
+        source: where the numbers come from.
+    """
+    best = counts.cheapest(bounds)
+    numbers = {1 << i for i in range(counts.largest.bit_length())}
+    if best is not None:
+        numbers.add(best.workers)
+    shown = [counts.with_workers(number) for number in sorted(numbers)]
+    header = ["workers", "ends", f"{LIKELY:.0%}", f"{SURE:.0%}", f"dollars, {SURE:.0%}"]
+    table = render(header, [_line(count, count == best) for count in shown])
+    if best is None:
+        end = f"no number of workers up to {counts.largest} holds"
+    else:
+        end = f"* {best.workers} workers hold" if best.workers > 1 else "* 1 worker holds"
+    return f"{table}\n{end}{_bounds_text(bounds)}; {source}"
+
+
+def _line(count: WorkerCount, is_best: bool) -> list[str]:
+    moments = (count.ends_at, count.likely_at, count.surely_at)
+    return [
+        f"{'* ' if is_best else ''}{count.workers}",
+        *(moment.astimezone().strftime("%m-%d %H:%M") for moment in moments),
+        NO_VALUE if count.dollars is None else money(count.dollars),
+    ]
+
+
+def _bounds_text(bounds: RunBounds) -> str:
+    parts = []
+    if bounds.finish_by is not None:
+        parts.append(f" until {bounds.finish_by.astimezone().strftime('%m-%d %H:%M %Z')}")
+    if bounds.max_dollars is not None:
+        parts.append(f" for at most {money(bounds.max_dollars)}")
+    return "".join(parts)
+
+
+def counts_of(estimate: Mapping[str, Any], config: JobConfig) -> str:
+    """Return the table for an estimate of a job and the bounds in its configuration."""
+    now = datetime.now(timezone.utc)
+    prices = config.execution.prices
+    per_worker_hour = None
+    if prices is not None:
+        per_worker_hour = prices.on_demand * priced_hours(HOUR_S, estimate["gpus_per_worker"])
+    counts = WorkerCounts(
+        sampled=[SampledRow(slot_s, 0) for slot_s in estimate["slot_s"]],
+        num_rows=estimate["input_rows"],
+        slots=estimate["slots"],
+        start_s=estimate["start_s"],
+        per_worker_hour=per_worker_hour,
+        now=now,
+    )
+    source = (
+        f"from {estimate['sampled_rows']} rows decoded here, as if by more workers like this one"
+    )
+    return counts_text(counts, RunBounds.of(config.execution, now), source)
