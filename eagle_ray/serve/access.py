@@ -1,17 +1,18 @@
-"""How the endpoint is reached: API keys, names of hosts, and the addresses on which a replica listens.
+"""Access to the endpoint: API keys, allowed host names, and the addresses that replicas listen on.
 
-API keys are read from a file and the environment, kept as salted digests, and compared in constant time. The command
-that starts the endpoint reads them. Replicas get the digests alone, so that a key stands in no command line, log,
-deployment or process of Ray.
+API keys are read from a file and the environment, kept as salted digests, and compared in constant
+time. The command that starts the endpoint reads them. Replicas get the digests alone, so that a key
+stands in no command line, log, deployment or process of Ray.
 
     >>> keys = ApiKeys.of(["one", "two"])
     >>> keys.find(b"two")
     1
 
-Ray 2.60 opens a gRPC server on [::]:0 in each replica, next to the actor calls that carry the requests, and unpickles
-what it receives, so a client that reaches the port can run code there. A deployment class that derives from
-``AtNodeAddress`` moves the server to the node's address (127.0.0.1 if Ray runs on one machine), where Serve looks for
-it. If a later Ray opens the port in another way, the first health check finds it and Serve ends the replica.
+Ray 2.60 opens a gRPC server on [::]:0 in each replica, next to the actor calls that carry the
+requests, and unpickles what it receives, so a client that reaches the port can run code there. A
+deployment class that derives from ``AtNodeAddress`` moves the server to the node's address
+(127.0.0.1 if Ray runs on one machine), where Serve looks for it. If a later Ray opens the port in
+another way, the first health check finds it and Serve ends the replica.
 
     class Replica(AtNodeAddress): ...
 
@@ -47,12 +48,13 @@ PRIVATE_DOMAINS = ("localhost", "local", "internal")  # top-level names that can
 class AllowedHosts:
     """The names by which clients may call an endpoint that has no keys.
 
-    A web page of a stranger can let its own name stand for this machine's address (DNS rebinding). Its browser then
-    takes the endpoint for a part of the page, and names the page's host in each request.
+    A web page of a stranger can let its own name stand for this machine's address (DNS rebinding).
+    Its browser then takes the endpoint for a part of the page, and names the page's host in each
+    request.
 
     Args:
-        address: where the endpoint listens. On a loopback address only loopback names are allowed; elsewhere also IP
-            addresses and names that cannot be registered.
+        address: where the endpoint listens. On a loopback address only loopback names are allowed;
+            elsewhere also IP addresses and names that cannot be registered.
         names: further ones.
 
     >>> "127.0.0.1:8000" in AllowedHosts("127.0.0.1"), "evil.example:8000" in AllowedHosts("127.0.0.1")
@@ -64,13 +66,19 @@ class AllowedHosts:
         self._is_on_loopback = is_loopback(address)
 
     def __contains__(self, host: str) -> bool:
-        """host: host of a request's header, with or without a port."""
+        """Return whether a request's Host header is allowed.
+
+        Args:
+            host: its value, with or without a port.
+        """
         name = _host_name(host)
         if name in self._names or is_loopback(name):
             return True
         if self._is_on_loopback:
             return False
-        return _is_address(name) or (bool(name) and ("." not in name or name.rpartition(".")[2] in PRIVATE_DOMAINS))
+        return _is_address(name) or (
+            bool(name) and ("." not in name or name.rpartition(".")[2] in PRIVATE_DOMAINS)
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -103,7 +111,11 @@ class ApiKeys:
 
     @classmethod
     def of(cls, keys: Iterable[str], salt: bytes | None = None) -> ApiKeys:
-        """Digest each key once, in order. salt: one that is kept, if owners are to be the same at the next start."""
+        """Digest each key once, in order.
+
+        Args:
+            salt: a salt that is kept, if owners are to be the same at the next start.
+        """
         salt = salt or secrets.token_bytes(16)
         return cls(salt, tuple(_digest(salt, key.encode()) for key in dict.fromkeys(keys)))
 
@@ -111,8 +123,12 @@ class ApiKeys:
         return len(self.digests)
 
     def owner(self, client: int) -> str:
-        """Return the name under which a client's files and batches are kept; without keys all have the same."""
-        return f"key-{hashlib.blake2b(self.digests[client], digest_size=16).hexdigest()}" if self.digests else "all"
+        """Return the name of a client's directory of files and batches. Without API keys there is one."""
+        return (
+            f"key-{hashlib.blake2b(self.digests[client], digest_size=16).hexdigest()}"
+            if self.digests
+            else "all"
+        )
 
     def client_of(self, owner: str) -> int | None:
         """Return the index of the key with this owner, or None if its key is no longer accepted."""
@@ -130,12 +146,16 @@ class ApiKeys:
         return index
 
 
-def read_keys(path: str | None, env: MutableMapping[str, str] = os.environ, salt: bytes | None = None) -> ApiKeys:
+def read_keys(
+    path: str | None, env: MutableMapping[str, str] = os.environ, salt: bytes | None = None
+) -> ApiKeys:
     """Read the keys of the file and of EAGLE_RAY_API_KEYS, and remove the variable: child processes inherit the rest.
 
-    salt: see ApiKeys.of.
+    Raises ConfigError if a source is given and cannot be read, or holds no key: the endpoint must
+    not open by mistake.
 
-    Raises ConfigError if a source is given and cannot be read, or holds no key: the endpoint must not open by mistake.
+    Args:
+        salt: see ApiKeys.of.
     """
     keys = [] if path is None else _from_file(Path(path).expanduser())
     if ENV_NAME in env:
@@ -151,11 +171,17 @@ def _from_file(path: Path) -> list[str]:
         raise ConfigError(
             f"serving.api_keys_file: cannot read {path} ({reason}). Name a file with one key a line."
         ) from None
-    keys = {i: line.strip() for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
+    keys = {
+        i: line.strip()
+        for i, line in enumerate(lines, 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
     for i, key in keys.items():
         _check(key, f"serving.api_keys_file: line {i} of {path}")
     if not keys:
-        raise ConfigError(f"serving.api_keys_file: {path} holds no key. Write one key a line, or remove the setting.")
+        raise ConfigError(
+            f"serving.api_keys_file: {path} holds no key. Write one key a line, or remove the setting."
+        )
     return list(keys.values())
 
 
@@ -164,7 +190,9 @@ def _from_env(value: str) -> list[str]:
     for i, key in enumerate(keys, 1):
         _check(key, f"{ENV_NAME}: key {i}")
     if not keys:
-        raise ConfigError(f"{ENV_NAME}: it is set but holds no key. Set it to keys separated by commas, or unset it.")
+        raise ConfigError(
+            f"{ENV_NAME}: it is set but holds no key. Set it to keys separated by commas, or unset it."
+        )
     return keys
 
 
@@ -206,14 +234,21 @@ def listeners(pids: Collection[int]) -> set[Listener]:
 
 def _accepts(connection: Any) -> bool:
     """Return whether a socket takes TCP connections, or is a UDP socket without a peer."""
-    return connection.status == psutil.CONN_LISTEN if connection.type == socket.SOCK_STREAM else not connection.raddr
+    return (
+        connection.status == psutil.CONN_LISTEN
+        if connection.type == socket.SOCK_STREAM
+        else not connection.raddr
+    )
 
 
 def _listener(pid: int, connection: Any) -> Listener:
     address = ipaddress.ip_address(connection.laddr.ip)
     mapped = address.ipv4_mapped if address.version == 6 else None
     return Listener(
-        pid, "tcp" if connection.type == socket.SOCK_STREAM else "udp", str(mapped or address), connection.laddr.port
+        pid,
+        "tcp" if connection.type == socket.SOCK_STREAM else "udp",
+        str(mapped or address),
+        connection.laddr.port,
     )
 
 
@@ -223,7 +258,8 @@ GRPC_METHODS = ("add_insecure_port", "add_secure_port")
 class AtNodeAddress:
     """Base of a deployment class whose process opens servers on its node's address and on loopback only.
 
-    Serve constructs it before it opens the replica's gRPC server, and checks its health before it sends requests.
+    Serve constructs it before it opens the replica's gRPC server, and checks its health before it
+    sends requests.
     """
 
     def __init__(self) -> None:
@@ -231,7 +267,8 @@ class AtNodeAddress:
 
         self._node_address = ray.util.get_node_ip_address()
         bind_grpc_servers(self._node_address)
-        self._of_ray_core = exposed(self._node_address)  # on a cluster the worker's own port, see infra/README.md
+        # On a cluster it is the worker's own port, see infra/README.md.
+        self._of_ray_core = exposed(self._node_address)
         self._is_checked = False
 
     def check_health(self) -> None:
@@ -254,13 +291,24 @@ class AtNodeAddress:
 def bind_grpc_servers(node_address: str) -> None:
     """Make each grpc.aio server that this process opens from now on listen on the node's address or on loopback.
 
-    If this grpcio has no such servers, they listen where Serve says, and `check_health` refuses what is too much.
+    If this grpcio has no such servers, they listen where Serve says, and `check_health` refuses
+    what is too much.
     """
-    from grpc.aio import Server  # the base of what grpc.aio.server() returns, and so of Serve's own servers
+    # This is the base class of what grpc.aio.server() returns, and so of Serve's own servers.
+    from grpc.aio import (
+        Server,
+    )
 
-    methods = [(kind, name) for kind in Server.__subclasses__() for name in GRPC_METHODS if name in vars(kind)]
+    methods = [
+        (kind, name)
+        for kind in Server.__subclasses__()
+        for name in GRPC_METHODS
+        if name in vars(kind)
+    ]
     if not methods:
-        log.warning("this grpcio has no servers that can be bound to the node's address: the replica checks its ports")
+        log.warning(
+            "this grpcio has no servers that can be bound to the node's address: the replica checks its ports"
+        )
     for kind, name in methods:
         setattr(kind, name, _at_node(vars(kind)[name], node_address))
 
@@ -287,5 +335,7 @@ def exposed(node_address: str) -> frozenset[Listener]:
     return frozenset(
         listener
         for listener in listeners({os.getpid()})
-        if listener.protocol == "tcp" and not listener.is_loopback and listener.address != node_address
+        if listener.protocol == "tcp"
+        and not listener.is_loopback
+        and listener.address != node_address
     )

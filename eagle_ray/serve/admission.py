@@ -1,20 +1,21 @@
-"""Which requests a replica accepts, and whose turn it is: by the sequences and tokens that each needs.
+"""Admission: which requests a replica accepts, by the sequences and tokens that each needs, and their order.
 
-A request needs a sequence for each prompt and choice, and for each sequence the tokens of its prompt and max_tokens.
-They are held until the request ends. A request that does not fit now is refused with 429, one that never fits with
-400.
+A request needs a sequence for each prompt and choice, and for each sequence the tokens of its
+prompt and max_tokens. They are held until the request ends. A request that does not fit now is
+refused with 429, one that never fits with 400.
 
     admission = Admission(Reservation(sequences=24, tokens=65_536))
     with admission.admit(Reservation(sequences=2, tokens=600)):
         ...
     await idle_slots.wait(need)     # a line of a batch, which the caller admits at once
 
-Sequences of clients with different API keys take turns. The engine serves in order of arrival, so it gets only as many
-sequences as it has slots; the others wait in a FairQueue, in one queue per client. The client that was served
-the fewest tokens is next. A sequence may run for a minute and keeps its slot, so a part of the slots is kept for
-clients that have none. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language
-Models" (OSDI 2024). While a sequence runs, its prompt and max_tokens are reserved; when it ends, its client is charged
-with the tokens that it used.
+Sequences of clients with different API keys take turns. The engine serves in order of arrival, so
+it gets only as many sequences as it has slots; the others wait in a FairQueue, in one queue per
+client. The client that was served the fewest tokens is next. A sequence may run for a minute and
+keeps its slot, so a part of the slots is kept for clients that have none. This is the virtual token
+counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence
+runs, its prompt and max_tokens are reserved; when it ends, its client is charged with the tokens
+that it used.
 
     queue = FairQueue(num_clients=2, max_turns=4, num_reserved=1)
     async with queue.turn(client=1, tokens=300) as turn:
@@ -36,7 +37,7 @@ from eagle_ray.serve.http_answers import ApiError
 MAX_SHARE = 3  # a key holds at most three times what is free: a flood of one key leaves a quarter to the others
 NUM_RELEASES = 64  # recent releases, from which the wait of a refused request is estimated
 MAX_RETRY_AFTER_S = 60
-LOOK_EVERY_S = 0.02  # at the slots, for a line that waits
+SLOT_POLL_S = 0.02  # seconds between two looks for a slot for a waiting line
 RESERVED_PART = 8  # one slot of eight, at least one of several, is kept free; see num_reserved
 
 
@@ -74,9 +75,10 @@ class Admission:
 
     Args:
         limit: what may be in flight together, running and queued.
-        num_clients: API keys. With several, the limit is shared, so that one client cannot use all of it.
-        longest: tokens of the longest sequence. A client that holds nothing gets one such sequence if it is free,
-            however small the client's share.
+        num_clients: API keys. With several, the limit is shared, so that one client cannot use all
+            of it.
+        longest: tokens of the longest sequence. A client that holds nothing gets one such sequence
+            if it is free, however small the client's share.
     """
 
     def __init__(self, limit: Reservation, num_clients: int = 1, longest: int = 1):
@@ -88,12 +90,12 @@ class Admission:
 
     @property
     def in_flight(self) -> Reservation:
-        """Return what all requests in flight need together."""
+        """Return the sum of the needs of all requests in flight."""
         return sum(self._in_flight.values(), Reservation())
 
     @contextmanager
     def admit(self, need: Reservation, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
-        """Hold what a request needs while the block runs. Raises as check does."""
+        """Count a request's needs while the block runs. Raises as check does."""
         self.check(need, client, num_prompts)
         self._in_flight[client] += need
         try:
@@ -133,7 +135,12 @@ class Admission:
             )
 
     def _available(self, in_flight: Reservation, own: Reservation) -> Reservation:
-        """Return what a client may add. in_flight: by all clients. own: by this one, held included."""
+        """Return how much a client may add.
+
+        Args:
+            in_flight: sum over all clients.
+            own: this client's part, held included.
+        """
         free = self.limit - in_flight
         if not self._is_shared:
             return free
@@ -153,7 +160,10 @@ class Admission:
         released = sum((need for _, need in self._releases), Reservation())
         waits = [
             seconds * lacking / max(1, gone)
-            for lacking, gone in ((missing.sequences, released.sequences), (missing.tokens, released.tokens))
+            for lacking, gone in (
+                (missing.sequences, released.sequences),
+                (missing.tokens, released.tokens),
+            )
         ]
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(max(waits))))
 
@@ -161,9 +171,10 @@ class Admission:
 class IdleSlots:
     """Gives lines of batches the slots that interactive requests leave free. Use it on one event loop.
 
-    A line is let in if all requests that are admitted, and the line, fit together into the slots that are not reserved:
-    it may run for minutes, and an interactive request must find a slot at once. So lines wait while interactive
-    requests fill the slots, and no interactive request waits behind them.
+    A line is let in if all requests that are admitted, and the line, fit together into the slots
+    that are not reserved: it may run for minutes, and an interactive request must find a slot at
+    once. So lines wait while interactive requests fill the slots, and no interactive request waits
+    behind them.
 
     Args:
         num_slots: number of slots of the engine.
@@ -179,7 +190,7 @@ class IdleSlots:
         self._waiting.append(line)
         try:
             while self._waiting[0] is not line or not self._fits(need):
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(SLOT_POLL_S)
         finally:
             self._waiting.remove(line)
 
@@ -191,7 +202,11 @@ class IdleSlots:
 
 @dataclass(slots=True)
 class QueueTurn:
-    """One sequence at the engine. used: the tokens that it used."""
+    """A sequence's turn at the engine.
+
+    Attributes:
+        used: the tokens that it has used.
+    """
 
     used: int
 
@@ -207,15 +222,21 @@ class FairQueue:
     def __init__(self, num_clients: int, max_turns: int, num_reserved: int = 0):
         self.num_free = max_turns
         self._num_reserved = num_reserved
-        self._num_turns = [0] * num_clients  # at the engine, per client
+        self._num_turns = [0] * num_clients  # sequences at the engine, by client
         self._served = [0] * num_clients  # tokens, per client
-        self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
-        self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
+        # Tokens that the sequences at the engine may take, per client.
+        self._reserved = [0] * num_clients
+        # Tokens of each waiting sequence, oldest first.
+        self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]
         self._last_served = 0  # the counter of the client that was last given a place
 
     @asynccontextmanager
     async def turn(self, client: int, tokens: int) -> AsyncIterator[QueueTurn]:
-        """Wait for a place and hold it while the block runs. tokens: an upper bound of what the sequence may use."""
+        """Wait for a place and hold it while the block runs.
+
+        Args:
+            tokens: an upper bound of what the sequence may use.
+        """
         await self._wait(client, tokens)
         turn = QueueTurn(tokens)
         try:
@@ -246,7 +267,8 @@ class FairQueue:
     def _catch_up(self, client: int) -> None:
         """Raise the counter of a client that was idle: time without requests earns no credit.
 
-        Reservations do not count: a client that reserves much and uses little would delay later clients.
+        Reservations do not count: a client that reserves much and uses little would delay later
+        clients.
         """
         if not self._waiting[client] and not self._reserved[client]:
             others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]

@@ -2,8 +2,9 @@
 
 Every error response has OpenAI's form. A client that disconnects aborts its request.
 
-The web page at ``/`` is a few static files. It is an ordinary client: it requests stream_options.include_steps and
-draws the result. Its content security policy allows only its own scripts and requests to this server.
+The web page at ``/`` is a few static files. It is an ordinary client: it requests
+stream_options.include_steps and draws the result. Its content security policy allows only its own
+scripts and requests to this server.
 
     app = build_app(service)
 """
@@ -26,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
     ChatRequest,
@@ -34,6 +36,7 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
 from eagle_ray.serve.access import AllowedHosts
 from eagle_ray.serve.batches.batch_routes import batch_routes
 from eagle_ray.serve.batches.batch_store import BatchStore
@@ -42,6 +45,7 @@ from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.proxy_errors import AcknowledgeBody
 from eagle_ray.serve.request_body import ClientDisconnected, read_body
+from eagle_ray.serve.score_routes import answer_scores
 from eagle_ray.serve.service import GenerationClass, Service
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
@@ -52,18 +56,27 @@ CLIENT_CLOSED = 499  # not read: the client closed the connection
 
 
 async def alone(snapshot: Snapshot) -> Snapshot:
-    """Publish metrics when there is only one replica."""
+    """Return the metrics of a single replica, which need no merging."""
     return snapshot
 
 
-def build_app(service: Service, publish: Publish = alone, store: BatchStore | None = None) -> Starlette:
-    """Return the application. store: files and batches, whose routes are off without it."""
+def build_app(
+    service: Service, publish: Publish = alone, store: BatchStore | None = None
+) -> Starlette:
+    """Return the application.
+
+    Args:
+        store: files and batches, whose routes are off without it.
+    """
     handle = Routes(service, publish)
     routes = [
         Route("/v1/chat/completions", handle.chat, methods=["POST"]),
         Route("/v1/completions", handle.completions, methods=["POST"]),
         Route("/v1/responses", handle.responses, methods=["POST"]),
         Route("/v1/responses/{rest:path}", handle.no_response, methods=["GET", "POST", "DELETE"]),
+        Route("/v1/embeddings", handle.embeddings, methods=["POST"]),
+        Route("/v1/score", handle.score, methods=["POST"]),
+        Route("/v1/rerank", handle.rerank, methods=["POST"]),
         Route("/v1/models", handle.models),
         Route("/v1/models/{name:path}", handle.model),
         *batch_routes(store, service.config.serving, handle.owner),
@@ -78,8 +91,11 @@ def build_app(service: Service, publish: Publish = alone, store: BatchStore | No
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
     handlers = {error: handle.refuse for error in errors} | {ClientDisconnected: handle.part}
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(AcknowledgeBody)])
-    app.router.redirect_slashes = False  # to where, only the client knows: proxies may stand between
+    app = Starlette(
+        routes=routes, exception_handlers=handlers, middleware=[Middleware(AcknowledgeBody)]
+    )
+    # Proxies may stand between, so only the client knows where to redirect to.
+    app.router.redirect_slashes = False
     return app
 
 
@@ -90,7 +106,9 @@ class Routes:
         self._service = service
         self._scrapes = SharedScrape(lambda: publish(service.snapshot()))
         self._keys = service.keys
-        self._hosts = AllowedHosts(service.config.serving.host, service.config.serving.allowed_hosts)
+        self._hosts = AllowedHosts(
+            service.config.serving.host, service.config.serving.allowed_hosts
+        )
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)
@@ -124,15 +142,40 @@ class Routes:
         self._service.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
+    async def embeddings(self, request: Request) -> Response:
+        client = self._client(request)
+        parsed, size = await self._body(request, EmbeddingsRequest, client)
+        return _json(
+            await _until_disconnect(request.receive, self._service.embeddings(parsed, size, client))
+        )
+
+    async def score(self, request: Request) -> Response:
+        return await self._scores(request, ScoreRequest)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._scores(request, RerankRequest)
+
+    async def _scores(
+        self, request: Request, kind: type[ScoreRequest] | type[RerankRequest]
+    ) -> Response:
+        client = self._client(request)
+        parsed, size = await self._body(request, kind, client)
+        answer = answer_scores(self._service, parsed, size, client)
+        return _json(await _until_disconnect(request.receive, answer))
+
     async def tokenize(self, request: Request) -> Response:
         client = self._client(request)
         parsed, size = await self._body(request, TokenizeRequest, client)
-        return _json(await _until_disconnect(request.receive, self._service.tokenize(parsed, size, client)))
+        return _json(
+            await _until_disconnect(request.receive, self._service.tokenize(parsed, size, client))
+        )
 
     async def detokenize(self, request: Request) -> Response:
         client = self._client(request)
         parsed, size = await self._body(request, DetokenizeRequest, client)
-        return _json(await _until_disconnect(request.receive, self._service.detokenize(parsed, size, client)))
+        return _json(
+            await _until_disconnect(request.receive, self._service.detokenize(parsed, size, client))
+        )
 
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
@@ -158,7 +201,9 @@ class Routes:
         if isinstance(error, HTTPException):
             headers = error.headers or {}  # which methods a route has
             error = ApiError(
-                error.status_code, f"{request.method} {request.scope['path']}: {error.detail}", code="no_route"
+                error.status_code,
+                f"{request.method} {request.scope['path']}: {error.detail}",
+                code="no_route",
             )
         refusal = api_error(error)
         self._service.meter.refused(refusal.code)
@@ -183,10 +228,14 @@ class Routes:
             "num_spec_tokens": service.num_spec_tokens,
         }
 
-    async def _body(self, request: Request, kind: type[BodyClass], client: int) -> tuple[BodyClass, int]:
+    async def _body(
+        self, request: Request, kind: type[BodyClass], client: int
+    ) -> tuple[BodyClass, int]:
         """Return the parsed request and the bytes of its body."""
         body = await read_body(request, self._service.config.serving.max_body_bytes)
-        return await _until_disconnect(request.receive, self._service.parse(kind, body, client)), len(body)
+        return await _until_disconnect(
+            request.receive, self._service.parse(kind, body, client)
+        ), len(body)
 
     def _client(self, request: Request) -> int:
         """Return the number of the client's key; 0 if there are no keys.
@@ -198,23 +247,29 @@ class Routes:
             return 0
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip(" \t")  # not \xa0 and \x85, the last bytes of à and Å in UTF-8
-        client = self._keys.find(key.encode(), key.encode("latin-1"))  # clients write ü in either way
+        # Clients write ü in either way.
+        client = self._keys.find(key.encode(), key.encode("latin-1"))
         if scheme.lower() != "bearer" or client is None:
-            raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(
+                401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key"
+            )
         return client
 
     def _check_host(self, host: str | None) -> None:
         """Raise ApiError for a name that may be a web page's. Browsers always send one."""
         if host is not None and host not in self._hosts:
             fix = "Use this machine's own name, add this one to serving.allowed_hosts, or set API keys"
-            raise ApiError(403, f"Host: {host!r} is not a name of this server. {fix}.", code="other_host")
+            raise ApiError(
+                403, f"Host: {host!r} is not a name of this server. {fix}.", code="other_host"
+            )
 
 
 async def _event_stream(request: Request, events: AsyncGenerator[str, None]) -> Response:
-    """Return the response that sends the events, once the first of them is there."""
+    """Return a streaming response, once its first event is available."""
     try:
         return EventStream(await _until_disconnect(request.receive, anext(events)), events)
-    except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
+    except BaseException:
+        # A stream cancelled after its first event would hold its place until it is collected.
         await events.aclose()
         raise
 
@@ -224,7 +279,11 @@ def _json(body: bytes) -> Response:
 
 
 class EventStream(Response):
-    """A response of server-sent events, sent until the client disconnects. first: an event that is ready already."""
+    """A response of server-sent events, sent until the client disconnects.
+
+    Args:
+        first: an event that is ready already.
+    """
 
     media_type = "text/event-stream"
 
@@ -242,7 +301,9 @@ class EventStream(Response):
             await self._rest.aclose()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
         async for event in self._rest:
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
@@ -268,7 +329,12 @@ async def _gone(receive: Receive) -> None:
         continue
 
 
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+CONTENT_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -289,7 +355,10 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """Return the routes of index.html, its icon, and every file under /page."""
-    by_name = {file.name: _File(file.name, file.read_bytes()) for file in files(__package__).joinpath("page").iterdir()}
+    by_name = {
+        file.name: _File(file.name, file.read_bytes())
+        for file in files(__package__).joinpath("page").iterdir()
+    }
     named = {f"/page/{name}": file for name, file in by_name.items()}
     named |= {"/": by_name["index.html"], "/favicon.ico": by_name["icon.svg"]}
     return [Route(path, file.send) for path, file in named.items()]
@@ -299,7 +368,7 @@ class _File:
     """A static file, read once."""
 
     def __init__(self, name: str, content: bytes):
-        self._content, self._kind = content, KINDS[name.rpartition(".")[2]]
+        self._content, self._kind = content, CONTENT_TYPES[name.rpartition(".")[2]]
         self._headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
 
     async def send(self, request: Request) -> Response:

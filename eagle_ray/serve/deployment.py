@@ -1,7 +1,7 @@
 """The Ray Serve application: one replica per engine behind one proxy, and an actor that merges their metrics.
 
-``eagle-ray serve`` runs it here; a cluster gets a YAML that names ``application`` (infra/serve/deploy.yaml).
-Autoscaling follows the requests in flight.
+``eagle-ray serve`` runs it here; a cluster gets a YAML that names ``application``
+(infra/serve/deploy.yaml). Autoscaling follows the requests in flight.
 
     handle = serve.run(application_of(config, keys, plan), name=config.name)
 """
@@ -29,16 +29,15 @@ from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.embedding_service import start_service
 from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merged_snapshot
-from eagle_ray.serve.service import Service
 
 log = logging.getLogger("eagle_ray")
-EVERYWHERE = "0.0.0.0"
-ENGINE = "engine"  # the deployment of the engines' replicas
+ALL_INTERFACES = "0.0.0.0"
+ENGINE_DEPLOYMENT = "engine"  # the deployment of the engines' replicas
 PUBLISH_EVERY_S = 2.0
-MAX_ONGOING_REQUESTS = (
-    10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
-)
+# Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait.
+MAX_ONGOING_REQUESTS = 10_000
 
 
 class Replica(AtNodeAddress):
@@ -53,10 +52,14 @@ class Replica(AtNodeAddress):
         store: BatchStore | None = None,
         runner: DeploymentHandle | None = None,
     ):
-        """runner: the BatchesReplica's, which Serve starts because it is an argument."""
+        """Start the engine of one replica.
+
+        Args:
+            runner: handle of BatchesReplica, which Serve starts because it is an argument.
+        """
         super().__init__()
         _log_to_stderr(config.logging.level)
-        self._service = Service.start(config, plan, keys, owns_process=True)
+        self._service = start_service(config, plan, keys, owns_process=True)
         self._store = store
         self._name = serve.get_replica_context().replica_id.unique_id
         self._aggregator = aggregator
@@ -123,7 +126,7 @@ class BatchesReplica(AtNodeAddress):
     async def _respond(self, owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
         client = self._keys.client_of(owner)
         assert client is not None, "the runner leaves batches of unknown keys alone"
-        engines = serve.get_deployment_handle(ENGINE, self._app)
+        engines = serve.get_deployment_handle(ENGINE_DEPLOYMENT, self._app)
         try:
             status, answer = await engines.answer_line.remote(client, endpoint, body)
         except RayActorError as error:
@@ -137,14 +140,18 @@ class BatchesReplica(AtNodeAddress):
 
 
 def application(args: dict[str, Any]) -> Application:
-    """Return the application for ``serve deploy``. args: a ServeConfig's keys, or `config: FILE` and overriding keys.
+    """Return the application for ``serve deploy``.
 
     Raises ConfigError with one line per wrong key.
+
+    Args:
+        args: a ServeConfig's keys, or `config: FILE` and overriding keys.
     """
     rest = dict(args)
     path = rest.pop("config", None)
     config = load_serve_config(path, env=os.environ, overrides=rest)
-    serving = config.serving.model_copy(update={"host": EVERYWHERE})  # or wherever Serve's http_options say
+    # The http_options of Serve may name another host.
+    serving = config.serving.model_copy(update={"host": ALL_INTERFACES})
     config = config.model_copy(update={"serving": serving})
     store = store_of(config)
     keys = read_keys(config.serving.api_keys_file, salt=None if store is None else store.salt())
@@ -164,7 +171,7 @@ def application_of(
     serving = config.serving
     slots = usual_slots(serving.slots, plan.num_gpus > 0)
     options: dict[str, Any] = {
-        "name": ENGINE,
+        "name": ENGINE_DEPLOYMENT,
         "ray_actor_options": {"num_cpus": 0 if plan.num_gpus else 1, "num_gpus": plan.num_gpus},
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": serving.drain_s,
@@ -182,11 +189,16 @@ def application_of(
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    aggregator = serve.deployment(name="metrics", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
+    aggregator = serve.deployment(name="metrics", ray_actor_options={"num_cpus": 0})(
+        MetricsReplica
+    ).bind()
     runner = None
     if store is not None:
-        window = slots * plan.max_workers  # enough for every slot; lines that find none free wait in the replicas
-        only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(BatchesReplica)
+        # The window is enough for every slot; lines that find none free wait in the replicas.
+        window = slots * plan.max_workers
+        only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(
+            BatchesReplica
+        )
         runner = only_one.bind(config, keys, store, window)
     engines = serve.deployment(**options)(serve.ingress()(Replica))
     return engines.bind(config, keys, plan, aggregator, store, runner)

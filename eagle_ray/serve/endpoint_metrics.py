@@ -6,8 +6,8 @@ Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted 
     one actor  MetricsAggregator holds the last Snapshot of every replica, so that each replica can answer for all
     HTTP       prometheus_text(merged_snapshot(snapshots))
 
-Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is restarted, the first
-replica that reports gives it the last known totals.
+Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is
+restarted, the first replica that reports gives it the last known totals.
 
     >>> merged_snapshot([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
     {'prompt_tokens_total': 7}
@@ -26,7 +26,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.requests.sequence_answers import stats_of
 
-PREFIX = "eagle_ray_"
+ENDPOINT_PREFIX = "eagle_ray_"
 GAUGES = {
     "num_requests_running": "sequences that hold a slot",
     "num_requests_waiting": "sequences that wait for a slot",
@@ -90,9 +90,13 @@ def prometheus_text(snapshot: Snapshot) -> str:
     lines: list[str] = []
     for names, kind, ending in kinds:
         for name, description in names.items():
-            full = PREFIX + name + ending
+            full = ENDPOINT_PREFIX + name + ending
             lines += [f"# HELP {full} {description}", f"# TYPE {full} {kind}"]
-            lines += [f"{PREFIX}{key} {value}" for key, value in samples.items() if _family(key) == name + ending]
+            lines += [
+                f"{ENDPOINT_PREFIX}{key} {value}"
+                for key, value in samples.items()
+                if _family(key) == name + ending
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -111,8 +115,10 @@ MIN_SCRAPE_INTERVAL_S = 0.2
 class SharedScrape:
     """The metrics' text, made by one scrape at a time: all requests that arrive during one share the next.
 
-    scrape: returns the snapshot of all replicas. Anyone may ask for the metrics, so their cost must not depend on the
-    number of requests. No request gets a text that was made before it arrived.
+    Args:
+        scrape: returns the snapshot of all replicas. Anyone may ask for the metrics, so their cost
+            must not depend on the number of requests. No request gets a text that was made before
+            it arrived.
     """
 
     def __init__(self, scrape: Callable[[], Awaitable[Snapshot]]):
@@ -146,29 +152,45 @@ class MetricsAggregator:
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, Snapshot]] = {}
 
-    async def put(self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]) -> dict[str, Snapshot]:
-        """Keep this replica's snapshot and return all replicas'. known: what the replica received the last time."""
+    async def put(
+        self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]
+    ) -> dict[str, Snapshot]:
+        """Keep this replica's snapshot and return all replicas'.
+
+        Args:
+            known: what the replica received the last time.
+        """
         now = time.monotonic()
         if not self._last:
             self._last = {name: (now, part) for name, part in known.items()}
-        before = self._last[replica][1].counters if replica in self._last else {}
-        counters = {name: max(before.get(name, 0), value) for name, value in snapshot.counters.items()}
-        self._last[replica] = now, Snapshot(before | counters, snapshot.gauges)
+
+        # Counters never fall, though snapshots may arrive out of order.
+        counters = dict(self._last[replica][1].counters) if replica in self._last else {}
+        for name, value in snapshot.counters.items():
+            counters[name] = max(counters.get(name, 0), value)
+        self._last[replica] = (now, Snapshot(counters, snapshot.gauges))
         self._retire(now)
-        return {
-            name: part if now - seen_at < STALE_S else Snapshot(part.counters, {})
-            for name, (seen_at, part) in self._last.items()
-        }
+
+        # A replica that is silent has counters, and no gauges.
+        snapshots = {}
+        for name, (seen_at, part) in self._last.items():
+            is_stale = now - seen_at >= STALE_S
+            snapshots[name] = Snapshot(part.counters, {}) if is_stale else part
+        return snapshots
 
     def _retire(self, now: float) -> None:
-        ended = [name for name, (seen_at, _) in self._last.items() if name != RETIRED and now - seen_at > RETIRED_S]
+        ended = [
+            name
+            for name, (seen_at, _) in self._last.items()
+            if name != RETIRED and now - seen_at > RETIRED_S
+        ]
         for name in ended:
             _, retired = self._last.get(RETIRED, (now, Snapshot()))
             parts = [Snapshot(retired.counters), Snapshot(self._last.pop(name)[1].counters)]
             self._last[RETIRED] = now, merged_snapshot(parts)
 
 
-BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
 class ReplicaMetrics:
@@ -178,7 +200,11 @@ class ReplicaMetrics:
         self._counts: defaultdict[str, float] = defaultdict(int)
 
     def answered(self, sequence: Sequence, arrived_at: float) -> None:
-        """Count a finished sequence. arrived_at: when its request was admitted, by time.monotonic."""
+        """Count a finished sequence.
+
+        Args:
+            arrived_at: time.monotonic at which the request was admitted.
+        """
         stats = stats_of(sequence)
         self._add("prompt_tokens", len(sequence.prompt_ids))
         self._add("generation_tokens", len(sequence.output_ids))
@@ -192,8 +218,9 @@ class ReplicaMetrics:
         assert first is not None and end is not None, "a finished sequence has both"
         self._observe("time_to_first_token_seconds", first - arrived_at)
         self._observe("e2e_request_latency_seconds", end - arrived_at)
-        if len(sequence.output_ids) > 1:
-            self._observe("inter_token_latency_seconds", (end - first) / (len(sequence.output_ids) - 1))
+        num_later = len(sequence.output_ids) - 1
+        if num_later > 0:
+            self._observe("inter_token_latency_seconds", (end - first) / num_later)
 
     def aborted(self, number: int) -> None:
         self._add("request_aborted", number)
@@ -202,7 +229,11 @@ class ReplicaMetrics:
         self._add("http_errors", 1, f'code="{code}"')
 
     def snapshot(self, engine: EngineCounters, occupancy: Occupancy, in_flight: int) -> Snapshot:
-        """Return the counters and gauges. in_flight: sequences of unanswered requests."""
+        """Return the counters and gauges.
+
+        Args:
+            in_flight: sequences of unanswered requests.
+        """
         counters = dict(self._counts)
         for name in COUNTERS:
             if name.startswith("engine_"):
@@ -221,7 +252,7 @@ class ReplicaMetrics:
         self._counts[f"{name}_total{{{labels}}}" if labels else f"{name}_total"] += number
 
     def _observe(self, name: str, seconds: float) -> None:
-        for bound in BUCKETS_S:
+        for bound in REQUEST_BUCKETS_S:
             self._counts[f'{name}_bucket{{le="{bound}"}}'] += seconds <= bound
         self._counts[f'{name}_bucket{{le="+Inf"}}'] += 1
         self._counts[f"{name}_sum"] += seconds

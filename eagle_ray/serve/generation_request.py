@@ -1,12 +1,13 @@
 """Turn a request into engine sequences, one for each prompt and choice, prompt by prompt; and a chat into a response.
 
-Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j of a row with
-seed s.
+Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j
+of a row with seed s.
 
     prepare_generation(request, config, tokenizer).choices
     # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 
-A request of /v1/responses is answered by a chat. Its body is made of the chat's, and its events of the chat's chunks.
+A request of /v1/responses is answered by a chat. Its body is made of the chat's, and its events of
+the chat's chunks.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.config import ServeConfig
+from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.seeds import sample_seed
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.answers import Json, TokenUsage
+from eagle_ray.requests.answers import Json, TokenUsage, scores_form
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
 from eagle_ray.requests.parameters import CHAT, FORMS, SamplingParams
 from eagle_ray.requests.responses import ResponseObject
+from eagle_ray.requests.scored_prompts import scored_choices
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
-from eagle_ray.requests.sequences import SequenceMaker
-from eagle_ray.sampling.sampler import sample_seed
+from eagle_ray.requests.sequences import SequenceMaker, begins_with_choice
 from eagle_ray.serve.admission import Reservation
 from eagle_ray.serve.http_answers import ApiError, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
@@ -38,7 +41,8 @@ class GenerationRequest:
 
     Attributes:
         answers: its choices, and what is to be shown of them.
-        is_typed: it is a text completion of a client whose types allow no null (``http_answers.typed_form``).
+        is_typed: it is a text completion of a client whose types allow no null
+            (``http_answers.typed_form``).
         client: the number of the client's API key.
         response: the request that this chat answers, if it is one of /v1/responses.
     """
@@ -63,13 +67,15 @@ class GenerationRequest:
 
     @property
     def chat_options(self) -> ChatOptions:
-        """Return tools and values for the template; those that are off for a text completion."""
+        """Return the chat template's options; for a text completion they are off."""
         return self.answers.reader.chat_options or NO_OPTIONS
 
     def body(self) -> Json:
         """Return the body of an answer that is not streamed; every sequence is finished."""
         body = self.answers.body()
-        return self.shown(body) if self.response is None else _response_body(self, self.response, body)
+        return (
+            self.shown(body) if self.response is None else _response_body(self, self.response, body)
+        )
 
     def shown(self, answer: Json) -> Json:
         """Return a completion, or a chunk of one, as the client can read it."""
@@ -95,11 +101,16 @@ def prepare_generation(
     choices: list[Choice] = []
     for prompt in prompts:
         sequences = [
-            maker.sequence(f"{id}/{len(choices) + j}", prompt.ids, _sampling_of(request, sampling, j))
+            maker.sequence(
+                f"{id}/{len(choices) + j}", prompt.ids, _sampling_of(request, sampling, j)
+            )
             for j in range(sampling.n)
         ]
+        if request.tops is not None:
+            _score_choices(sequences, prompt, maker.tokenizer, not is_chat)
         choices += [
-            Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
+            Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0])
+            for j, sequence in enumerate(sequences)
         ]
     stream_options = request.stream_options
     answers = RequestAnswers(
@@ -119,7 +130,7 @@ def prepare_generation(
 
 
 def named_error(error: Exception, generation: GenerationRequest) -> Exception:
-    """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
+    """Return a grammar's error with the name of the parameter that it comes from; other errors unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
     names = [name for name in FORMS if getattr(generation.request, name)]
@@ -137,14 +148,17 @@ def num_tokens(sequence: Sequence, max_model_len: int) -> int:
 
 
 def need_of(request: GenerationRequest, max_model_len: int) -> Reservation:
-    """Return what the request holds while it is in flight."""
+    """Return the sequences and tokens that the request needs while it is in flight."""
     return Reservation(
-        len(request.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices)
+        len(request.choices),
+        sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices),
     )
 
 
-def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Reservation:
-    """Return what the request holds at least, before its texts are tokenized: each counts as one token."""
+def min_need(
+    request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int
+) -> Reservation:
+    """Return a lower bound of need_of before texts are tokenized: each counts as one token."""
     sampling = request.sampling_params(dict(config.sampling))
     lengths = [1]
     if isinstance(request, CompletionRequest):
@@ -153,7 +167,9 @@ def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_
     return Reservation(sampling.n * len(lengths), sampling.n * num_tokens)
 
 
-def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions | None:
+def _chat_options(
+    request: ChatRequest | CompletionRequest, config: ServeConfig
+) -> ChatOptions | None:
     """Return the options in force: the request's own, then the server's; None of a text. Raises RequestError."""
     if not isinstance(request, ChatRequest):
         return None
@@ -163,9 +179,12 @@ def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig)
         raise RequestError("invalid_chat", str(error)) from None
 
 
-def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options: ChatOptions) -> list[Prompt]:
+def _prompts(
+    request: ChatRequest | CompletionRequest, text: Tokenizer, options: ChatOptions
+) -> list[Prompt]:
     if isinstance(request, ChatRequest):
-        return [Prompt(text.encode_chat(request.conversation, options), "")]
+        rendered = text.render_chat(request.conversation, options=options)
+        return [Prompt(text.encode(rendered, add_special_tokens=False), rendered)]
     return [
         Prompt(text.encode(prompt), prompt)
         if isinstance(prompt, str)
@@ -174,10 +193,26 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options:
     ]
 
 
-def _sampling_of(request: ChatRequest | CompletionRequest, sampling: SamplingParams, index: int) -> SamplingParams:
+def _score_choices(
+    sequences: list[Sequence], prompt: Prompt, text: Tokenizer, adds_special: bool
+) -> None:
+    """Let all sequences of a prompt score the texts of which their answer must be one, if it begins with them."""
+    choices = sequences[0].sampling.choice
+    if choices is None or not begins_with_choice(sequences[0]):
+        return
+    scores = scored_choices(prompt.text or None, prompt.ids, choices, text, adds_special)
+    for sequence in sequences:
+        sequence.scoring = ContinuationScores(scores.continuations)
+
+
+def _sampling_of(
+    request: ChatRequest | CompletionRequest, sampling: SamplingParams, index: int
+) -> SamplingParams:
     """Return the parameters of a choice of a prompt, with a random seed if the request has none."""
     seed = secrets.randbits(63) if sampling.seed is None else sample_seed(sampling.seed, index)
-    has_prompt_logprobs = index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
+    has_prompt_logprobs = (
+        index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
+    )
     if has_prompt_logprobs:
         sampling = SamplingParams.of_checked(vars(sampling) | {"prompt_logprobs": True})
     return sampling.with_seed(seed)
@@ -189,7 +224,8 @@ def _response_body(generation: GenerationRequest, request: ResponsesRequest, cha
     [choice] = chat["choices"]
     response.add(choice["message"], choice["logprobs"])
     usage = TokenUsage.of_body(chat)
-    response.finish(choice["finish_reason"], usage.response_form(), chat["metrics"])
+    scores = scores_form(choice)
+    response.finish(choice["finish_reason"], usage.response_form(), chat["metrics"], scores)
     return response.json
 
 
@@ -206,15 +242,19 @@ class ResponseEvents:
         [choice] = chunk["choices"]
         events = [] if self._num_sent else self._response.begin()
         events += self._response.add(choice["delta"], choice["logprobs"])
-        if choice["finish_reason"] is not None:
+        reason = choice["finish_reason"]
+        if reason is not None:
             usage = self._answers.usage(self._response.reasonings).response_form()
-            events += self._response.finish(choice["finish_reason"], usage, self._answers.metrics())
+            metrics = self._answers.metrics()
+            events += self._response.finish(reason, usage, metrics, scores_form(choice))
         return [self._numbered(one) for one in events]
 
     def failed(self, error: ApiError) -> Json:
         """Return the last event of a stream that fails after it began."""
         values = error.body()["error"]
-        return self._numbered({"type": "error"} | {name: values[name] for name in ("code", "message", "param")})
+        return self._numbered(
+            {"type": "error"} | {name: values[name] for name in ("code", "message", "param")}
+        )
 
     def _numbered(self, one: Json) -> Json:
         self._num_sent += 1

@@ -1,7 +1,8 @@
-"""Answers as clients get them: JSON of any size, server-sent events as OpenAI's streams have them, and refusals.
+"""HTTP answers: JSON of any size, server-sent events, and errors.
 
-An answer of megabytes is made in a thread. One call of the encoder holds Python's lock until it returns, so
-`json.dumps` of it would stop the event loop all the same; in parts, the loop gets the lock between two of them.
+An answer of megabytes is made in a thread. One call of the encoder holds Python's lock until it
+returns, so `json.dumps` of it would stop the event loop all the same; in parts, the loop gets the
+lock between two of them.
 
     >>> json_body({"tokens": [1, 2]})
     b'{"tokens":[1,2]}'
@@ -24,22 +25,27 @@ from typing import Any
 
 from eagle_ray.core.errors import EngineError, RequestError
 
-MAX_DEPTH = 4  # {"choices": [{"logprobs": {"content": [...]}}]}: the containers around the longest lists
+# {"choices": [{"logprobs": {"content": [...]}}]}: the containers around the longest lists.
+MAX_DEPTH = 4
 NUM_VALUES = 4096  # numbers or texts that are encoded in one call
 NUM_OBJECTS = 32  # the same of objects, each of which has up to 20 alternatives
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-DONE = "data: [DONE]\n\n"
+END_OF_STREAM = "data: [DONE]\n\n"
 TYPED_CLIENT = "x-stainless-lang"  # a header of every library that OpenAI has had generated
 encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def json_body(value: Any) -> bytes:
-    """Return what Starlette's JSONResponse would send."""
+    """Return the bytes that Starlette's JSONResponse would send."""
     return "".join(json_parts(value)).encode()
 
 
 def json_parts(value: Any, depth: int = MAX_DEPTH) -> Iterator[str]:
-    """Yield the JSON text in parts. depth: levels of objects and of lists of objects that are taken apart."""
+    """Yield the JSON text in parts.
+
+    Args:
+        depth: levels of objects and of lists of objects that are taken apart.
+    """
     if isinstance(value, dict) and value and depth:
         for i, (key, inner) in enumerate(value.items()):
             yield f"{',' if i else '{'}{encode_json(key)}:"
@@ -67,8 +73,8 @@ def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
 def event(body: dict[str, Any]) -> str:
     """Return a server-sent event, which has the name of its body's type if it has one.
 
-    Characters at which some clients end a line and that JSON does not escape itself are escaped. A chunk without
-    log-probabilities is short, and is encoded in one call.
+    Characters at which some clients end a line and that JSON does not escape itself are escaped. A
+    chunk without log-probabilities is short, and is encoded in one call.
     """
     is_short = "choices" in body and not any(choice.get("logprobs") for choice in body["choices"])
     text = encode_json(body) if is_short else "".join(json_parts(body))
@@ -84,10 +90,11 @@ def is_typed(headers: Mapping[str, str]) -> bool:
 def typed_form(body: dict[str, Any]) -> dict[str, Any]:
     """Return a text completion, or a chunk of its stream, as OpenAI's own client libraries can check it.
 
-    OpenAI's servers, and vLLM, say null for the finish_reason of a chunk that is not the last, for the log-probability
-    of a prompt's first token and for the alternatives to it. OpenAI's document, from which its libraries' types are
-    made, has no null there, so `_strict_response_validation` refuses it. These clients get "length", for that is why a
-    chunk ends, a log-probability of 0, for what is given is certain, and no alternatives.
+    OpenAI's servers, and vLLM, say null for the finish_reason of a chunk that is not the last, for
+    the log-probability of a prompt's first token and for the alternatives to it. OpenAI's document,
+    from which its libraries' types are made, has no null there, so `_strict_response_validation`
+    refuses it. These clients get "length", for that is why a chunk ends, a log-probability of 0,
+    for what is given is certain, and no alternatives.
     """
     return body | {"choices": [_choice(choice) for choice in body["choices"]]}
 
@@ -96,8 +103,11 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     logprobs = choice["logprobs"]
     if logprobs is not None:
         logprobs = logprobs | {
-            "token_logprobs": [0.0 if logprob is None else logprob for logprob in logprobs["token_logprobs"]],
-            "top_logprobs": logprobs["top_logprobs"] and [tops or {} for tops in logprobs["top_logprobs"]],
+            "token_logprobs": [
+                0.0 if logprob is None else logprob for logprob in logprobs["token_logprobs"]
+            ],
+            "top_logprobs": logprobs["top_logprobs"]
+            and [tops or {} for tops in logprobs["top_logprobs"]],
         }
     return choice | {"logprobs": logprobs, "finish_reason": choice["finish_reason"] or "length"}
 
@@ -116,6 +126,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# By a RequestError's code: the parameter that causes it.
 PARAMS = {
     "prompt_empty": "prompt",
     "prompt_too_long": "prompt",
@@ -125,13 +136,16 @@ PARAMS = {
     "bad_messages": "messages",
     "kv_space": "max_tokens",
     "grammar_conflict": "min_tokens",
-}  # of a RequestError's code: the parameter that brings it about
+}
 
 
 class ApiError(Exception):
     """One request is answered with this status.
 
-    param: the parameter at fault. code: a short stable name. retry_after_s: of 429 and 503.
+    Args:
+        param: the parameter at fault.
+        code: a short stable name.
+        retry_after_s: seconds to wait after a 429 or 503.
     """
 
     def __init__(
@@ -147,9 +161,18 @@ class ApiError(Exception):
         self._retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
         param = None if self.param is None else _shortened(self.param)
-        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
+        return {
+            "error": {
+                "message": _shortened(str(self)),
+                "type": kind,
+                "param": param,
+                "code": self.code,
+            }
+        }
 
     @property
     def headers(self) -> dict[str, str]:
@@ -167,8 +190,16 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), _param_of(error), error.code)
     if isinstance(error, EngineError):
-        return ApiError(503, "this replica's engine has ended; ask again, another one answers", code="engine_dead")
-    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+        return ApiError(
+            503,
+            "this replica's engine has ended; ask again, another one answers",
+            code="engine_dead",
+        )
+    return ApiError(
+        500,
+        f"internal error ({type(error).__name__}); the server's log has more",
+        code="internal_error",
+    )
 
 
 def _param_of(error: RequestError) -> str | None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: which routes there are, what they take, what they answer and how they refuse.
+"""The OpenAPI document: routes, request bodies, answers and errors.
 
 >>> sorted(openapi("embedded:tiny", vocab_size=1024)["paths"])[0]
 '/detokenize'
@@ -15,7 +15,14 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import WithDefaultSchema
 
 from eagle_ray import __version__
-from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, NO_TEXT, TEXT_PART
+from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
+from eagle_ray.requests.messages import (
+    CALLED_FUNCTION,
+    CALLED_TOOL,
+    KEYS_WITHOUT_TEXT,
+    MESSAGE,
+    TEXT_PART,
+)
 from eagle_ray.requests.openai_bodies import (
     Body,
     ChatRequest,
@@ -25,8 +32,9 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.requests.parameters import EMPTY, STREAM_OPTIONS
+from eagle_ray.requests.parameters import EMPTY_VALUES, STREAM_OPTIONS
 from eagle_ray.requests.refused import is_no_op, refused_at
+from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Json, Kind, Object
 from eagle_ray.serve import response_models
@@ -39,25 +47,45 @@ POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, response_models.Completion),
     "/v1/responses": (ResponsesRequest, response_models.ResponseBody),
+    "/v1/embeddings": (EmbeddingsRequest, response_models.Embeddings),
+    "/v1/score": (ScoreRequest, response_models.Scores),
+    "/v1/rerank": (RerankRequest, response_models.Ranking),
     "/tokenize": (TokenizeRequest, response_models.Tokens),
     "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }
 GETS = {
     "/v1/models": ("the model that is here", response_models.Models),
     "/v1/models/{name}": ("the model by its name", response_models.Model),
-    "/tokenizer_info": ("the tokenizer's special tokens and chat template", response_models.TokenizerInfo),
+    "/tokenizer_info": (
+        "the tokenizer's special tokens and chat template",
+        response_models.TokenizerInfo,
+    ),
     "/health": ("whether a replica can answer", response_models.Health),
     "/metrics": ("Prometheus metrics of all replicas", None),
     "/version": ("this server's version", response_models.Version),
     "/openapi.json": ("this document", None),
 }
-STREAMS: dict[str, type] = {
+STREAM_MODELS: dict[str, type] = {
     "/v1/chat/completions": response_models.ChatChunk,
     "/v1/completions": response_models.TextChunk,
     "/v1/responses": response_models.ResponseEvent,
 }
-OBJECTS = (MESSAGE, CALLED_TOOL, CALLED_FUNCTION, TEXT_PART, STREAM_OPTIONS, EXPIRES_AFTER)  # of bodies
-OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
+# Objects in bodies.
+OBJECTS = (
+    MESSAGE,
+    CALLED_TOOL,
+    CALLED_FUNCTION,
+    TEXT_PART,
+    STREAM_OPTIONS,
+    EXPIRES_AFTER,
+)
+# Routes without a key: probes and scrapers have none.
+OPEN = (
+    "/health",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+)
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
     "401": "no known API key",
@@ -72,6 +100,7 @@ REFUSALS = {
     "500": "a fault of this server",
     "503": "no replica can answer: try again after Retry-After",
 }
+# Content is a text; an assistant's calls may have none.
 MESSAGE_FORMS: list[Json] = [
     {
         "required": ["content"],
@@ -82,10 +111,15 @@ MESSAGE_FORMS: list[Json] = [
     },
     {
         "required": ["tool_calls"],
-        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+        "properties": {
+            "role": {"const": "assistant"},
+            "tool_calls": {"type": "array", "minItems": 1},
+        },
     },
-]  # a text, or an assistant's calls with or without one
-RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+]
+RETRY_AFTER = {
+    "Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}
+}
 
 
 class AnswerSchemas(GenerateJsonSchema):
@@ -102,38 +136,59 @@ def openapi_body(model_name: str, vocab_size: int, has_keys: bool = False) -> by
 
 
 def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
-    """has_keys: whether /v1 and the tokenizer's routes want an API key."""
+    """Return the OpenAPI document.
+
+    Args:
+        has_keys: whether /v1 and the tokenizer's routes need an API key.
+    """
     schemas = _schemas()
     _add_limits(schemas, model_name, vocab_size)
-    paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
+    paths = {path: {"post": _post(path)} for path in POSTS} | {
+        path: {"get": _get(path)} for path in GETS
+    }
     for batch_operation in OPERATIONS:
-        paths.setdefault(batch_operation.path, {})[batch_operation.method] = _batch_operation(batch_operation)
+        paths.setdefault(batch_operation.path, {})[batch_operation.method] = _batch_operation(
+            batch_operation
+        )
     if has_keys:
         for path in paths.keys() - set(OPEN):
             for operation in paths[path].values():
                 operation["security"] = [{"key": []}]
     return {
         "openapi": "3.2.0",
-        "info": {"title": "eagle_ray", "version": __version__, "description": "OpenAI's protocol over one model"},
+        "info": {
+            "title": "eagle_ray",
+            "version": __version__,
+            "description": "OpenAI's protocol over one model",
+        },
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
 def _post(path: str) -> Json:
     kind, answer = POSTS[path]
     content = _content(answer)
-    if path in STREAMS:
-        content["text/event-stream"] = _events(STREAMS[path])
+    if path in STREAM_MODELS:
+        content["text/event-stream"] = _events(STREAM_MODELS[path])
     body = {"required": True, "content": _content(kind)}
     return _operation(kind.__doc__ or "", content, REFUSALS) | {"requestBody": body}
 
 
 def _events(chunk: type) -> Json:
-    """With stream: true. The last event is [DONE], or a refusal where it cannot go on."""
-    content = {"anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + response_models.Refusal.__name__}]}
+    """Describe the response to stream: true. Its last event is [DONE], or an error."""
+    content = {
+        "anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + response_models.Refusal.__name__}]
+    }
     payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}}}
+    event = {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},
+    }
     return {"itemSchema": event}
 
 
@@ -147,7 +202,12 @@ def _get(path: str) -> Json:
     statuses += ["404"] * has_name
     operation = _operation(summary, content, {status: REFUSALS[status] for status in statuses})
     if has_name:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        name = {
+            "name": "name",
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "minLength": 1},
+        }
         operation["parameters"] = [name]
     return operation
 
@@ -156,14 +216,28 @@ def _batch_operation(route: BatchOperation) -> Json:
     bytes_alone = {"application/octet-stream": {"schema": {"type": "string"}}}
     content = _content(route.answer) if route.answer else bytes_alone
     statuses = sorted({*route.statuses, "401", "404", "500", "503"})
-    operation = _operation(route.summary, content, {status: REFUSALS[status] for status in statuses})
+    operation = _operation(
+        route.summary, content, {status: REFUSALS[status] for status in statuses}
+    )
     if isinstance(route.body, dict):
-        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.body}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": route.body}},
+        }
     elif route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body)}
-    parameters: list[Json] = [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
+    parameters: list[Json] = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
     if "{id}" in route.path:
-        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+        parameters.append(
+            {
+                "name": "id",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
+        )
     return operation | ({"parameters": parameters} if parameters else {})
 
 
@@ -173,7 +247,10 @@ def _operation(summary: str, content: Json, refusals: dict[str, str]) -> Json:
         | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
         for status, why in refusals.items()
     }
-    return {"summary": summary, "responses": {"200": {"description": "the answer", "content": content}} | refused}
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "the answer", "content": content}} | refused,
+    }
 
 
 def _content(shape: type) -> Json:
@@ -182,7 +259,7 @@ def _content(shape: type) -> Json:
 
 def _schemas() -> Json:
     answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
-        *STREAMS.values(),
+        *STREAM_MODELS.values(),
         *{operation.answer for operation in OPERATIONS if operation.answer},
         response_models.Refusal,
     ]
@@ -200,7 +277,9 @@ def _schemas() -> Json:
 def _body_schema(body: type[Body]) -> Json:
     rows = body.rows().values()
     properties = {
-        row.name: _property(row.name, row.kind_at(body.api), body.api in row.required, row.defaults.get(body.api))
+        row.name: _property(
+            row.name, row.kind_at(body.api), body.api in row.required, row.defaults.get(body.api)
+        )
         for row in rows
     }
     required = [row.name for row in rows if body.api in row.required]
@@ -209,9 +288,12 @@ def _body_schema(body: type[Body]) -> Json:
 
 def _object_schema(one: Object) -> Json:
     properties = {
-        name: _property(name, kind, name in one.required, one.defaults.get(name)) for name, kind in one.keys.items()
+        name: _property(name, kind, name in one.required, one.defaults.get(name))
+        for name, kind in one.keys.items()
     }
-    return _named(one.name, one.about, properties, [*one.required]) | {"additionalProperties": one.is_open}
+    return _named(one.name, one.about, properties, [*one.required]) | {
+        "additionalProperties": one.is_open
+    }
 
 
 def _named(title: str, about: str, properties: Json, required: list[str]) -> Json:
@@ -226,9 +308,14 @@ def _property(name: str, kind: Kind, is_required: bool, default: Any) -> Json:
         schema = {"anyOf": [*_options(schema), {"enum": [*kind.nothings]}]}
     if not is_required and default is None:
         schema = {"anyOf": [*_options(schema), {"type": "null"}]}
-    described = {"description": kind.form} if kind.form else {}
-    titled = {} if isinstance(kind, Object) else {"title": name.replace("_", " ").title()}
-    return schema | ({} if is_required else {"default": default}) | described | titled
+    more: Json = {}
+    if not is_required:
+        more["default"] = default
+    if kind.form:
+        more["description"] = kind.form
+    if not isinstance(kind, Object):
+        more["title"] = name.replace("_", " ").title()
+    return schema | more
 
 
 def _options(schema: Json) -> list[Json]:
@@ -237,26 +324,45 @@ def _options(schema: Json) -> list[Json]:
 
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
-    """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
-    for asking in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest):
+    """Add what pydantic's schemas lack: null as absence, refused parameters, and this model's limits."""
+    for asking in (
+        ChatRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+        EmbeddingsRequest,
+    ):
         schemas[asking.__name__]["properties"] |= _no_op_schemas(asking)
     schemas["Message"]["anyOf"] = MESSAGE_FORMS
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)
+
+    # A property that is null is not given, whatever its name.
     for kind in (*requests, "StreamOptions", "TextPart"):
-        schemas[kind]["additionalProperties"] = {"type": "null"}  # whatever its name, it is not given
-    schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}
+        schemas[kind]["additionalProperties"] = {"type": "null"}
+    for name, values in KEYS_WITHOUT_TEXT.items():
+        schemas["Message"]["properties"][name] = {"enum": [*values, None]}
     for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         schemas[kind]["properties"]["structured_outputs"] = _structured_outputs(schemas[kind])
     for kind in (*requests, "Message", "StreamOptions"):
-        schema = schemas[kind]
-        for name, field in schema["properties"].items():
-            if name == "model":
-                field |= {"enum": [model_name, None]}
-            if name not in schema.get("required", []) and {"type": "null"} not in field.get("anyOf", []):
-                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
-    for ids in _token_ids(schemas["CompletionRequest"], schemas["DetokenizeRequest"]):
+        model = schemas[kind]["properties"].get("model")
+        if model is not None:
+            model["enum"] = [model_name, None]
+        _allow_nulls(schemas[kind])
+
+    asking_ids = ("CompletionRequest", "DetokenizeRequest", "EmbeddingsRequest")
+    for ids in _token_ids(*(schemas[name] for name in asking_ids)):
         ids["exclusiveMaximum"] = vocab_size
+
+
+def _allow_nulls(schema: Json) -> None:
+    """Let every property that is not required be null."""
+    required = schema.get("required", [])
+    properties = schema["properties"]
+    for name, field in properties.items():
+        is_nullable = {"type": "null"} in field.get("anyOf", [])
+        if name not in required and not is_nullable:
+            properties[name] = {"anyOf": [field, {"type": "null"}]}
 
 
 def _no_op_schemas(body: type[OpenBody]) -> Json:
@@ -264,15 +370,18 @@ def _no_op_schemas(body: type[OpenBody]) -> Json:
     nulls = {"type": "object", "additionalProperties": {"type": "null"}}
     schemas: Json = {}
     for name, row in refused_at(body.api).items():
-        values = [value for value in (*row.no_op_at(body.api), *EMPTY) if is_no_op(name, value, body.api)]
+        candidates = (*row.no_op_at(body.api), *EMPTY_VALUES)
+        values = [value for value in candidates if is_no_op(name, value, body.api)]
         if row.has_fix_at(body.api):
-            schemas |= {name: {"const": values[0]}} if values else {}
-            continue
-        schemas[name] = {"enum": [None, *values]}
-        if {} in values:
-            schemas[name] = {"anyOf": [{"enum": [None, *(value for value in values if value != {})]}, nulls]}
-        if row.is_label:
+            if values:
+                schemas[name] = {"const": values[0]}
+        elif row.is_label:
             schemas[name] = {}
+        elif {} in values:
+            others = [value for value in values if value != {}]
+            schemas[name] = {"anyOf": [{"enum": [None, *others]}, nulls]}
+        else:
+            schemas[name] = {"enum": [None, *values]}
     return {name: schema for name, schema in schemas.items() if name not in body.rows()}
 
 

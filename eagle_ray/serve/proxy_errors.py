@@ -1,22 +1,27 @@
-"""What Ray Serve's proxy itself answers, in OpenAI's form: a replica that died, none there, none in time.
+"""Convert the errors of Ray Serve's proxy to OpenAI's form: a dead replica, none available, or a timeout.
 
-What no replica could read is refused here: Serve's proxy would fail on it, and its client would try again.
+What no replica could read is refused here: Serve's proxy would fail on it, and its client would try
+again.
 
-Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in the environment in
-which Ray is started. The proxy has no API keys: before it lists Serve's applications under ``/-/routes``, it asks a
-replica whether the client's key is good. ``/-/healthz`` needs no key: the probes of Kubernetes and of load balancers
-have none, and its answer is `success` and nothing else.
+Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in
+the environment in which Ray is started. The proxy has no API keys: before it lists Serve's
+applications under ``/-/routes``, it asks a replica whether the client's key is good. ``/-/healthz``
+needs no key: the probes of Kubernetes and of load balancers have none, and its answer is `success`
+and nothing else.
 
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy_errors.middlewares ray start --head
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy_errors.middlewares ray start
+    --head
 
-A request that is not HTTP reaches no application: the parser refuses it. A connection is closed if the head of a
-request, its first line and headers, is not here in time, or does not begin. Serve's proxy lets uvicorn choose its
-protocol class by the name "auto". `install` puts ours there, in the proxy's process, before the server starts.
+A request that is not HTTP reaches no application: the parser refuses it. A connection is closed if
+the head of a request, its first line and headers, is not here in time, or does not begin. Serve's
+proxy lets uvicorn choose its protocol class by the name "auto". `install` puts ours there, in the
+proxy's process, before the server starts.
 
-Serve's proxy reads at most MAX_AHEAD_BYTES more of a body than its replica has taken. Serve's own queues between the
-two have no limit, so a fast upload to a slow disk would be in the memory of both. The proxy says in the scope that it
-counts; the application then tells it what it has taken, by a message that the proxy keeps from the client. While the
-window is full, the proxy does not read, and TCP slows the client down.
+Serve's proxy reads at most MAX_AHEAD_BYTES more of a body than its replica has taken. Serve's own
+queues between the two have no limit, so a fast upload to a slow disk would be in the memory of
+both. The proxy says in the scope that it counts; the application then tells it what it has taken,
+by a message that the proxy keeps from the client. While the window is full, the proxy does not
+read, and TCP slows the client down.
 
     proxy:    window = BodyWindow(receive)                  replica:  Middleware(AcknowledgeBody)
               await app(counting(scope), window.receive, send)
@@ -43,25 +48,28 @@ from eagle_ray.serve.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 0.1
-HEALTH_IS_KNOWN_S = 3.0  # a replica that answered so recently is there, although it is too busy to say so again
+# A replica that answered so recently is there, although it is too busy to say so again.
+HEALTH_IS_KNOWN_S = 3.0
 PROBE_ENDS_AFTER_S = 5.0
-LOOK_EVERY_S = 1.0  # for a replica, while one of its GET requests is not answered
+REPLICA_POLL_S = 1.0  # seconds between two looks for a replica that has not answered a GET request
 UNAVAILABLE = 503
 HEALTH = "/health"
 ROUTES = "/-/routes"  # Serve's list of applications
 MAX_REQUEST_ID_CHARS = 128
-REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARS)  # it is written to logs, and sent back
+# Pattern of an id that is written to logs and sent back.
+REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARS)
+# Headers with which a client would change how Serve treats its request; - is written as _.
 SERVES_HEADERS = (
     b"serve_multiplexed_model_id",
     b"x_request_disconnect_disabled",
     b"x_request_timeout_seconds",
     b"x_session_id",
-)  # with which a client would change how Serve treats its request; - is written as _
+)
 GUARDED = "/v1/models"  # a route of a replica that wants a key and costs nothing
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Ray Serve in its proxy's process, before the server starts."""
+    """Return the middlewares for Ray Serve's proxy, which calls this in its process before the server starts."""
     install()
     return [Middleware(KeyForRoutes), Middleware(OpenAIErrorMiddleware)]
 
@@ -86,7 +94,7 @@ class KeyForRoutes:
         await self._app(scope, receive, send)
 
     async def _refusal(self, scope: Scope, path: str) -> list[Message] | None:
-        """Return what a replica says to a client whose key it does not take; None for a good key, or without keys."""
+        """Return a replica's answer to a client with a wrong key; None for a good key or without keys."""
         messages: list[Message] = []
         body = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -102,7 +110,7 @@ class KeyForRoutes:
 
 
 class OpenAIErrorMiddleware:
-    """A refusal of the proxy's own becomes one of ours; a stream that breaks off ends with an error event."""
+    """Replaces the proxy's own errors by OpenAI's form. A broken stream ends with an error event."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -127,8 +135,11 @@ class OpenAIErrorMiddleware:
                 await self._app(scope, answer.window.receive, answer.send)
         except UnicodeDecodeError as error:
             log.info("no answer to %s: %s", scope["path"], error)
-            await answer.refuse(ApiError(400, "a header is neither ASCII nor UTF-8. Send ASCII.", code="bad_http"))
-        except Exception:  # whatever Serve raises for a replica that died, its client waits for an answer
+            await answer.refuse(
+                ApiError(400, "a header is neither ASCII nor UTF-8. Send ASCII.", code="bad_http")
+            )
+        except Exception:
+            # Serve may raise anything for a replica that died, and its client waits for an answer.
             log.exception("no answer to %s", scope["path"])
         await answer.end()  # Serve also leaves it at nothing, or in the middle
 
@@ -144,16 +155,17 @@ class OpenAIErrorMiddleware:
             while not (await asyncio.wait([work], timeout=wait_s))[0]:
                 if not answer.has_begun and not await self._health.messages(scope):
                     return
-                wait_s = LOOK_EVERY_S
+                wait_s = REPLICA_POLL_S
             await work
         finally:
             work.cancel()
 
 
 class ReplicaHealth:
-    """Whether a replica is there, by its answer to ``/health``. Requests that come meanwhile share one probe.
+    """Probes whether a replica is available by ``/health``. Concurrent requests share one probe.
 
-    Serve keeps a request until there is a replica, so one that is not answered says nothing at first.
+    Serve keeps a request until there is a replica, so one that is not answered says nothing at
+    first.
     """
 
     def __init__(self, app: ASGIApp):
@@ -165,7 +177,8 @@ class ReplicaHealth:
     async def messages(self, scope: Scope) -> list[Message]:
         """Return a replica's answer, now or a moment ago; an empty list if there is no replica.
 
-        scope: ASGI scope of any request of the application.
+        Args:
+            scope: ASGI scope of any request of the application.
         """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._answered(scope))
@@ -174,7 +187,7 @@ class ReplicaHealth:
         return self._last if is_known else []
 
     async def _answered(self, scope: Scope) -> list[Message]:
-        """Ask a replica, and keep its answer."""
+        """Probe a replica and store its answer."""
         messages: list[Message] = []
         body = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -186,8 +199,10 @@ class ReplicaHealth:
 
         path = scope.get("root_path", "") + HEALTH
         probe = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-        with suppress(Exception):  # whatever Serve raises for a replica that died
-            await asyncio.wait_for(self._app({**scope, **probe}, receive, collect), PROBE_ENDS_AFTER_S)
+        with suppress(Exception):  # Serve's exceptions for a dead replica
+            await asyncio.wait_for(
+                self._app({**scope, **probe}, receive, collect), PROBE_ENDS_AFTER_S
+            )
             answer = [message for message in messages if message["type"] != TAKEN]
             if answer and answer[0].get("status") in (200, UNAVAILABLE):
                 self._last = answer
@@ -196,12 +211,14 @@ class ReplicaHealth:
 
 
 class _Answer:
-    """What is sent to one client, but for what the proxy says in plain text."""
+    """The messages to one client, without the proxy's plain-text errors."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope, self._receive, self._send = scope, receive, send
         self.window = BodyWindow(receive)
-        self.is_health = scope["path"] == scope.get("root_path", "") + HEALTH and scope.get("method") == "GET"
+        self.is_health = (
+            scope["path"] == scope.get("root_path", "") + HEALTH and scope.get("method") == "GET"
+        )
         self._has_begun = self._is_refused = self._is_stream = self._is_whole = False
 
     @property
@@ -224,7 +241,7 @@ class _Answer:
             await self._send(message)
 
     async def end(self) -> None:
-        """Tell the client if the response ends before it is complete."""
+        """Send the client an error if the response ends before it is complete."""
         if not self._has_begun:
             await self.refuse(_error(UNAVAILABLE))
         elif self._is_stream and not self._is_whole:
@@ -236,14 +253,20 @@ class _Answer:
         if self._has_begun:
             return
         self._has_begun = True
-        await JSONResponse(error.body(), error.status, error.headers)(self._scope, self._receive, self._send)
+        await JSONResponse(error.body(), error.status, error.headers)(
+            self._scope, self._receive, self._send
+        )
 
 
 def _error_of_request(scope: Scope) -> ApiError | None:
-    """Return what is wrong with a request line or a header that Serve's proxy itself reads; None for a right one."""
+    """Return the fault in a request line or a header that Serve's proxy reads, or None."""
     path = scope["path"]
     if not path.startswith("/"):
-        return ApiError(400, f"the request target {reprlib.repr(path)} is no path. Begin it with /.", code="bad_http")
+        return ApiError(
+            400,
+            f"the request target {reprlib.repr(path)} is no path. Begin it with /.",
+            code="bad_http",
+        )
     for name, value in scope["headers"]:
         if name == b"x-request-id" and not REQUEST_ID.fullmatch(value):
             message = f"X-Request-Id: must be 1 to {MAX_REQUEST_ID_CHARS} visible ASCII characters without spaces"
@@ -262,12 +285,14 @@ def _error(status: int) -> ApiError:
     return ApiError(UNAVAILABLE, "no replica can answer now: try again", code="no_replica")
 
 
-MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
-HEAD_WITHIN_S = 30.0  # of a new connection, or of the first byte of a further request
+# Bytes of a request line and its headers; uvicorn's other parser (h11) has this limit.
+MAX_HEADER_BYTES = 64 << 10
+HEAD_WITHIN_S = 30.0  # seconds from a new connection, or from the first byte of a further request
 VERSIONS = ("1.0", "1.1")
 H2C_OFFER = re.compile(rb"(\r\n)upgrade(:[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
-_Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported, so it has no type
+# Uvicorn chooses the class when it is imported, so it has no type.
+_Protocol: Any = AutoHTTPProtocol
 
 
 def install() -> None:
@@ -278,7 +303,8 @@ def install() -> None:
 class ErrorFormProtocol(_Protocol):
     """uvicorn's protocol class, with refusals in OpenAI's form and limits on the size and the time of headers.
 
-    uvicorn itself closes a connection that is idle after a response. It does not if anything more arrives.
+    uvicorn itself closes a connection that is idle after a response. It does not if anything more
+    arrives.
     """
 
     _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them
@@ -336,7 +362,7 @@ class ErrorFormProtocol(_Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Return whether no request is being answered: what arrives now begins one, or belongs to one that is over."""
+        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_head_timer(self) -> None:
@@ -348,7 +374,7 @@ class ErrorFormProtocol(_Protocol):
             self._head_timer = None
 
     def _end_of_head_time(self) -> None:
-        """Close the connection, with an answer to a request that has begun."""
+        """Close a connection whose request head took too long. A begun request is answered first."""
         self._head_timer = None
         if self.transport.is_closing() or not self._is_between_requests:
             return
@@ -359,13 +385,15 @@ class ErrorFormProtocol(_Protocol):
             self.transport.close()
 
     def _problem_of_head(self, version: str) -> str | None:
-        """Return what the parser accepts in a request line and its headers although it is not HTTP/1.0 or HTTP/1.1."""
+        """Return the fault in a request head that the parser accepts although it is not HTTP/1."""
         if version not in VERSIONS:
             return f"HTTP/{version} is not spoken here"
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (version == "1.1" and num_hosts == 0):
             return f"Host: the request has {num_hosts} of these headers, and needs one"
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [
+            value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"
+        ]
         if any(coding != b"chunked" for coding in codings):
             return "Transfer-Encoding: only chunked is read, and no packed body"
         return None
@@ -397,16 +425,14 @@ class ErrorFormProtocol(_Protocol):
 
 
 def _without_h2c(data: bytes) -> bytes:
-    """Rename an offer of HTTP/2 in the head that the data begins with: it asks for nothing, and the parser would take
-    the request for one without a body. Java's HttpClient makes this offer in every first request.
-    """
+    """Rename the headers of an HTTP/2 upgrade offer in the request head at the beginning of the data."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return H2C_OFFER.sub(b"\\1Offered\\2", head + end) + rest
 
 
 TAKEN = "eagle_ray.body_taken"  # the key of the scope's extensions, and the type of the message
 MAX_AHEAD_BYTES = 4 << 20
-ACKNOWLEDGE_BYTES = 1 << 19  # of the body for each message
+ACKNOWLEDGE_BYTES = 1 << 19  # bytes of the body for each message
 
 
 def counting(scope: Scope) -> Scope:
@@ -415,7 +441,7 @@ def counting(scope: Scope) -> Scope:
 
 
 class BodyWindow:
-    """The proxy's side: the receive of one request."""
+    """The receive side of one request in the proxy."""
 
     def __init__(self, receive: Receive):
         self._receive = receive

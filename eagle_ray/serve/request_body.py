@@ -1,7 +1,8 @@
 """Read a request body and parse it into a request, or raise an ApiError that names the first wrong parameter.
 
-The body must be JSON by its content type, within the size limit and the time limit; reading ends if the client
-disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are errors.
+The body must be JSON by its content type, within the size limit and the time limit; reading ends if
+the client disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are
+errors.
 
     >>> from eagle_ray.requests.openai_bodies import CompletionRequest
     >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
@@ -23,7 +24,7 @@ from eagle_ray.serve.http_answers import ApiError, api_error
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of a body; a conversation of more fits no model
-MAX_VALUES = 1 << 18  # of a body, or twice as many as the model's length
+MAX_VALUES = 1 << 18  # values of a body, or twice the model's length if that is more
 
 
 def check_containers(body: bytes, max_model_len: int = 0) -> None:
@@ -31,8 +32,10 @@ def check_containers(body: bytes, max_model_len: int = 0) -> None:
     max_values = max(MAX_VALUES, 2 * max_model_len)
     if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS and body.count(b",") <= max_values:
         return
-    texts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-    outside = b"".join(texts[::2])  # of strings
+
+    # Brackets and commas within strings do not count.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(unescaped.split(b'"')[::2])
     if outside.count(b"{") + outside.count(b"[") > MAX_CONTAINERS:
         message = f"the body has more than {MAX_CONTAINERS} objects and lists. Send several smaller requests."
         raise ApiError(400, message, code="too_many_values")
@@ -50,7 +53,9 @@ def parse(kind: type[BodyClass], body: bytes) -> BodyClass:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="bad_json") from None
     if not isinstance(data, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json")
+        raise ApiError(
+            400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json"
+        )
     try:
         return kind.read(data)
     except RequestError as error:
@@ -64,7 +69,7 @@ def _text_error(error: HalfSurrogate) -> ApiError:
 
 
 ARRIVES_WITHIN_S = 60.0
-CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # of JSON; ASCII is UTF-8
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # charsets of JSON; ASCII is UTF-8
 
 
 class ClientDisconnected(Exception):
@@ -72,14 +77,20 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """max_bytes: maximum size of the body. Raises ApiError, and ClientDisconnected where it breaks off."""
+    """Read the body of a request. Raises ApiError, and ClientDisconnected if it breaks off.
+
+    Args:
+        max_bytes: maximum size of the body.
+    """
     _check_kind(request.headers)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise body_too_large(max_bytes)
     try:
         return await asyncio.wait_for(_whole(request, max_bytes), ARRIVES_WITHIN_S)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
+        raise ApiError(
+            408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow"
+        ) from None
     except ApiError:
         raise
     except Exception:  # ClientDisconnect, and what the server that we run in has for it: Ray's own is a cancelled task
@@ -96,9 +107,10 @@ async def _whole(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_kind(headers: Mapping[str, str]) -> None:
-    """Web pages of strangers may send other kinds, or name none, to this machine without asking it.
+    """Raise ApiError if the content type is not JSON. A web page must name it, other clients may leave it out.
 
-    From elsewhere nothing said is JSON: only browsers name an origin.
+    Only browsers send an Origin header, and without a check a page could send requests that need no
+    consent of this server.
     """
     content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
@@ -107,7 +119,11 @@ def _check_kind(headers: Mapping[str, str]) -> None:
         and kind != "application/json"
         and not (kind.startswith("application/") and kind.endswith("+json"))
     ):
-        raise ApiError(415, f"Content-Type must be application/json, got {content_type}", code="bad_content_type")
+        raise ApiError(
+            415,
+            f"Content-Type must be application/json, got {content_type}",
+            code="bad_content_type",
+        )
     _check_charset(content_type)
     check_encoding(headers)
 
@@ -131,5 +147,7 @@ def _check_charset(content_type: str) -> None:
     charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
     if charset not in CHARSETS:
         raise ApiError(
-            415, f"Content-Type: charset must be utf-8, got {reprlib.repr(charset)}", code="bad_content_type"
+            415,
+            f"Content-Type: charset must be utf-8, got {reprlib.repr(charset)}",
+            code="bad_content_type",
         )

@@ -101,7 +101,20 @@ class ChatAnswer(TypedDict):
     tool_calls: NotRequired[list[MessageCall]]
 
 
-class ChatChoice(TypedDict):
+class ChoiceScores(TypedDict, total=False):
+    """Log-probabilities of the texts of which an answer must be one, in their order: with choice and logprobs."""
+
+    scores: list[float]
+    score_tokens: list[int]
+    score_bytes: list[int]
+    is_greedy: list[bool]
+    best: int
+    best_by_byte: int
+    label_mass: float
+    num_verified: int
+
+
+class ChatChoice(ChoiceScores):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
@@ -110,7 +123,7 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class TextChoice(TypedDict):
+class TextChoice(ChoiceScores):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -180,7 +193,7 @@ class Delta(TypedDict):
     tool_calls: NotRequired[list[DeltaCall]]
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(ChoiceScores):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
@@ -189,7 +202,7 @@ class ChatChunkChoice(TypedDict):
     steps: NotRequired[list[Step]]
 
 
-class TextChunkChoice(TypedDict):
+class TextChunkChoice(ChoiceScores):
     """finish_reason is null before the last chunk, and "length" there for OpenAI's own client libraries."""
 
     index: int
@@ -277,7 +290,7 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseBody(TypedDict):
+class ResponseBody(ChoiceScores):
     """A response and the request's parameters in force. metrics are there once it is over."""
 
     id: str
@@ -329,6 +342,53 @@ class Model(TypedDict):
 class Models(TypedDict):
     object: Literal["list"]
     data: list[Model]
+
+
+class Embedding(TypedDict):
+    """embedding: numbers, or with encoding_format base64 the bytes of its float32 numbers, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Scores(TypedDict):
+    """scores: for each item the probability of each label, or with apply_softmax its share of their sum."""
+
+    object: Literal["scoring"]
+    scores: list[list[float]]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedText(TypedDict):
+    text: str
+
+
+class RankedDocument(TypedDict):
+    """index: place of the document in the request. document: absent if the request does not want it."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedText]
+
+
+class Ranking(TypedDict):
+    results: list[RankedDocument]
+    model: str
+    usage: EmbeddingUsage
 
 
 class Tokens(TypedDict):

@@ -13,12 +13,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from eagle_ray.assembly.assemble import build_in_thread
-from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
@@ -26,6 +23,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.requests.answers import Json
+from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
     ChatRequest,
@@ -39,6 +37,7 @@ from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Reservation, num_reserved
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
+from eagle_ray.serve.engine_start import load_engine
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
     ResponseEvents,
@@ -48,27 +47,34 @@ from eagle_ray.serve.generation_request import (
     num_tokens,
     prepare_generation,
 )
-from eagle_ray.serve.http_answers import DONE, ApiError, api_error, event, json_body
+from eagle_ray.serve.http_answers import END_OF_STREAM, ApiError, api_error, event, json_body
 from eagle_ray.serve.request_body import body_too_large, check_containers, parse
-from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
+from eagle_ray.text.null_tokenizer import NullTokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
-LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
-SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
+# Bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing.
+LARGE_BODY = 1 << 16
+SHORT_CHUNK = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
 GenerationClass = type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]
+# What a line of a batch may ask for.
 LINE_KINDS: dict[str, GenerationClass] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
-}  # what a line of a batch may ask for
+}
+NO_EMBEDDINGS = (
+    "this server generates text and embeds none. Start one with task: embed for embeddings."
+)
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Queued = Json | Exception | None
 
 
 class Threads:
-    """Threads for the texts of requests, one of them for small requests: large ones take seconds and delay only each
-    other. Clients with large requests take turns, by their sizes. A large one of a client delays none of another: a
-    thread is kept for clients whose large requests are not being read.
+    """Threads for the texts of requests, one of them for small requests: large ones take seconds
+    and delay only each other. Clients with large requests take turns, by their sizes. A large one
+    of a client delays none of another: a thread is kept for clients whose large requests are not
+    being read.
     """
 
     def __init__(self, name: str, num_clients: int):
@@ -81,10 +87,12 @@ class Threads:
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
         """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
 
-        size: bytes of the request's body, or tokens of its answer. client: the number of its API key.
+        Args:
+            size: bytes of the request's body, or tokens of its answer.
+            client: the number of its API key.
         """
         loop = asyncio.get_running_loop()
-        if size <= LONG:
+        if size <= LARGE_BODY:
             return await loop.run_in_executor(self._short, work, *args)
         async with self._turns.turn(client, size):
             return await loop.run_in_executor(self._long, work, *args)
@@ -93,7 +101,13 @@ class Threads:
 class Service:
     """Owns the engine. close() ends it."""
 
-    def __init__(self, config: ServeConfig, engine: Engine, text: Tokenizer | None, keys: ApiKeys | None = None):
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        text: Tokenizer | None,
+        keys: ApiKeys | None = None,
+    ):
         self.config, self.text = config, text or NullTokenizer()
         self.keys = keys or ApiKeys()
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
@@ -104,21 +118,29 @@ class Service:
         self.fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         num_clients = max(1, len(self.keys))
         self.readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
-        self._compilations = [FairQueue(1, max_turns=_num_compilations(num_clients)) for _ in range(num_clients)]
+        self._compilations = [
+            FairQueue(1, max_turns=_num_compilations(num_clients)) for _ in range(num_clients)
+        ]
+        self._num_slots = engine.scheduler.num_slots
+        blocks = engine.target.cache.blocks
+        self._num_cached = blocks.num_blocks * blocks.size
         self.engine = AsyncEngine(engine)
 
     @classmethod
     def start(
-        cls, config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None, owns_process: bool = False
+        cls,
+        config: ServeConfig,
+        plan: WorkerPlan,
+        keys: ApiKeys | None = None,
+        owns_process: bool = False,
     ) -> Service:
         """Load the models. Raises ConfigError and EngineError as build_engine_from_config does.
 
-        owns_process: as in EngineArgs.
+        Args:
+            owns_process: see EngineArgs.
         """
-        serving = config.serving
-        args = replace(EngineArgs.of_worker(serving, plan.num_gpus), owns_process=owns_process)
-        pair = build_in_thread(config.model, config.speculative, args, plan.threads, serving.require_kernels)
-        return cls(config, pair.engine, pair.tokenizer, keys)
+        bundle = load_engine(config, plan, owns_process)
+        return cls(config, bundle.engine, bundle.tokenizer, keys)
 
     @property
     def is_alive(self) -> bool:
@@ -129,24 +151,37 @@ class Service:
 
     @property
     def in_flight(self) -> Reservation:
-        """Return what the requests in flight hold."""
+        """Return the sequences and tokens of the requests in flight."""
         return self.admission.in_flight
 
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self.engine.counters(), self.engine.occupancy(), self.in_flight.sequences)
+        return self.meter.snapshot(
+            self.engine.counters(), self.engine.occupancy(), self.in_flight.sequences
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the request names another model than this one."""
         if name is not None and name != self.config.model_name:
             raise ApiError(
-                404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
+                404,
+                f"there is no model {name!r} here; there is {self.config.model_name!r}",
+                "model",
+                "model_not_found",
             )
 
     async def parse(self, kind: type[BodyClass], body: bytes, client: int = 0) -> BodyClass:
-        """Return the request in a body. client: the number of its API key. Raises ApiError."""
-        if len(body) <= LONG:
+        """Return the request in a body.
+
+        Raises ApiError.
+
+        Args:
+            client: the number of its API key.
+        """
+        if len(body) <= LARGE_BODY:
             return parse(kind, body)
-        return await self.readers.run(len(body), client, _parse_long, kind, body, self.max_model_len)
+        return await self.readers.run(
+            len(body), client, _parse_long, kind, body, self.max_model_len
+        )
 
     async def read(
         self,
@@ -170,9 +205,19 @@ class Service:
             request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-        self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
+        self.admission.check(
+            min_need(request, self.config, self.max_model_len), client, num_prompts
+        )
         return await self.readers.run(
-            num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client, response
+            num_bytes,
+            client,
+            prepare_generation,
+            request,
+            self.config,
+            self.text,
+            is_typed,
+            client,
+            response,
         )
 
     async def tokenize(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
@@ -184,21 +229,32 @@ class Service:
         prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
         messages = request.conversation
         if messages is not None:
-            prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
+            prompt = self.text.render_chat(
+                messages, request.add_generation_prompt, request.continue_final_message
+            )
         if add_special_tokens is None:  # a chat template writes its own
             add_special_tokens = messages is None
         ids = self.text.encode(prompt, add_special_tokens)
         names = self.text.token_strings(ids) if request.return_token_strs else None
-        body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
+        body = {
+            "count": len(ids),
+            "max_model_len": self.max_model_len,
+            "tokens": ids,
+            "token_strs": names,
+        }
         return json_body(body)
 
-    async def detokenize(self, request: DetokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
+    async def detokenize(
+        self, request: DetokenizeRequest, num_bytes: int, client: int = 0
+    ) -> bytes:
         """Return the text of token ids. Raises ApiError."""
         self.check_model(request.model)
 
         def make() -> bytes:
             if (largest := max(request.tokens, default=0)) >= self.vocab_size:
-                raise ApiError(400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id")
+                raise ApiError(
+                    400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id"
+                )
             return json_body({"prompt": self.text.decode_with_special(request.tokens)})
 
         return await self.readers.run(num_bytes, client, make)
@@ -210,7 +266,8 @@ class Service:
         """
         with self._admitted(generation):
             tasks = [
-                asyncio.ensure_future(self._generate(generation, choice.sequence)) for choice in generation.choices
+                asyncio.ensure_future(self._generate(generation, choice.sequence))
+                for choice in generation.choices
             ]
             try:
                 await asyncio.gather(*tasks)
@@ -218,7 +275,9 @@ class Service:
                 for task in tasks:
                     task.cancel()
             size = _num_values(generation)
-            return await self._writers.run(size, generation.client, lambda: json_body(generation.body()))
+            return await self._writers.run(
+                size, generation.client, lambda: json_body(generation.body())
+            )
 
     async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
         """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
@@ -240,22 +299,82 @@ class Service:
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of one line of a batch, when a slot is free for it. Never raises for a bad line.
 
-        endpoint: one of LINE_KINDS. 503: the engine ended while it had the line. 429: try again.
+        The status is 503 if the engine ended while it had the line, and 429 if the line can be sent
+        again.
+
+        Args:
+            endpoint: one of URLS of openai_bodies.
         """
         try:
             if not self.is_alive:  # this replica ends soon: the line has not harmed it
                 raise ApiError(429, "this replica's engine has ended", code="engine_dead")
             if len(body) > self.config.serving.max_body_bytes:
                 raise body_too_large(self.config.serving.max_body_bytes)
-            request = await self.parse(LINE_KINDS[endpoint], body, client)
-            if request.stream:
-                raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
-            generation = await self.read(request, len(body), client=client)
-            await self._idle_slots.wait(need_of(generation, self.max_model_len))
-            return 200, await self.answer(generation)
+            return 200, await self._answer_body(client, endpoint, body)
         except Exception as error:
             refusal = api_error(error)
             return refusal.status, json_body(refusal.body())
+
+    async def _answer_body(self, client: int, endpoint: str, body: bytes) -> bytes:
+        """Return the answer to a line's body, when a slot is free for it. Raises for a bad one."""
+        if endpoint not in LINE_KINDS:
+            raise ApiError(400, NO_EMBEDDINGS, code="no_embeddings")
+        request = await self.parse(LINE_KINDS[endpoint], body, client)
+        if request.stream:
+            raise ApiError(
+                400,
+                "stream: a batch's line is answered whole. Leave it out.",
+                "stream",
+                "bad_value",
+            )
+        generation = await self.read(request, len(body), client=client)
+        await self._idle_slots.wait(need_of(generation, self.max_model_len))
+        return await self.answer(generation)
+
+    async def compute(self, sequences: list[Sequence], client: int) -> None:
+        """Run sequences that generate nothing, as slots become free. If one fails, the others are aborted.
+
+        Raises ApiError, RequestError and EngineError.
+        """
+        num_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
+        need = Reservation(min(len(sequences), self._num_slots), min(num_tokens, self._num_cached))
+        arrived_at = time.monotonic()
+        semaphore = asyncio.Semaphore(self._num_slots)
+        with self.admission.admit(need, client):
+            tasks = [
+                asyncio.ensure_future(self._compute_one(sequence, client, semaphore))
+                for sequence in sequences
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._count(sequences, arrived_at)
+
+    async def _compute_one(
+        self, sequence: Sequence, client: int, semaphore: asyncio.Semaphore
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(semaphore)
+            if self.fair_queue is not None:
+                num_tokens = len(sequence.prompt_ids)
+                turn = await stack.enter_async_context(self.fair_queue.turn(client, num_tokens))
+                turn.used = num_tokens
+            await self.engine.generate(sequence)
+
+    async def embeddings(
+        self, request: EmbeddingsRequest, num_bytes: int, client: int = 0
+    ) -> bytes:
+        """Return the response body with the embedding of each input. If one fails, the others are aborted.
+
+        Raises ApiError, RequestError and EngineError.
+
+        Args:
+            num_bytes: size of the request's body. Large ones delay only each other.
+            client: the number of its API key.
+        """
+        raise ApiError(400, NO_EMBEDDINGS, code="no_embeddings")
 
     async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
@@ -266,7 +385,9 @@ class Service:
                 async for chunk in chunks:
                     is_begun = True
                     size = num_logprobs(chunk)
-                    for body in [generation.shown(chunk)] if response is None else response.of(chunk):
+                    for body in (
+                        [generation.shown(chunk)] if response is None else response.of(chunk)
+                    ):
                         yield await self._event(body, size, generation.client)
             except Exception as error:
                 if not is_begun:
@@ -277,21 +398,29 @@ class Service:
         if response is not None:
             return
         if answers.has_usage:
-            yield event(await self._writers.run(_num_values(generation), generation.client, answers.last_chunk))
-        yield DONE
+            yield event(
+                await self._writers.run(
+                    _num_values(generation), generation.client, answers.last_chunk
+                )
+            )
+        yield END_OF_STREAM
 
     async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Json, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(generation):
             answers = generation.answers
-            queue: asyncio.Queue[Queued] = asyncio.Queue()  # holds text only: a slow reader delays no other request
+            # Holds text only: a slow reader delays no other request.
+            queue: asyncio.Queue[Queued] = asyncio.Queue()
             echoes = {choice.first: asyncio.Event() for choice in generation.choices}
-            if not generation.echo or generation.request.tops is None:  # there is nothing to wait for
+            # There is nothing to wait for.
+            if not generation.echo or generation.request.tops is None:
                 for echo in echoes.values():
                     echo.set()
             tasks = [
                 asyncio.ensure_future(
-                    self._follow(generation, ChoiceChunks(answers, choice), queue, echoes[choice.first])
+                    self._follow(
+                        generation, ChoiceChunks(answers, choice), queue, echoes[choice.first]
+                    )
                 )
                 for choice in generation.choices
             ]
@@ -310,12 +439,18 @@ class Service:
                     task.cancel()
 
     async def _follow(
-        self, generation: GenerationRequest, chunks: ChoiceChunks, queue: asyncio.Queue[Queued], echo: asyncio.Event
+        self,
+        generation: GenerationRequest,
+        chunks: ChoiceChunks,
+        queue: asyncio.Queue[Queued],
+        echo: asyncio.Event,
     ) -> None:
         """Put one choice's chunks into the queue, followed by None or its error.
 
-        echo: set once the prompt's first choice has a token, and so the prompt's log-probabilities. Other choices of
-        the prompt put their chunks into the queue from then on, without holding up the engine until then.
+        Args:
+            echo: set once the prompt's first choice has a token, and so the prompt's
+                log-probabilities. Other choices of the prompt put their chunks into the queue from
+                then on, without holding up the engine until then.
         """
         choice = chunks.choice
         count = num_sent = 0
@@ -339,18 +474,30 @@ class Service:
             queue.put_nowait(error)
 
     async def _put_chunks(
-        self, generation: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
+        self,
+        generation: GenerationRequest,
+        chunks: ChoiceChunks,
+        count: int,
+        queue: asyncio.Queue[Queued],
     ) -> None:
         """Put the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
         tops = generation.request.tops
         num_new = 0 if tops is None else chunks.num_unsent(count) * (1 + tops)
         made = chunks.until(count)
-        new = list(made) if num_new <= SHORT else await self._writers.run(num_new, generation.client, list, made)
+        new = (
+            list(made)
+            if num_new <= SHORT_CHUNK
+            else await self._writers.run(num_new, generation.client, list, made)
+        )
         for chunk in new:
             queue.put_nowait(chunk)
 
     async def _event(self, body: Json, size: int, client: int) -> str:
-        return event(body) if size <= SHORT else await self._writers.run(size, client, event, body)
+        return (
+            event(body)
+            if size <= SHORT_CHUNK
+            else await self._writers.run(size, client, event, body)
+        )
 
     @asynccontextmanager
     async def _turn(self, generation: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
@@ -358,7 +505,9 @@ class Service:
         if self.fair_queue is None:
             yield
             return
-        async with self.fair_queue.turn(generation.client, num_tokens(sequence, self.max_model_len)) as turn:
+        async with self.fair_queue.turn(
+            generation.client, num_tokens(sequence, self.max_model_len)
+        ) as turn:
             try:
                 yield
             finally:
@@ -366,9 +515,11 @@ class Service:
 
     @contextmanager
     def _admitted(self, generation: GenerationRequest) -> Iterator[None]:
-        """Hold what a request needs while it is in flight, and count its outcome. Raises as Admission.check does."""
+        """Count a request's needs while it is in flight, and its outcome. Raises as Admission.check does."""
         arrived_at = time.monotonic()
-        with self.admission.admit(need_of(generation, self.max_model_len), generation.client, len(generation.prompts)):
+        with self.admission.admit(
+            need_of(generation, self.max_model_len), generation.client, len(generation.prompts)
+        ):
             try:
                 yield
             finally:
@@ -388,7 +539,9 @@ def _parse_long(kind: type[BodyClass], body: bytes, max_model_len: int) -> BodyC
 
 def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
     """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
-    is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in answers.choices)
+    is_last = chunk["choices"][0]["finish_reason"] and all(
+        c.sequence.finish_reason for c in answers.choices
+    )
     return chunk | {"metrics": answers.metrics()} if is_last else chunk
 
 
@@ -398,13 +551,16 @@ def _limit(config: ServeConfig, engine: Engine) -> Reservation:
     num_cached = blocks.num_blocks * blocks.size
     queued = config.serving.max_queued_tokens
     num_queued = QUEUED_PER_CACHED_TOKEN * num_cached if queued == "auto" else queued
-    return Reservation(engine.scheduler.num_slots + config.serving.max_queued, num_cached + num_queued)
+    return Reservation(
+        engine.scheduler.num_slots + config.serving.max_queued, num_cached + num_queued
+    )
 
 
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
-    """Return a queue that keeps slots for keys without one, or None for a single client.
+    """Return a queue that keeps slots for clients without one, or None if there is a single client.
 
-    The engine gets no more sequences than it has slots: those that wait there would be given the kept slots.
+    The engine gets no more sequences than it has slots: those that wait there would be given the
+    kept slots.
     """
     return FairQueue(num_clients, num_slots, num_reserved(num_slots)) if num_clients > 1 else None
 

@@ -2,7 +2,8 @@
 
     python -m tests.serve.screenshot infra/serve/page.png [--dark] [--width 860] [--height 800]
 
-Every step drafts (speculative.budget uniform), so that the picture does not hang on how busy the machine is.
+Every step drafts (speculative.budget uniform), so that the picture does not hang on how busy the
+machine is.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ QUESTION = "I need five tips for hiking."
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--width", type=int, default=860)
     parser.add_argument("--height", type=int, default=640)
     asked = parser.parse_args()
     service = Service.start(
-        load_serve_config(CONFIG, env={}, sets=["speculative.budget=uniform"]), WorkerPlan(threads=2)
+        load_serve_config(CONFIG, env={}, sets=["speculative.budget=uniform"]),
+        WorkerPlan(threads=2),
     )
     try:
         with (
@@ -54,13 +58,17 @@ def _ask(driver, question: str) -> None:
     box = driver.find_element("id", "question")
     box.send_keys(question)
     box.submit()
-    WebDriverWait(driver, 60).until(lambda _: not driver.find_elements("css selector", "[aria-busy=true]"))
+    WebDriverWait(driver, 60).until(
+        lambda _: not driver.find_elements("css selector", "[aria-busy=true]")
+    )
 
 
 def _hover(driver) -> None:
     from selenium.webdriver import ActionChains
 
-    words = [word for word in driver.find_elements("css selector", ".text .d2") if word.text.strip()]
+    words = [
+        word for word in driver.find_elements("css selector", ".text .d2") if word.text.strip()
+    ]
     ActionChains(driver).move_to_element(words[len(words) // 2]).perform()
 
 

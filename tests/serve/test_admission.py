@@ -22,7 +22,9 @@ KEYS = ApiKeys.of(["flood", "other"])
 
 def toy_service(num_slots=4, keys=None, **serving):
     """A service over a toy model of at most 64 tokens a sequence, without a tokenizer."""
-    config = load_serve_config(None, env={}, overrides={f"serving.{name}": value for name, value in serving.items()})
+    config = load_serve_config(
+        None, env={}, overrides={f"serving.{name}": value for name, value in serving.items()}
+    )
     return Service(config, llama_engine(num_slots), None, keys)
 
 
@@ -58,7 +60,9 @@ def test_request_larger_than_an_empty_server_is_refused_with_400(small_service):
     assert "800 choices" in message and "at most 12" in message
     limit = small_service.admission.limit.tokens
     wide = {"prompt": [5] * 10, "n": 12, "max_tokens": limit // 12}
-    assert str(limit) in refusal_message(ask(small_service, wide), 400, "too_many_tokens", "max_tokens")
+    assert str(limit) in refusal_message(
+        ask(small_service, wide), 400, "too_many_tokens", "max_tokens"
+    )
     assert small_service.in_flight == Reservation()
 
 
@@ -75,7 +79,11 @@ def test_tokens_count_beside_sequences(small_service):
 
     n, held, second = asyncio.run(main())
     assert held.tokens == n * service.max_model_len  # max_tokens is cut to what the model can hold
-    assert n < 12 and "tokens" in refusal_message(second, 429, "queue_full") and int(second.headers["retry-after"]) >= 1
+    assert (
+        n < 12
+        and "tokens" in refusal_message(second, 429, "queue_full")
+        and int(second.headers["retry-after"]) >= 1
+    )
 
 
 def test_what_is_held_is_released_once_however_a_request_ends(small_service):
@@ -113,7 +121,10 @@ def test_admission_is_exact_over_random_requests():
         for _ in range(2000):
             if held and chance.random() < 0.5:
                 held.pop(chance.randrange(len(held)))[2].__exit__(None, None, None)
-            need, client = Reservation(chance.randint(1, 22), chance.randint(1, 1100)), chance.randrange(num_clients)
+            need, client = (
+                Reservation(chance.randint(1, 22), chance.randint(1, 1100)),
+                chance.randrange(num_clients),
+            )
             block = admission.admit(need, client)
             try:
                 block.__enter__()
@@ -172,7 +183,9 @@ def test_a_flood_of_one_key_does_not_delay_another():
 
     async def main():
         flood = [asyncio.ensure_future(ask_as("flood")) for _ in range(40)]
-        await wait_until(lambda: len(ends) + service.in_flight.sequences >= 40)  # some may have ended by then
+        await wait_until(
+            lambda: len(ends) + service.in_flight.sequences >= 40
+        )  # some may have ended by then
         await asyncio.gather(*(ask_as("other") for _ in range(4)))
         await asyncio.gather(*flood)
 
@@ -338,7 +351,9 @@ def test_client_that_leaves_with_waiting_choices_raises_no_error(stream):
     body = {"prompt": [5], "n": 20, "max_tokens": 40, "ignore_eos": True, "stream": stream}
 
     async def main():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: errors.append(context)
+        )
         headers = {"Authorization": "Bearer flood"}
         async with exchange(build_app(service), "POST", TEXT, json.dumps(body).encode(), headers):
             await wait_until(lambda: service.engine.inner.has_work)

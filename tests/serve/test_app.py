@@ -33,9 +33,15 @@ ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
 
 def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
     """Greedy and sampled, chats and texts, several samples, stop strings, all in flight together, streamed or not."""
-    sampling = [{}, {"temperature": 0.8, "seed": 5, "n": 3}, {"temperature": 1.2, "top_p": 0.9, "seed": -7}]
+    sampling = [
+        {},
+        {"temperature": 0.8, "seed": 5, "n": 3},
+        {"temperature": 1.2, "top_p": 0.9, "seed": -7},
+    ]
     sampling += [{"temperature": 0.8, "seed": 5, "n": 2, "stop": ["a", "s o"]}]
-    asked = [(CHAT, FRANCE | extra) for extra in sampling] + [(TEXT, {"prompt": "Once"} | extra) for extra in sampling]
+    asked = [(CHAT, FRANCE | extra) for extra in sampling] + [
+        (TEXT, {"prompt": "Once"} | extra) for extra in sampling
+    ]
     rows = batch_rows(tmp_path, [{"id": f"{i}", **body} for i, (_, body) in enumerate(asked)])
 
     async def all_at_once(more):
@@ -44,14 +50,21 @@ def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
     plain = [answer.json for answer in asyncio.run(all_at_once({"return_token_ids": True}))]
     choices = [choice for body in plain for choice in body["choices"]]
     assert [c["token_ids"] for c in choices] == [row["output_token_ids"] for row in rows]
-    assert [c["message"]["content"] if "message" in c else c["text"] for c in choices] == [r["text"] for r in rows]
+    assert [c["message"]["content"] if "message" in c else c["text"] for c in choices] == [
+        r["text"] for r in rows
+    ]
     assert [c["finish_reason"] for c in choices] == [row["finish_reason"] for row in rows]
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for kind, logprobs in ((CHAT, True), (TEXT, 0)):
         mine = [{"logprobs": logprobs} | body for path, body in asked if path == kind]
         found = [c for body in mine for c in ask(app, kind, body).json["choices"]]
-        told = [c["logprobs"].get("token_logprobs") or [p["logprob"] for p in c["logprobs"]["content"]] for c in found]
-        wanted = [row["token_logprobs"] for row in rows if (row["request_id"] < "4") == (kind == CHAT)]
+        told = [
+            c["logprobs"].get("token_logprobs") or [p["logprob"] for p in c["logprobs"]["content"]]
+            for c in found
+        ]
+        wanted = [
+            row["token_logprobs"] for row in rows if (row["request_id"] < "4") == (kind == CHAT)
+        ]
         assert [pytest.approx(part, abs=1e-4) for part in wanted] == told
     streams = asyncio.run(all_at_once({"stream": True}))
     told = [text for answer in streams for text in texts(answer.events)]
@@ -65,7 +78,10 @@ def without_cache(usage):
 
 def test_usage_says_what_the_cache_saved(app):
     body = {"prompt": list(range(7, 207)), "max_tokens": 2}
-    cached = [ask(app, TEXT, body).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    cached = [
+        ask(app, TEXT, body).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
     assert cached[0] == 0 < cached[1] < 200
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     for more in ({}, {"n": 3}, {"prompt": [body["prompt"], body["prompt"]]}):
@@ -74,7 +90,10 @@ def test_usage_says_what_the_cache_saved(app):
             ask(app, TEXT, body | more | stream).events[-2]["usage"],
         )
         assert whole == streamed and whole["completion_tokens_details"] == {"reasoning_tokens": 0}
-        assert whole["prompt_tokens_details"]["cached_tokens"] == whole["prompt_tokens"] // 200 * cached[1]
+        assert (
+            whole["prompt_tokens_details"]["cached_tokens"]
+            == whole["prompt_tokens"] // 200 * cached[1]
+        )
 
 
 def test_usage_and_metrics_add_up(app):
@@ -89,7 +108,9 @@ def test_usage_and_metrics_add_up(app):
 
     stream = {"stream": True, "max_tokens": 30, "ignore_eos": True}
     events = ask(app, CHAT, FRANCE | stream | {"stream_options": {"include_usage": True}}).events
-    assert events[-2]["choices"] == [] and without_cache(events[-2]["usage"]) == without_cache(usage)
+    assert events[-2]["choices"] == [] and without_cache(events[-2]["usage"]) == without_cache(
+        usage
+    )
     assert events[-2]["metrics"]["speculative_decoding"] == spec
     assert all(event["usage"] is None for event in events[:-2])
     bare = ask(app, CHAT, FRANCE | stream).events
@@ -97,8 +118,12 @@ def test_usage_and_metrics_add_up(app):
 
 
 def test_stream_sends_the_first_token_alone_and_steps_one_by_one(app):
-    ids = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True}).json["choices"][0]["token_ids"]
-    events = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True, "stream": True}).events
+    ids = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True}).json[
+        "choices"
+    ][0]["token_ids"]
+    events = ask(
+        app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True, "stream": True}
+    ).events
     steps = [event["choices"][0]["token_ids"] for event in events[:-1]]
     assert [token for step in steps for token in step] == ids
     assert len(steps[0]) == 1 and max(map(len, steps)) > 1
@@ -126,11 +151,19 @@ def test_a_stop_token_ends_a_choice_and_is_not_in_its_text(app, service):
 
 def test_echo_has_prompt_and_logprobs_as_evaluations_read_them(app, service):
     ids = service.text.encode("The capital of France is Paris.")
-    body = {"prompt": [ids, ids[:3]], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    body = {
+        "prompt": [ids, ids[:3]],
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+    }
     choices = ask(app, TEXT, body).json["choices"]
     for choice, prompt in zip(choices, (ids, ids[:3]), strict=True):
         found = choice["logprobs"]
-        assert found["tokens"][: len(prompt)] == [service.text.decode_with_special([i]) for i in prompt]
+        assert found["tokens"][: len(prompt)] == [
+            service.text.decode_with_special([i]) for i in prompt
+        ]
         assert len(found["tokens"]) == len(prompt) + 1
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         starts = found["text_offset"]
@@ -145,22 +178,34 @@ def test_echo_has_prompt_and_logprobs_as_evaluations_read_them(app, service):
     assert nothing["usage"]["completion_tokens"] == 0
     assert len(nothing["choices"][0]["logprobs"]["tokens"]) == len(ids)
     pieces = ask(app, TEXT, body | {"max_tokens": 9, "stream": True}).events
-    assert texts(pieces) == [c["text"] for c in ask(app, TEXT, body | {"max_tokens": 9}).json["choices"]]
+    assert texts(pieces) == [
+        c["text"] for c in ask(app, TEXT, body | {"max_tokens": 9}).json["choices"]
+    ]
 
 
 def test_choices_of_a_prompt_share_its_log_probabilities(app, service):
     """The first choice computes them; an answer and a stream show them in each."""
-    body = {"prompt": ["Once upon a time", "Hi there"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 4}
+    body = {
+        "prompt": ["Once upon a time", "Hi there"],
+        "n": 3,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 4,
+    }
     body |= {"temperature": 0.9, "seed": 1, "ignore_eos": True}
     asked = prepare_generation(CompletionRequest.read(body), service.config, service.text)
     assert [c.sequence.sampling.prompt_logprobs for c in asked.choices] == [True, False, False] * 2
 
-    whole = [choice["logprobs"]["token_logprobs"] for choice in ask(app, TEXT, body).json["choices"]]
+    whole = [
+        choice["logprobs"]["token_logprobs"] for choice in ask(app, TEXT, body).json["choices"]
+    ]
     assert whole[0][1:5] == whole[1][1:5] == whole[2][1:5]
     streamed = [[] for _ in whole]
     for event in ask(app, TEXT, body | {"stream": True}).events[:-1]:
         for choice in event["choices"]:
-            streamed[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+            streamed[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})[
+                "token_logprobs"
+            ]
     assert [part[1:] for part in streamed] == [pytest.approx(part[1:], abs=1e-4) for part in whole]
 
 
@@ -170,8 +215,12 @@ def test_chat_logprobs_are_of_every_token(app):
     assert len(found) == 8 and all(len(place["top_logprobs"]) == 2 for place in found)
     assert all(place["logprob"] == place["top_logprobs"][0]["logprob"] for place in found)  # greedy
     events = ask(app, CHAT, body | {"stream": True}).events[:-1]
-    streamed = [c["logprobs"]["content"] for event in events for c in event["choices"] if c["logprobs"]]
-    assert [place["token"] for part in streamed for place in part] == [place["token"] for place in found]
+    streamed = [
+        c["logprobs"]["content"] for event in events for c in event["choices"] if c["logprobs"]
+    ]
+    assert [place["token"] for part in streamed for place in part] == [
+        place["token"] for place in found
+    ]
 
 
 def test_refusals_have_openais_form_and_their_own_status(app):
@@ -217,7 +266,12 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
     for body in ({"stream": True}, {"stream": False}, {"n": 4}, {"stream": True, "n": 4}):
         status, num_running, gauges, num_tasks = asyncio.run(leave(body))
         assert (status, num_running, num_tasks) == (200, 0, 1)
-        assert gauges["num_requests_running"] == gauges["num_requests_waiting"] == gauges["num_kv_blocks_used"] == 0
+        assert (
+            gauges["num_requests_running"]
+            == gauges["num_requests_waiting"]
+            == gauges["num_kv_blocks_used"]
+            == 0
+        )
 
 
 def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
@@ -225,7 +279,9 @@ def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
             while service.in_flight.sequences < 16:
                 await asyncio.sleep(0.005)
-            refused = [await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})]
+            refused = [
+                await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})
+            ]
         return refused, await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
 
     refused, later = asyncio.run(main())
@@ -256,19 +312,33 @@ def test_api_keys_guard_what_costs_and_nothing_else(service):
     guarded = copy.copy(service)
     guarded.keys = ApiKeys.of(["one", "two", "schlüssel", "voilà", "Å"])
     app = build_app(guarded)
-    for key in ({}, {"Authorization": "Bearer three"}, {"Authorization": "two"}, {"Authorization": "Bearer é"}):
+    for key in (
+        {},
+        {"Authorization": "Bearer three"},
+        {"Authorization": "two"},
+        {"Authorization": "Bearer é"},
+    ):
         answer = asyncio.run(post(app, TEXT, {"prompt": "a"}, key))
         assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key"
-    assert ask(app, TEXT, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer two").status == 200
+    assert (
+        ask(app, TEXT, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer two").status == 200
+    )
     for key in ("schlüssel", "voilà", "Å", " \tone\t "):
-        assert asyncio.run(get(app, "/v1/models", {"Authorization": f"Bearer {key}"})).status == 200  # UTF-8, as curl
+        assert (
+            asyncio.run(get(app, "/v1/models", {"Authorization": f"Bearer {key}"})).status == 200
+        )  # UTF-8, as curl
     assert asyncio.run(get(app, "/v1/models")).status == 401
-    assert asyncio.run(get(app, "/health")).status == 200 and asyncio.run(get(app, "/metrics")).status == 200
+    assert (
+        asyncio.run(get(app, "/health")).status == 200
+        and asyncio.run(get(app, "/metrics")).status == 200
+    )
 
 
 def test_the_tokenizer_can_be_asked(app, service):
     found = ask(app, "/tokenize", {"prompt": "Hello there"}).json
-    assert found["tokens"] == service.text.encode("Hello there") and found["count"] == len(found["tokens"])
+    assert found["tokens"] == service.text.encode("Hello there") and found["count"] == len(
+        found["tokens"]
+    )
     assert ask(app, "/detokenize", {"tokens": found["tokens"]}).json == {
         "prompt": service.text.decode_with_special(found["tokens"])
     }
@@ -294,8 +364,13 @@ def test_the_tokenizer_can_be_asked(app, service):
 
 
 def test_counters_are_told_to_the_last_digit():
-    lines = prometheus_text(Snapshot({"prompt_tokens_total": 12_345_678, "generation_tokens_total": 0.25})).splitlines()
-    assert "eagle_ray_prompt_tokens_total 12345678" in lines and "eagle_ray_generation_tokens_total 0.25" in lines
+    lines = prometheus_text(
+        Snapshot({"prompt_tokens_total": 12_345_678, "generation_tokens_total": 0.25})
+    ).splitlines()
+    assert (
+        "eagle_ray_prompt_tokens_total 12345678" in lines
+        and "eagle_ray_generation_tokens_total 0.25" in lines
+    )
 
 
 def test_open_routes_are_computed_once_for_many_requests(service, monkeypatch):
@@ -323,7 +398,11 @@ def test_open_routes_are_computed_once_for_many_requests(service, monkeypatch):
 def test_metrics_count_what_was_answered(app, service):
     def counted():
         lines = asyncio.run(get(app, "/metrics")).body.decode().splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line[0] != "#"
+        }
 
     before = counted()
     body = ask(app, TEXT, {"prompt": "Once", "max_tokens": 9, "n": 2, "ignore_eos": True}).json
@@ -332,8 +411,15 @@ def test_metrics_count_what_was_answered(app, service):
     assert grown["eagle_ray_generation_tokens_total"] == 18 == body["usage"]["completion_tokens"]
     spec = body["metrics"]["speculative_decoding"]
     assert grown["eagle_ray_spec_decode_num_drafts_total"] == spec["num_spec_steps"]
-    assert grown["eagle_ray_spec_decode_num_accepted_tokens_total"] == spec["num_accepted_draft_tokens"]
-    per_place = [v for k, v in grown.items() if k.startswith("eagle_ray_spec_decode_num_accepted_tokens_per_pos")]
+    assert (
+        grown["eagle_ray_spec_decode_num_accepted_tokens_total"]
+        == spec["num_accepted_draft_tokens"]
+    )
+    per_place = [
+        v
+        for k, v in grown.items()
+        if k.startswith("eagle_ray_spec_decode_num_accepted_tokens_per_pos")
+    ]
     assert sum(per_place) == spec["num_accepted_draft_tokens"]
     assert grown["eagle_ray_time_to_first_token_seconds_count"] == 2
     assert after["eagle_ray_num_slots"] == 4 and after["eagle_ray_num_requests_running"] == 0
@@ -355,13 +441,23 @@ def test_a_target_without_words_takes_and_gives_token_ids():
 
     mute = Service(ServeConfig(), llama_engine(2, 8, 3, 3), None)
     app = build_app(mute)
-    body = {"prompt": [5, 6], "max_tokens": 7, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+    body = {
+        "prompt": [5, 6],
+        "max_tokens": 7,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+    }
     choice = ask(app, TEXT, body).json["choices"][0]
     assert len(choice["token_ids"]) == 7 and choice["text"] == ""
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
     events = ask(app, TEXT, body | {"stream": True}).events[:-1]
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
-    for refused in (ask(app, TEXT, {"prompt": "a"}), ask(app, CHAT, FRANCE), ask(app, TEXT, body | {"stop": "a"})):
+    for refused in (
+        ask(app, TEXT, {"prompt": "a"}),
+        ask(app, CHAT, FRANCE),
+        ask(app, TEXT, body | {"stop": "a"}),
+    ):
         assert refused.status == 400 and refused.json["error"]["code"] == "no_tokenizer"
         assert refused.json["error"]["message"].endswith("cannot be used: give token ids")
     mute.close()

@@ -23,7 +23,10 @@ def wait_until(condition):
 
 def client_of(server):
     return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", timeout=60, _strict_response_validation=True
+        base_url=f"http://127.0.0.1:{server.port}/v1",
+        api_key="none",
+        timeout=60,
+        _strict_response_validation=True,
     )
 
 
@@ -33,7 +36,9 @@ def line(id, **body):
 
 
 def upload(client, lines):
-    return client.files.create(file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
+    return client.files.create(
+        file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch"
+    )
 
 
 def start(tmp_path, name):
@@ -58,7 +63,11 @@ def kill_whole(server):
 
 
 def answers(client, file_id):
-    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()] if file_id else []
+    return (
+        [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+        if file_id
+        else []
+    )
 
 
 def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
@@ -67,7 +76,10 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
     try:
         lines = [line(id, seed=i) for i, id in enumerate(ids)] + [line("wrong", top_p=5)]
         batch = client.batches.create(
-            input_file_id=upload(client, lines).id, endpoint=URL, completion_window="24h", metadata={"run": "a"}
+            input_file_id=upload(client, lines).id,
+            endpoint=URL,
+            completion_window="24h",
+            metadata={"run": "a"},
         )
 
         def completed():
@@ -91,9 +103,17 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
         assert sorted(line["custom_id"] for line in done) == sorted(ids)
         assert [line["custom_id"] for line in failed] == ["wrong"]
         assert failed[0]["response"]["body"]["error"]["param"] == "top_p"
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (60, 1) and batch.metadata["run"] == "a"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (
+            60,
+            1,
+        ) and batch.metadata["run"] == "a"
         texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in done}
-        settings = {"prompt": "Once", "max_tokens": 300, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
+        settings = {
+            "prompt": "Once",
+            "max_tokens": 300,
+            "temperature": 0.8,
+            "extra_body": {"ignore_eos": True},
+        }
         for i in (0, 30, 59):
             now = client.completions.create(model="embedded:tiny", seed=i, **settings)
             assert now.choices[0].text == texts[f"row {i}"]
@@ -102,12 +122,16 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
         mine = client.batches.create(input_file_id=long, endpoint=URL, completion_window="24h")
         late = client.batches.create(input_file_id=long, endpoint=URL, completion_window="6s")
         with pytest.raises(openai.RateLimitError) as refused:
-            client.with_options(max_retries=0).batches.create(input_file_id=long, endpoint=URL, completion_window="24h")
+            client.with_options(max_retries=0).batches.create(
+                input_file_id=long, endpoint=URL, completion_window="24h"
+            )
         assert refused.value.code == "too_many_batches"
         wait_until(lambda: client.batches.retrieve(mine.id).request_counts.total == 300)
         answer = client.completions.create(model="embedded:tiny", prompt="Once", max_tokens=1)
         assert answer.usage.completion_tokens == 1
-        assert client.batches.retrieve(mine.id).status == "in_progress"  # it has not waited for the lines
+        assert (
+            client.batches.retrieve(mine.id).status == "in_progress"
+        )  # it has not waited for the lines
         assert client.batches.cancel(mine.id).status == "cancelling"
         wait_until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
         wait_until(lambda: client.batches.retrieve(late.id).status == "expired")

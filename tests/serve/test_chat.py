@@ -12,7 +12,10 @@ from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, post
 from tests.support.tokenizers import LLAMA3, MISTRAL, R1, write_named
 
 CHAT = "/v1/chat/completions"
-BAD_SCHEMA = {"strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
+BAD_SCHEMA = {
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}},
+}
 LLAMA3_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
 LLAMA3_OTHER = '{"name": "f", "parameters": {}}'
 
@@ -45,7 +48,10 @@ def streamed_message(app, **body):
 
 def without_ids(message):
     """Ids are of a request: leave how they begin."""
-    calls = [call | {"id": call["id"][:5] if "_" in call["id"] else ""} for call in message.get("tool_calls", [])]
+    calls = [
+        call | {"id": call["id"][:5] if "_" in call["id"] else ""}
+        for call in message.get("tool_calls", [])
+    ]
     return message | ({"tool_calls": calls} if calls else {})
 
 
@@ -63,12 +69,17 @@ def with_template(qwen, monkeypatch, tmp_path):
 
 
 def test_a_request_with_tools_has_the_template_for_tools(app, service, monkeypatch, tmp_path):
-    named = {"default": "[D]{{ messages[0].content }}", "tool_use": "[T]{{ tools[0].function.name }}{# <tool_call> #}"}
+    named = {
+        "default": "[D]{{ messages[0].content }}",
+        "tool_use": "[T]{{ tools[0].function.name }}{# <tool_call> #}",
+    }
     text = Tokenizer.load(write_named(tmp_path / "t", named, "list"))
     monkeypatch.setattr(service, "text", text)
     for options, prompt in (({}, f"[D]{ASK[0]['content']}"), ({"tools": [ADD]}, "[T]add")):
         answer = asyncio.run(post(app, CHAT, {"messages": ASK, "max_tokens": 1, **options}))
-        assert answer.json["usage"]["prompt_tokens"] == len(text.encode(prompt, add_special_tokens=False))
+        assert answer.json["usage"]["prompt_tokens"] == len(
+            text.encode(prompt, add_special_tokens=False)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -77,13 +88,25 @@ def test_a_request_with_tools_has_the_template_for_tools(app, service, monkeypat
     [
         (LLAMA3, LLAMA3_CALL, None, ["add"]),
         (LLAMA3, f"<|python_tag|>{LLAMA3_CALL}; {LLAMA3_OTHER}", None, ["add", "f"]),
-        (MISTRAL, f'Well. [TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]', "Well. ", ["add"]),
+        (
+            MISTRAL,
+            f'Well. [TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]',
+            "Well. ",
+            ["add"],
+        ),
         (MISTRAL, f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]f{{}}", None, ["add", "f"]),
-        (LLAMA3, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+        (
+            LLAMA3,
+            '{"name": "unknown", "parameters": {}}',
+            '{"name": "unknown", "parameters": {}}',
+            [],
+        ),
         (MISTRAL, "[TOOL_CALLS]add{oops}", "[TOOL_CALLS]add{oops}", []),
     ],
 )
-def test_each_form_of_calls_whole_and_streamed(with_template, scripted_app, template, text, content, names, size):
+def test_each_form_of_calls_whole_and_streamed(
+    with_template, scripted_app, template, text, content, names, size
+):
     tool_parser = with_template(template).tool_parser
     app = scripted_app(text, size)
     tools = [ADD, {"type": "function", "function": {"name": "f"}}]
@@ -96,14 +119,19 @@ def test_each_form_of_calls_whole_and_streamed(with_template, scripted_app, temp
     ]
     assert {len(call["id"]) for call in calls} <= {9 if tool_parser == "mistral" else 29}
     _, told, reason = streamed_message(app, tools=tools)
-    assert told["content"] == content and reason == choice["finish_reason"] == ("tool_calls" if names else "stop")
+    assert told["content"] == content and reason == choice["finish_reason"] == (
+        "tool_calls" if names else "stop"
+    )
     if names:  # a call that turns out to be none was begun in the stream
         assert without_ids(told) == without_ids(message)
 
 
 @pytest.mark.parametrize("more", [{}, {"tool_choice": "required"}, {"stream": True}])
 def test_a_wrong_schema_of_a_tool_is_refused_by_its_parameter(qwen, more):
-    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}},
+    }
     answer = asyncio.run(post(build_app(qwen), CHAT, {"messages": ASK, "tools": [tool]} | more))
     error = answer.json["error"]
     assert (answer.status, error["param"], error["code"]) == (400, "tools", "bad_grammar")
@@ -153,7 +181,10 @@ def test_stop_strings_count_from_the_answer_on(scripted_app, written, reasoning,
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_newlines_behind_reasoning_are_no_stop_strings(scripted_app, size):
     app = scripted_app("<think>\nq\n\nw\n</think>\n\nx\n\nz", size)
-    for message in (whole_choice(app, stop=["\n\n"])["message"], streamed_message(app, stop=["\n\n"])[1]):
+    for message in (
+        whole_choice(app, stop=["\n\n"])["message"],
+        streamed_message(app, stop=["\n\n"])[1],
+    ):
         assert (message["reasoning_content"], message["content"]) == ("q\n\nw", "x")
 
 
@@ -186,7 +217,9 @@ def test_a_real_engine_closes_the_reasoning_after_its_budget(with_template, qwen
     _, told, _ = streamed_message(app, **asked, max_tokens=20)
     assert told == message
 
-    answer = asyncio.run(post(app, "/v1/responses", {"input": ASK, **asked, "max_output_tokens": 20})).json
+    answer = asyncio.run(
+        post(app, "/v1/responses", {"input": ASK, **asked, "max_output_tokens": 20})
+    ).json
     reasoning, said = answer["output"]
     assert (reasoning["content"][0]["text"], said["content"][0]["text"]) == (
         message["reasoning_content"],
@@ -194,11 +227,17 @@ def test_a_real_engine_closes_the_reasoning_after_its_budget(with_template, qwen
     )
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": ASK}), ("/v1/responses", {"input": ASK})])
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": ASK}), ("/v1/responses", {"input": ASK})]
+)
 def test_a_target_that_does_not_think_has_no_budget(app, path, body):
     answer = asyncio.run(post(app, path, body | {"thinking_budget": 5}))
     error = answer.json["error"]
-    assert (answer.status, error["param"], error["code"]) == (400, "thinking_budget", "invalid_sampling")
+    assert (answer.status, error["param"], error["code"]) == (
+        400,
+        "thinking_budget",
+        "invalid_sampling",
+    )
     assert asyncio.run(post(app, path, body | {"thinking_budget": None})).status == 200
 
 
@@ -207,7 +246,12 @@ def test_reasoning_content_and_calls_whole_and_streamed(scripted_app, size):
     app = scripted_app(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
     choice = whole_choice(app, tools=[ADD])
     call = {"id": "call_", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
-    message = {"role": "assistant", "content": "I add.", "refusal": None, "reasoning_content": "One and two."}
+    message = {
+        "role": "assistant",
+        "content": "I add.",
+        "refusal": None,
+        "reasoning_content": "One and two.",
+    }
     assert without_ids(choice["message"]) == message | {"tool_calls": [call, call]}
     assert choice["finish_reason"] == "tool_calls"
     first, second = (call["id"] for call in choice["message"]["tool_calls"])
@@ -217,7 +261,9 @@ def test_reasoning_content_and_calls_whole_and_streamed(scripted_app, size):
     assert choices[0]["delta"] == {"role": "assistant", "content": None}
     assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
     assert len({call["id"] for call in told["tool_calls"]}) == 2
-    fragments = [c for c in choices if "arguments" in str(c["delta"]) and "id" not in str(c["delta"])]
+    fragments = [
+        c for c in choices if "arguments" in str(c["delta"]) and "id" not in str(c["delta"])
+    ]
     assert len(fragments) >= (2 if size == 100 else 4)
 
 
@@ -242,13 +288,18 @@ def test_what_is_no_call_is_content(scripted_app):
     app = scripted_app(CALL)
     for body in ({}, {"tools": [ADD], "tool_choice": "none"}):
         assert whole_choice(app, **body)["message"]["content"] == CALL
-        assert streamed_message(app, **body)[1:] == ({"role": "assistant", "content": CALL, "refusal": None}, "stop")
+        assert streamed_message(app, **body)[1:] == (
+            {"role": "assistant", "content": CALL, "refusal": None},
+            "stop",
+        )
 
 
 def test_tool_call_cut_by_max_tokens_is_content_of_reason_length(scripted_app):
     app = scripted_app(CALL)
     choice = whole_choice(app, tools=[ADD], max_tokens=20, return_token_ids=True)
-    assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith("<tool_call>")
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith(
+        "<tool_call>"
+    )
     assert "tool_calls" not in choice["message"] and len(choice["token_ids"]) == 20
 
 
@@ -264,7 +315,13 @@ HISTORY = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}],
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"a":1,"b":2}'},
+            }
+        ],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "3"},
 ]
@@ -287,7 +344,9 @@ def test_tools_and_history_go_through_the_template(qwen, scripted_app):
 
 def test_template_values_reach_the_template(qwen, scripted_app):
     app = scripted_app("Four.")
-    choice = whole_choice(app, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True)
+    choice = whole_choice(
+        app, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True
+    )
     prompt = qwen.text.decode_with_special(choice["prompt_token_ids"])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert choice["message"] == {"role": "assistant", "content": "Four.", "refusal": None}

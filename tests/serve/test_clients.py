@@ -15,7 +15,9 @@ from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.request_body import parse
 from tests.support.serving import get, post
 
-httpx2, openai, schemathesis = map(pytest.importorskip, ("httpx2", "openai", "schemathesis"))  # Python 3.11 or newer
+httpx2, openai, schemathesis = map(
+    pytest.importorskip, ("httpx2", "openai", "schemathesis")
+)  # Python 3.11 or newer
 HI = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = "<|bos|><|user|>What do you think about singing?<|end|><|assistant|>"
 MODEL = "embedded:tiny"
@@ -68,8 +70,12 @@ def test_only_openai_clients_get_values_in_place_of_nulls(app):
     body = {"prompt": PROMPT, "max_tokens": 9, "logprobs": 1, "echo": True}
 
     def ask(**headers):
-        plain = asyncio.run(post(app, "/v1/completions", body, headers)).json["choices"][0]["logprobs"]
-        events = asyncio.run(post(app, "/v1/completions", body | {"stream": True}, headers)).events[:-1]
+        plain = asyncio.run(post(app, "/v1/completions", body, headers)).json["choices"][0][
+            "logprobs"
+        ]
+        events = asyncio.run(post(app, "/v1/completions", body | {"stream": True}, headers)).events[
+            :-1
+        ]
         reasons = [event["choices"][0]["finish_reason"] for event in events]
         return plain["token_logprobs"][0], plain["top_logprobs"][0], set(reasons[:-1]), reasons[-1]
 
@@ -101,14 +107,25 @@ def test_answers_are_what_the_openapi_document_says(app):
         ("/version", response_models.Version),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(get(app, path)).body, strict=True)
-    chat, text = {"messages": HI, "max_tokens": 5, "logprobs": True}, {"prompt": "Once", "max_tokens": 5, "logprobs": 0}
+    chat, text = (
+        {"messages": HI, "max_tokens": 5, "logprobs": True},
+        {"prompt": "Once", "max_tokens": 5, "logprobs": 0},
+    )
     more = {"return_token_ids": True}
     for path, body, shape, chunk in [
-        ("/v1/chat/completions", chat | more, response_models.ChatCompletion, response_models.ChatChunk),
+        (
+            "/v1/chat/completions",
+            chat | more,
+            response_models.ChatCompletion,
+            response_models.ChatChunk,
+        ),
         ("/v1/completions", text | more, response_models.Completion, response_models.TextChunk),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(post(app, path, body)).body, strict=True)
-        streamed = {"stream": True, "stream_options": {"include_usage": True, "include_steps": True}}
+        streamed = {
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_steps": True},
+        }
         for event in asyncio.run(post(app, path, body | streamed)).events[:-1]:
             TypeAdapter(chunk).validate_json(json.dumps(event), strict=True)
     routes = {route.path.replace(":path", "") for route in app.routes}
@@ -119,7 +136,12 @@ def test_answers_are_what_the_openapi_document_says(app):
 
 def test_keys_are_in_the_openapi_document():
     paths = openapi(MODEL, 1024, has_keys=True)["paths"]
-    guarded = {path for path, item in paths.items() for operation in item.values() if "security" in operation}
+    guarded = {
+        path
+        for path, item in paths.items()
+        for operation in item.values()
+        if "security" in operation
+    }
     assert guarded == {path for path in paths if path.startswith(("/v1", "/token", "/detoken"))}
     assert "security" not in json.dumps(openapi(MODEL, 1024)["paths"])
 
@@ -134,7 +156,12 @@ SCHEMA = {"type": "object"}
         {"json_schema": SCHEMA},
         {"json_schema": "true"},
         {"json_schema": 5},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
         {"response_format": {"type": "json_schema"}},
         {"structured_outputs": {"json": SCHEMA, "regex": None}},
         {"structured_outputs": {"json": 5}},
@@ -151,7 +178,10 @@ SCHEMA = {"type": "object"}
 )
 def test_openapi_document_and_server_accept_the_same_bodies(body):
     body = {"messages": HI} | body
-    document = {"$ref": "#/components/schemas/ChatRequest", "components": openapi(MODEL, 1024)["components"]}
+    document = {
+        "$ref": "#/components/schemas/ChatRequest",
+        "components": openapi(MODEL, 1024)["components"],
+    }
     try:
         parse(ChatRequest, json.dumps(body).encode())
     except ApiError:

@@ -20,10 +20,21 @@ def test_answers_are_the_batch_jobs(app, tmp_path):
     extras = [
         penalties,
         penalties | {"temperature": 0.9, "seed": 8, "logit_bias": {"30": 4.0}, "min_tokens": 9},
-        {"bad_words": ["Paris", "the"], "stop": ["."], "include_stop_str_in_output": True, "min_tokens": 3},
-        {"allowed_token_ids": list(range(100, 300)), "stop_token_ids": [150], "skip_special_tokens": False},
+        {
+            "bad_words": ["Paris", "the"],
+            "stop": ["."],
+            "include_stop_str_in_output": True,
+            "min_tokens": 3,
+        },
+        {
+            "allowed_token_ids": list(range(100, 300)),
+            "stop_token_ids": [150],
+            "skip_special_tokens": False,
+        },
     ]
-    asked = [(CHAT, FRANCE | extra) for extra in extras] + [(TEXT, {"prompt": "Once"} | extra) for extra in extras]
+    asked = [(CHAT, FRANCE | extra) for extra in extras] + [
+        (TEXT, {"prompt": "Once"} | extra) for extra in extras
+    ]
     rows = batch_rows(tmp_path, [{"id": f"{i}", **body} for i, (_, body) in enumerate(asked)])
     for (path, body), row in zip(asked, rows, strict=True):
         choice = ask(app, path, body | {"return_token_ids": True}).json["choices"][0]
@@ -42,14 +53,23 @@ def test_words_and_biases_change_the_answer(app, service):
 
 def test_allowed_tokens_are_the_only_ones(app, service):
     ids = service.text.encode(" Paris is.", add_special_tokens=False)
-    body = FRANCE | {"allowed_token_ids": ids, "return_token_ids": True, "min_tokens": 5, "max_tokens": 9}
+    body = FRANCE | {
+        "allowed_token_ids": ids,
+        "return_token_ids": True,
+        "min_tokens": 5,
+        "max_tokens": 9,
+    }
     found = ask(app, CHAT, body).json["choices"][0]["token_ids"]
     assert set(found) <= set(ids) and len(found) == 9
 
 
 def test_penalties_are_a_batch_rows(app):
     plain = content(app, max_tokens=40)
-    for extra in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}):
+    for extra in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 3.0},
+    ):
         first = content(app, max_tokens=40, **extra)
         assert first == content(app, max_tokens=40, **extra) != plain
 
@@ -75,7 +95,9 @@ def test_special_tokens_can_stay(app, service):
     [eos] = service.text.eos_ids
     body = {"skip_special_tokens": False, "include_stop_str_in_output": True, "max_tokens": 60}
     text = content(app, **body)
-    assert text.endswith(service.text.decode_with_special([eos])) and text.startswith(content(app, max_tokens=60))
+    assert text.endswith(service.text.decode_with_special([eos])) and text.startswith(
+        content(app, max_tokens=60)
+    )
 
 
 def test_stop_string_may_name_a_special_token_absent_from_text(app, service):

@@ -15,10 +15,11 @@ from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.sampling import grammar
+from eagle_ray.serve import engine_start
 from eagle_ray.serve import service as services
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.service import LONG, Service
+from eagle_ray.serve.service import LARGE_BODY, Service
 from tests.support.serving import SETTINGS, Answer, exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -32,7 +33,9 @@ def shared_service() -> Iterator[Service]:
     """A service that two clients share."""
     settings = SETTINGS | {"serving.max_body_bytes": MAX_BODY_BYTES}
     service = Service.start(
-        load_serve_config(None, env={}, overrides=settings), WorkerPlan(), ApiKeys.of(["alpha", "beta"])
+        load_serve_config(None, env={}, overrides=settings),
+        WorkerPlan(),
+        ApiKeys.of(["alpha", "beta"]),
     )
     yield service
     service.close()
@@ -65,7 +68,10 @@ VALUES: dict[str, dict[str, Callable[[int], Any]]] = {
         "regex": lambda size: "a" * size,
         "grammar": lambda size: "\n" * (size // 2),
         "json_schema": lambda size: {"enum": [f"v{i}" for i in range(size // 12)]},
-        "response_format": lambda size: {"type": "json_schema", "json_schema": {"schema": {"enum": lists(size)}}},
+        "response_format": lambda size: {
+            "type": "json_schema",
+            "json_schema": {"schema": {"enum": lists(size)}},
+        },
         "structured_outputs": lambda size: {"json": json.dumps({"enum": lists(size)})},
         "logit_bias": lambda size: {str(i): 1 for i in range(size // 12)},
         "allowed_token_ids": lambda size: list(range(size // 8)),
@@ -78,8 +84,12 @@ VALUES: dict[str, dict[str, Callable[[int], Any]]] = {
         "messages": lambda size: [USER] * (size // 32),
         "messages with calls": lambda size: [CALLED] * (size // 150),
         "messages with a text": lambda size: [USER | {"content": text(size)}],
-        "messages with parts": lambda size: [USER | {"content": [{"type": "text", "text": "a"}] * (size // 32)}],
-        "tools": lambda size: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(size // 60)],
+        "messages with parts": lambda size: [
+            USER | {"content": [{"type": "text", "text": "a"}] * (size // 32)}
+        ],
+        "tools": lambda size: [
+            {"type": "function", "function": {"name": f"f{i}"}} for i in range(size // 60)
+        ],
         "tool_choice": text,
         "chat_template_kwargs": lambda size: {f"a{i}": 1 for i in range(size // 14)},
     },
@@ -107,14 +117,18 @@ async def send(app: Any, path: str, body: bytes) -> Answer:
 def test_large_request_does_not_delay_a_small_one(shared_service):
     """They wait for a thread of their own, which is busy; a small request is answered meanwhile."""
     app, released = build_app(shared_service), threading.Event()
-    bodies = [(path, large_body(path, name, 2 * LONG)) for path, name in NAMES]
-    assert min(len(body) for _, body in bodies) > LONG
+    bodies = [(path, large_body(path, name, 2 * LARGE_BODY)) for path, name in NAMES]
+    assert min(len(body) for _, body in bodies) > LARGE_BODY
 
     async def main() -> tuple[list[Answer], list[Any], list[int]]:
-        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LARGE_BODY + 1, 0, released.wait))
         try:
             asked = [asyncio.ensure_future(send(app, path, body)) for path, body in bodies]
-            small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
+            small = [
+                await post(app, TEXT, HI, BETA),
+                await post(app, TEXT, HI, ALPHA),
+                await get(app, "/health"),
+            ]
             early = [task for task in asked if task.done()]
         finally:
             released.set()
@@ -128,10 +142,10 @@ def test_large_request_does_not_delay_a_small_one(shared_service):
 
 def test_large_request_of_one_key_delays_none_of_another(shared_service):
     released = threading.Event()
-    body = large_body(TEXT, "user", 2 * LONG)
+    body = large_body(TEXT, "user", 2 * LARGE_BODY)
 
     async def main() -> Answer:
-        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LARGE_BODY + 1, 0, released.wait))
         try:
             return await request(build_app(shared_service), "POST", TEXT, body, BETA)
         finally:
@@ -144,14 +158,14 @@ def test_large_request_of_one_key_delays_none_of_another(shared_service):
 def test_clients_with_large_requests_take_turns(shared_service):
     """The second client comes last and is answered second."""
     app, released, order = build_app(shared_service), threading.Event(), []
-    body = json.dumps(HI | {"user": "x" * LONG}).encode()
+    body = json.dumps(HI | {"user": "x" * LARGE_BODY}).encode()
 
     async def ask(name: str, headers: dict[str, str]) -> None:
         await request(app, "POST", TEXT, body, headers)
         order.append(name)
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LARGE_BODY + 1, 0, released.wait))
         asked = [asyncio.ensure_future(ask("alpha", ALPHA)) for _ in range(4)]
         await asyncio.sleep(0.05)
         asked.append(asyncio.ensure_future(ask("beta", BETA)))
@@ -166,11 +180,13 @@ def test_clients_with_large_requests_take_turns(shared_service):
 def test_a_client_that_leaves_leaves_no_work(shared_service, monkeypatch):
     app, released, parsed = build_app(shared_service), threading.Event(), []
     real = services.parse
-    monkeypatch.setattr(services, "parse", lambda kind, body: parsed.append(body) or real(kind, body))
-    body = json.dumps(HI | {"user": "x" * LONG}).encode()
+    monkeypatch.setattr(
+        services, "parse", lambda kind, body: parsed.append(body) or real(kind, body)
+    )
+    body = json.dumps(HI | {"user": "x" * LARGE_BODY}).encode()
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared_service.readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared_service.readers.run(LARGE_BODY + 1, 0, released.wait))
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await stack.enter_async_context(exchange(app, "POST", TEXT, body, ALPHA))
@@ -199,7 +215,10 @@ def test_grammar_delays_no_grammar_or_work_of_other_clients(shared_service, monk
         loop.set_default_executor(ThreadPoolExecutor(1))
         busy = loop.run_in_executor(None, released.wait)
         try:
-            slows = [asyncio.ensure_future(post(app, TEXT, HI | {"regex": f"slow{i}"}, ALPHA)) for i in range(8)]
+            slows = [
+                asyncio.ensure_future(post(app, TEXT, HI | {"regex": f"slow{i}"}, ALPHA))
+                for i in range(8)
+            ]
             await asyncio.sleep(0.1)
             others = [post(app, TEXT, HI | {"regex": "ab[0-9]"}, BETA), post(app, TEXT, HI, BETA)]
             answers = await asyncio.wait_for(asyncio.gather(*others), 8)
@@ -239,9 +258,11 @@ def test_endpoint_prefills_fewer_tokens_a_step_than_a_gpu_job(monkeypatch):
         asked.append(arguments[2].prefill_tokens_on("cuda"))
         raise InterruptedError
 
-    monkeypatch.setattr(services, "build_in_thread", build)
+    monkeypatch.setattr(engine_start, "build_in_thread", build)
     for wanted in ("auto", 256):
-        config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted})
+        config = load_serve_config(
+            None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted}
+        )
         with pytest.raises(InterruptedError):
             Service.start(config, WorkerPlan())
     own, chosen = asked

@@ -31,7 +31,13 @@ class Deployment:
 
     def send(self) -> None:
         self._file.write_text(yaml.safe_dump(self.document))
-        command = [Path(sys.executable).with_name("serve"), "deploy", str(self._file), "--address", self._head]
+        command = [
+            Path(sys.executable).with_name("serve"),
+            "deploy",
+            str(self._file),
+            "--address",
+            self._head,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -83,7 +89,9 @@ def test_deployment_is_changed_without_lost_requests_and_deleted(tmp_path_factor
         for client in clients:
             client.join()
         assert {status for status, _ in answers} == {200}
-        assert {answer["choices"][0]["text"] for _, answer in answers} == {first["choices"][0]["text"]}
+        assert {answer["choices"][0]["text"] for _, answer in answers} == {
+            first["choices"][0]["text"]
+        }
         assert {answer["model"] for _, answer in answers} == {"embedded:tiny", "renamed"}
 
         deployed.document["applications"] = []

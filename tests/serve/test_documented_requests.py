@@ -19,7 +19,9 @@ openai = pytest.importorskip("openai")
 
 
 def test_max_tokens_is_cut_to_the_models_length(app):
-    answer = ask(app, TEXT, {"prompt": "Hi", "max_tokens": 2**31 - 1, "stop": ["a", "e", "i", "o", "u"]})
+    answer = ask(
+        app, TEXT, {"prompt": "Hi", "max_tokens": 2**31 - 1, "stop": ["a", "e", "i", "o", "u"]}
+    )
     assert answer.status == 200 and answer.json["usage"]["completion_tokens"] < 2048
 
 
@@ -32,18 +34,30 @@ def test_max_tokens_is_cut_to_the_models_length(app):
 )
 def test_long_lists_are_400_by_name(service, monkeypatch, path, body):
     serving_section = service.config.serving.model_copy(update={"max_body_bytes": 2**20})
-    monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving_section}))
+    monkeypatch.setattr(
+        service, "config", service.config.model_copy(update={"serving": serving_section})
+    )
     answer = ask(build_app(service), path, body)
     assert answer.status == 400 and list(body)[-1] in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar", "json_object"])
 def test_vllms_structured_outputs_are_read(app, name):
-    values = {"json": {"type": "boolean"}, "regex": "ab?", "choice": ["yes", "no"], "grammar": 'start: "ab"'}
+    values = {
+        "json": {"type": "boolean"},
+        "regex": "ab?",
+        "choice": ["yes", "no"],
+        "grammar": 'start: "ab"',
+    }
     body = {"prompt": "Hi", "max_tokens": 12, "structured_outputs": {name: values.get(name, True)}}
     answer = ask(app, TEXT, body)
     assert answer.status == 200
-    expected = {"json": ("true", "false"), "regex": ("a", "ab"), "choice": ("yes", "no"), "grammar": ("ab",)}
+    expected = {
+        "json": ("true", "false"),
+        "regex": ("a", "ab"),
+        "choice": ("yes", "no"),
+        "grammar": ("ab",),
+    }
     assert name == "json_object" or answer.json["choices"][0]["text"].strip() in expected[name]
 
 

@@ -32,7 +32,9 @@ from tests.support.serving import ROOT, Server, replicas, wait_until
 
 
 def config_of(**settings):
-    return load_serve_config(None, env={}, overrides={name.replace("__", "."): v for name, v in settings.items()})
+    return load_serve_config(
+        None, env={}, overrides={name.replace("__", "."): v for name, v in settings.items()}
+    )
 
 
 def test_what_users_are_given_is_valid():
@@ -79,18 +81,25 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
     told, together = put(board, "b", {"x": 1})
     assert together == Snapshot({"x": 6, "y": 0}, {"running": 2})
     assert put(board, "b", {"x": 0})[1].counters["x"] == 6  # overtaken on its way
-    assert put(MetricsAggregator(), "b", {"x": 2}, told)[1].counters["x"] == 7  # the first board is lost
+    assert (
+        put(MetricsAggregator(), "b", {"x": 2}, told)[1].counters["x"] == 7
+    )  # the first board is lost
     for now[0], ended in ((60.0, "a"), (2000.0, "")):  # "a" is silent, then it has ended
         told, together = put(board, "b", {"x": 2})
         assert together == Snapshot({"x": 7, "y": 0}, {"running": 1}) and set(told) == {ended, "b"}
     assert put(board, "c", {"x": 1})[1] == Snapshot({"x": 8, "y": 0}, {"running": 2})
 
 
-def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "program",
+    ["tests.support.warm_endpoint", pytest.param("eagle_ray.cli", marks=pytest.mark.slow)],
+)
+@pytest.mark.usefixtures("warm_python")
+def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch, program):
     """The replicas' gRPC servers too, which Ray opens on [::]: they unpickle what they receive."""
     watched = ListenerWatch()
     monkeypatch.setenv(*watched.environment.popitem())
-    server = Server(tmp_path, replicas=2)
+    server = Server(tmp_path, program=program, replicas=2)
     try:
         server.until_ready()
         wait_until(lambda: server.metric("replicas") == 2)
@@ -99,7 +108,13 @@ def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkey
         server.process.terminate()
         server.process.wait(timeout=90)
     assert watched.beyond_loopback() == {}
-    for part in ("gcs_server", "raylet", "ServeController", "ProxyActor", "ServeReplica:eagle-ray:metrics"):
+    for part in (
+        "gcs_server",
+        "raylet",
+        "ServeController",
+        "ProxyActor",
+        "ServeReplica:eagle-ray:metrics",
+    ):
         assert watched.listeners_of(part), part
     engines = watched.listeners_of("ServeReplica:eagle-ray:engine")
     assert len(engines) == 4  # of each replica the port of Ray's core and the gRPC server's
@@ -108,14 +123,21 @@ def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkey
 @pytest.mark.slow
 def test_the_whole_of_it_over_a_socket(tmp_path):
     """Answers, who leaves, a full queue, a killed replica, and an end that drains."""
-    server, long = Server(tmp_path, max_queued=2), {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+    server, long = (
+        Server(tmp_path, max_queued=2),
+        {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True},
+    )
     try:
         server.until_ready()
         short = {"prompt": "Once", "max_tokens": 20, "temperature": 0.8, "seed": 3}
         _, plain = server.ask("POST", "/v1/completions", short)
         _, events = server.ask("POST", "/v1/completions", short | {"stream": True})
-        pieces = [json.loads(event[6:])["choices"][0]["text"] for event in events.split("\n\n")[:-2]]
-        assert "".join(pieces) == json.loads(plain)["choices"][0]["text"] and events.endswith("data: [DONE]\n\n")
+        pieces = [
+            json.loads(event[6:])["choices"][0]["text"] for event in events.split("\n\n")[:-2]
+        ]
+        assert "".join(pieces) == json.loads(plain)["choices"][0]["text"] and events.endswith(
+            "data: [DONE]\n\n"
+        )
 
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request("POST", "/v1/completions", json.dumps(long | {"n": 10}))
@@ -133,7 +155,10 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
         def listen(name, body):
             heard[name] = server.ask("POST", "/v1/completions", body)
 
-        reading = [threading.Thread(target=listen, args=(more, long | {"stream": more})) for more in (True, False)]
+        reading = [
+            threading.Thread(target=listen, args=(more, long | {"stream": more}))
+            for more in (True, False)
+        ]
         for thread in reading:
             thread.start()
         while server.metric("num_requests_running") < 2:
@@ -142,11 +167,19 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
         os.kill(replica, signal.SIGKILL)
         for thread in reading:
             thread.join()
-        assert heard[False][0] == 503 and json.loads(heard[False][1])["error"]["code"] == "no_replica"
+        assert (
+            heard[False][0] == 503 and json.loads(heard[False][1])["error"]["code"] == "no_replica"
+        )
         last = heard[True][1].strip().split("\n\n")[-1]
-        assert heard[True][0] == 200 and json.loads(last.removeprefix("data: "))["error"]["code"] == "no_replica"
+        assert (
+            heard[True][0] == 200
+            and json.loads(last.removeprefix("data: "))["error"]["code"] == "no_replica"
+        )
         server.until_ready()
-        assert json.loads(server.ask("POST", "/v1/completions", short)[1])["choices"] == json.loads(plain)["choices"]
+        assert (
+            json.loads(server.ask("POST", "/v1/completions", short)[1])["choices"]
+            == json.loads(plain)["choices"]
+        )
 
         ending = threading.Thread(target=listen, args=("end", long | {"max_tokens": 200}))
         ending.start()
@@ -154,7 +187,10 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
             time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         ending.join()
-        assert heard["end"][0] == 200 and json.loads(heard["end"][1])["usage"]["completion_tokens"] == 200
+        assert (
+            heard["end"][0] == 200
+            and json.loads(heard["end"][1])["usage"]["completion_tokens"] == 200
+        )
         assert server.process.wait(timeout=60) == 0
     finally:
         server.process.terminate()
@@ -163,7 +199,10 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
 
 @pytest.mark.slow
 def test_endpoint_over_two_ranks_answers_as_one_and_recovers(tmp_path):
-    bodies = [{"prompt": f"{i} is", "max_tokens": 20, "temperature": i % 2 * 0.8, "seed": i} for i in range(8)]
+    bodies = [
+        {"prompt": f"{i} is", "max_tokens": 20, "temperature": i % 2 * 0.8, "seed": i}
+        for i in range(8)
+    ]
     bodies.append({"prompt": "A", "max_tokens": 60, "json_schema": {"enum": ["x", "y"]}})
     answers = []
     for size in (1, 2):
@@ -182,10 +221,15 @@ def test_endpoint_over_two_ranks_answers_as_one_and_recovers(tmp_path):
 
 def answers_of(server, bodies):
     """Return the choices, which streams have, too."""
-    plain = [json.loads(server.ask("POST", "/v1/completions", body)[1])["choices"] for body in bodies]
+    plain = [
+        json.loads(server.ask("POST", "/v1/completions", body)[1])["choices"] for body in bodies
+    ]
     for body, [choice] in zip(bodies, plain, strict=True):
         events = server.ask("POST", "/v1/completions", body | {"stream": True})[1]
-        assert "".join(json.loads(e[6:])["choices"][0]["text"] for e in events.split("\n\n")[:-2]) == choice["text"]
+        assert (
+            "".join(json.loads(e[6:])["choices"][0]["text"] for e in events.split("\n\n")[:-2])
+            == choice["text"]
+        )
     return plain
 
 
@@ -208,7 +252,11 @@ def kill_rank(server, short):
     status, body = heard[False]
     assert status == 503 and json.loads(body)["error"]["code"] == "engine_dead"
     last = json.loads(heard[True][1].strip().split("\n\n")[-1].removeprefix("data: "))
-    assert heard[True][0] == 200 and last["error"]["code"] == "engine_dead" and "ask again" in last["error"]["message"]
+    assert (
+        heard[True][0] == 200
+        and last["error"]["code"] == "engine_dead"
+        and "ask again" in last["error"]["message"]
+    )
     wait_until(lambda: replica not in replicas())
     server.until_ready()
     assert not is_running(follower.pid)
@@ -244,7 +292,9 @@ class StreamClients:
 @pytest.mark.slow
 def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch):
     """One engine for each (fake) GPU, on a node of its own; who is killed costs nothing but its own streams."""
-    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "eagle_ray.serve.proxy_errors.middlewares")
+    monkeypatch.setenv(
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "eagle_ray.serve.proxy_errors.middlewares"
+    )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = {"replicas.min": 1, "replicas.max": 2, "gpus_per_replica": 1, "slots": 2}
     settings |= {"scale_up_after_s": 1, "scale_down_after_s": 10}
@@ -263,19 +313,30 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             silent_since = time.monotonic()
             wait_until(lambda: len(set(replicas()) - {one, other}) == 1)
             assert server.ask("GET", "/health")[0] == 200
-            wait_until(lambda: time.monotonic() > silent_since + STALE_S and server.metric("num_requests_running") == 4)
+            wait_until(
+                lambda: (
+                    time.monotonic() > silent_since + STALE_S
+                    and server.metric("num_requests_running") == 4
+                )
+            )
             assert server.metric("replicas") == 2  # the new one counts, the dead one no more
             crowd.leave()
             wait_until(lambda: server.metric("replicas") == 1)
             last = server.metric("generation_tokens_total")
             assert sorted([*crowd.counted, last]) == [*crowd.counted, last]
-            broken = [(status, json.loads(end)["error"]["code"]) for status, end in crowd.ends if end != "[DONE]"]
+            broken = [
+                (status, json.loads(end)["error"]["code"])
+                for status, end in crowd.ends
+                if end != "[DONE]"
+            ]
             assert 1 <= len(broken) <= 8  # those whom the dead one answered, or was about to
             assert set(broken) <= {(200, "no_replica"), (503, "no_replica")}
 
             stream = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
             heard = []
-            reading = threading.Thread(target=lambda: heard.append(server.ask("POST", "/v1/completions", stream)[1]))
+            reading = threading.Thread(
+                target=lambda: heard.append(server.ask("POST", "/v1/completions", stream)[1])
+            )
             reading.start()
             wait_until(lambda: server.metric("num_requests_running"))
             server.process.send_signal(signal.SIGTERM)

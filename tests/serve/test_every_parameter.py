@@ -107,7 +107,8 @@ CHAT_DEFAULTS: dict[str, Any] = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     CHAT: SHARED_DEFAULTS | CHAT_DEFAULTS,
-    TEXT: SHARED_DEFAULTS | {"add_special_tokens": True, "best_of": 1, "echo": False, "suffix": "", "tools": []},
+    TEXT: SHARED_DEFAULTS
+    | {"add_special_tokens": True, "best_of": 1, "echo": False, "suffix": "", "tools": []},
     RESPONSES: SHARED_DEFAULTS
     | {
         "background": False,
@@ -218,7 +219,9 @@ COMPANIONS = {
 }
 UNBUILT = (7.5, "x", ["x"], {"x": 1}, True, False)
 CASES = [
-    (path, name) for path in LINE_KINDS for name in sorted({*OPENAI[path], *DEFAULTS[path], *OTHER_NAMES, *PROBES})
+    (path, name)
+    for path in LINE_KINDS
+    for name in sorted({*OPENAI[path], *DEFAULTS[path], *OTHER_NAMES, *PROBES})
 ]
 
 
@@ -231,10 +234,21 @@ def outcome(service, path: str, body: dict[str, Any]) -> Any:
         asked = prepare_generation(chat, service.config, service.text)
     except (ApiError, RequestError) as error:
         refusal = api_error(error)
-        assert refusal.status in (400, 404) and str(refusal).startswith((str(refusal.param), "there is no model"))
+        assert refusal.status in (400, 404) and str(refusal).startswith(
+            (str(refusal.param), "there is no model")
+        )
         return refusal.param
-    sequences = [(choice.sequence.prompt_ids, choice.sequence.sampling, choice.num_wanted) for choice in asked.choices]
-    shown = (request.stream, request.stream and request.stream_options, chat.return_token_ids, chat.tops, asked.echo)
+    sequences = [
+        (choice.sequence.prompt_ids, choice.sequence.sampling, choice.num_wanted)
+        for choice in asked.choices
+    ]
+    shown = (
+        request.stream,
+        request.stream and request.stream_options,
+        chat.return_token_ids,
+        chat.tops,
+        asked.echo,
+    )
     metadata = request.metadata if path == RESPONSES else None
     reader, options = asked.answers.reader, dataclasses.astuple(asked.chat_options)
     return sequences, reader.stops, reader.text_options, options, shown, metadata or {}
@@ -287,7 +301,9 @@ def test_client_that_sends_defaults_of_other_servers_is_answered(service, path):
     assert outcome(service, path, BASE[path] | nulls) == plain
 
 
-@pytest.mark.parametrize("name", ["tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "typo"])
+@pytest.mark.parametrize(
+    "name", ["tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "typo"]
+)
 def test_parameter_of_vllm_tokenize_is_refused_or_has_no_effect(name):
     def read(value):
         return parse(TokenizeRequest, json.dumps({"messages": HI, name: value}).encode())
@@ -300,7 +316,9 @@ def test_parameter_of_vllm_tokenize_is_refused_or_has_no_effect(name):
         assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, name in CASES if path != RESPONSES])
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, name in CASES if path != RESPONSES]
+)
 def test_a_line_of_a_batch_file_has_the_same_parameters(path, name):
     def row_of(**changes):
         body = BASE[path] | COMPANIONS.get((name, path), {}) | changes
@@ -311,11 +329,15 @@ def test_a_line_of_a_batch_file_has_the_same_parameters(path, name):
     if name == "stream_options":
         return  # of a stream, which a line cannot ask for
     plain = row_of()
-    probe = True if name == "prompt_logprobs" else PROBES_BY_PATH[path].get(name, 7.5)
+    of_jobs = {"prompt_logprobs": True, "continuations": ["x"]}
+    of_jobs |= {"score_text": True, "score_stride": 5}
+    probe = of_jobs.get(name, PROBES_BY_PATH[path].get(name, 7.5))
     found = row_of(**{name: probe})
     is_refused = isinstance(found, str) and found.startswith(f"body.{name} ")
     is_same = is_no_op(name, probe, Api(path))
-    assert is_refused or (found == plain if is_same else not isinstance(found, str) and found != plain)
+    assert is_refused or (
+        found == plain if is_same else not isinstance(found, str) and found != plain
+    )
     if is_refused and name != "typo_of_a_parameter":
         values = REFUSED.get(name, Refused(name)).no_op_at(Api(path))
         assert all(row_of(**{name: value}) == plain for value in values)
@@ -325,7 +347,10 @@ def test_metadata_is_a_label_of_texts(service):
     """OpenAI's API takes it with store alone; here it is taken, read and not kept."""
     for path in LINE_KINDS:
         assert outcome(service, path, BASE[path] | {"metadata": {"a": 1}}) == "metadata.a"
-        assert outcome(service, path, BASE[path] | {"metadata": {str(i): "" for i in range(17)}}) == "metadata"
+        assert (
+            outcome(service, path, BASE[path] | {"metadata": {str(i): "" for i in range(17)}})
+            == "metadata"
+        )
 
 
 MESSAGES = {
@@ -345,7 +370,8 @@ def test_a_key_of_a_message_is_for_the_template_or_refused(role, name):
     value = {"role": role, "content": "x", "tool_calls": [call]}.get(name, "x")
     try:
         request = parse(
-            LINE_KINDS[CHAT], json.dumps({"messages": [{"role": role, "content": "a", name: value}]}).encode()
+            LINE_KINDS[CHAT],
+            json.dumps({"messages": [{"role": role, "content": "a", name: value}]}).encode(),
         )
     except ApiError as error:
         assert str(error.param).startswith(f"messages[0].{name}")
@@ -356,14 +382,25 @@ def test_a_key_of_a_message_is_for_the_template_or_refused(role, name):
 PART = responses.ResponseInputTextParam.__annotations__
 ITEMS: dict[str, tuple[dict[str, Any], Any]] = {
     "message": ({"role": "user", "content": "Hi"}, responses.ResponseOutputMessageParam),
-    "function_call": ({"call_id": "1", "name": "f", "arguments": "{}"}, responses.ResponseFunctionToolCallParam),
-    "function_call_output": ({"call_id": "1", "output": "x"}, responses.response_input_item_param.FunctionCallOutput),
-    "reasoning": ({"content": [{"type": "reasoning_text", "text": "x"}]}, responses.ResponseReasoningItemParam),
+    "function_call": (
+        {"call_id": "1", "name": "f", "arguments": "{}"},
+        responses.ResponseFunctionToolCallParam,
+    ),
+    "function_call_output": (
+        {"call_id": "1", "output": "x"},
+        responses.response_input_item_param.FunctionCallOutput,
+    ),
+    "reasoning": (
+        {"content": [{"type": "reasoning_text", "text": "x"}]},
+        responses.ResponseReasoningItemParam,
+    ),
 }
 ITEM_LABELS = ("id", "status", "phase", "type", "summary")  # of an answer that is sent back
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ITEMS for name in ITEMS[kind][1].__annotations__])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in ITEMS for name in ITEMS[kind][1].__annotations__]
+)
 def test_a_key_of_an_input_item_is_read_or_a_label_or_refused(service, kind, name):
     item, _ = ITEMS[kind]
     if name in item or name in ITEM_LABELS:
@@ -371,13 +408,19 @@ def test_a_key_of_an_input_item_is_read_or_a_label_or_refused(service, kind, nam
     base = BASE[RESPONSES]["input"]
     items = [{"role": "user", "content": base}, {"type": kind} | item]
     assert outcome(service, RESPONSES, {"input": [items[0], items[1] | {name: None}]}) is not None
-    assert outcome(service, RESPONSES, {"input": [items[0], items[1] | {name: "x"}]}) == f"input[1].{name}"
+    assert (
+        outcome(service, RESPONSES, {"input": [items[0], items[1] | {name: "x"}]})
+        == f"input[1].{name}"
+    )
 
 
 def test_a_key_of_a_part_or_a_tool_of_a_response_is_not_lost(service):
     part = {"type": "input_text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
     items = [{"role": "user", "content": [part]}]
-    assert outcome(service, RESPONSES, {"input": items}) == "input[0].content[0].prompt_cache_breakpoint"
+    assert (
+        outcome(service, RESPONSES, {"input": items})
+        == "input[0].content[0].prompt_cache_breakpoint"
+    )
     for name in responses.FunctionToolParam.__annotations__.keys() - {
         "type",
         "name",
@@ -386,5 +429,11 @@ def test_a_key_of_a_part_or_a_tool_of_a_response_is_not_lost(service):
         "description",
     }:
         tool = {"type": "function", "name": "f"}
-        assert outcome(service, RESPONSES, BASE[RESPONSES] | {"tools": [tool | {name: "x"}]}) == f"tools[0].{name}"
-        assert outcome(service, RESPONSES, BASE[RESPONSES] | {"tools": [tool | {name: None}]}) != f"tools[0].{name}"
+        assert (
+            outcome(service, RESPONSES, BASE[RESPONSES] | {"tools": [tool | {name: "x"}]})
+            == f"tools[0].{name}"
+        )
+        assert (
+            outcome(service, RESPONSES, BASE[RESPONSES] | {"tools": [tool | {name: None}]})
+            != f"tools[0].{name}"
+        )

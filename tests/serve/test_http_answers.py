@@ -35,16 +35,26 @@ def test_it_is_what_json_dumps_makes():
     chance = random.Random(0)
     for _ in range(500):
         value = random_value(chance, 7)
-        assert json_body(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        assert (
+            json_body(value)
+            == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        )
 
 
 def logprobs_of(num_tokens):
     top = [{"token": f"t{i}", "logprob": -1.25, "bytes": [116, 48]} for i in range(20)]
-    content = [{"token": "t0", "logprob": -0.5, "bytes": [116], "top_logprobs": top} for _ in range(num_tokens)]
-    return {"choices": [{"index": 0, "message": {"content": "x"}, "logprobs": {"content": content}}]}
+    content = [
+        {"token": "t0", "logprob": -0.5, "bytes": [116], "top_logprobs": top}
+        for _ in range(num_tokens)
+    ]
+    return {
+        "choices": [{"index": 0, "message": {"content": "x"}, "logprobs": {"content": content}}]
+    }
 
 
-@pytest.mark.parametrize("choice", [{"text": "a\u2028b", "logprobs": None}, logprobs_of(50)["choices"][0], None])
+@pytest.mark.parametrize(
+    "choice", [{"text": "a\u2028b", "logprobs": None}, logprobs_of(50)["choices"][0], None]
+)
 def test_an_event_is_one_line_of_json(choice):
     body = {"type": "error"} if choice is None else {"choices": [choice, choice]}
     name, _, line = event(body).removesuffix("\n\n").partition("data: ")
@@ -76,17 +86,26 @@ def test_long_answers_and_long_bodies_are_handled_in_a_thread(app, service, monk
     release, writing, encode = threading.Event(), threading.Event(), http_answers.encode_json
 
     def held_up(value):
-        if threading.current_thread() is threading.main_thread() or "long" not in threading.current_thread().name:
+        if (
+            threading.current_thread() is threading.main_thread()
+            or "long" not in threading.current_thread().name
+        ):
             return encode(value)
         writing.set()
         assert release.wait(120)
         return encode(value)
 
     monkeypatch.setattr(http_answers, "encode_json", held_up)
-    monkeypatch.setattr("eagle_ray.serve.service.LONG", 100)
+    monkeypatch.setattr("eagle_ray.serve.service.LARGE_BODY", 100)
 
     async def main():
-        body = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "logprobs": 5, "echo": True}
+        body = {
+            "prompt": "Once upon a time",
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "logprobs": 5,
+            "echo": True,
+        }
         long = asyncio.ensure_future(post(app, TEXT, body))
         while not writing.is_set():
             await asyncio.sleep(0.002)
@@ -104,9 +123,11 @@ def test_long_answers_and_long_bodies_are_handled_in_a_thread(app, service, monk
 def test_an_echo_with_log_probabilities_is_streamed_by_a_thread(app, service, monkeypatch):
     """Of a long prompt, not one alternative is spelled on the event loop."""
     makers, decode_token = [], service.text.decode_with_special
-    monkeypatch.setattr("eagle_ray.serve.service.SHORT", 10)
+    monkeypatch.setattr("eagle_ray.serve.service.SHORT_CHUNK", 10)
     monkeypatch.setattr(
-        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or decode_token(ids)
+        service.text,
+        "decode_with_special",
+        lambda ids: makers.append(threading.current_thread()) or decode_token(ids),
     )
     body = {"prompt": [5] * 50, "max_tokens": 1, "logprobs": 3, "echo": True, "stream": True}
     answer = asyncio.run(post(app, TEXT, body))

@@ -24,7 +24,9 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def exchange_bytes(request: bytes, rest: bytes = b"", pause_s: float | None = None) -> tuple[bytes, bytes]:
+def exchange_bytes(
+    request: bytes, rest: bytes = b"", pause_s: float | None = None
+) -> tuple[bytes, bytes]:
     """Head and body of the answer of a server as Ray Serve's proxy starts it.
 
     rest: sent after the first answer, or after a pause.
@@ -33,7 +35,9 @@ def exchange_bytes(request: bytes, rest: bytes = b"", pause_s: float | None = No
     async def main():
         install()
         listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level=None, log_config=None))
+        server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_level=None, log_config=None)
+        )
         server.install_signal_handlers = lambda: None
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         try:
@@ -69,7 +73,9 @@ def exchange_bytes(request: bytes, rest: bytes = b"", pause_s: float | None = No
         b"GET /" + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nConnection: close\r\nA: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nConnection: close\r\n" + b"A: a\r\n" * (MAX_HEADER_BYTES // 6) + b"\r\n",
+        b"GET / HTTP/1.1\r\nConnection: close\r\n"
+        + b"A: a\r\n" * (MAX_HEADER_BYTES // 6)
+        + b"\r\n",
         CHUNKED + b"1\r\na\r\n0\r\n" + b"A: a\r\n" * (MAX_HEADER_BYTES // 6) + b"\r\n",
     ],
 )
@@ -77,7 +83,11 @@ def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
     head, body = exchange_bytes(request_bytes)
     assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head.lower()
     error = json.loads(body)["error"]
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "bad_http")
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error",
+        None,
+        "bad_http",
+    )
 
 
 def test_what_is_http_is_answered():
@@ -86,7 +96,10 @@ def test_what_is_http_is_answered():
     body = b"x" * 3 * MAX_HEADER_BYTES
     length = str(len(body)).encode()
     head, answer = exchange_bytes(
-        b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body
+        b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: "
+        + length
+        + b"\r\n\r\n"
+        + body
     )
     assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
 
@@ -96,17 +109,30 @@ def test_an_offer_of_http_2_is_not_taken_and_the_body_is_read(offer):
     """As Java's HttpClient makes it."""
     head, answer = exchange_bytes(
         b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: a\r\n"
-        b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\n" + offer + b"\r\nhello",
+        b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\n"
+        + offer
+        + b"\r\nhello",
         b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
     )
-    assert head.startswith(b"HTTP/1.1 200 ") and b"body-bytes: 5" in head and answer.count(b"fine") == 2
+    assert (
+        head.startswith(b"HTTP/1.1 200 ")
+        and b"body-bytes: 5" in head
+        and answer.count(b"fine") == 2
+    )
 
 
 def test_body_does_not_count_to_the_headers_of_the_next_request():
     """The first bytes of the second request come with the first request's long body."""
     body = b"x" * (MAX_HEADER_BYTES + 1000)
-    first = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-    head, answers = exchange_bytes(first + b"GET / HTTP/1.1\r\nHost: a\r\nConne", b"ction: close\r\n\r\n")
+    first = (
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: "
+        + str(len(body)).encode()
+        + b"\r\n\r\n"
+        + body
+    )
+    head, answers = exchange_bytes(
+        first + b"GET / HTTP/1.1\r\nHost: a\r\nConne", b"ction: close\r\n\r\n"
+    )
     assert head.startswith(b"HTTP/1.1 200 ") and answers.count(b"fine") == 2
 
 
@@ -133,7 +159,9 @@ def test_slow_answer_and_slow_body_outlast_the_header_timeout(monkeypatch):
     assert exchange_bytes(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("request_line", [b"GET / HTTP/2.0\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n"])
+@pytest.mark.parametrize(
+    "request_line", [b"GET / HTTP/2.0\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n"]
+)
 def test_other_versions_and_two_hosts_are_refused(request_line):
     head, _ = exchange_bytes(request_line + b"Connection: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")

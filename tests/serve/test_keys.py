@@ -25,7 +25,10 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path):
     path.write_text(f"# of the team\n\n  {SECRET}  \nschlüssel=\n{SECRET}\n")
     env = {ENV_NAME: "three,four five\n", "HOME": "x"}
     keys = read_keys(str(path), env)
-    found = [keys.find(key.encode()) for key in (SECRET, "schlüssel=", "three", "four", "five", "six", "# of the team")]
+    found = [
+        keys.find(key.encode())
+        for key in (SECRET, "schlüssel=", "three", "four", "five", "six", "# of the team")
+    ]
     assert found == [0, 1, 2, 3, 4, None, None] and len(keys) == 5
     assert env == {"HOME": "x"}  # what is started later does not inherit them
     assert len(read_keys(None, {})) == 0 and ApiKeys().find(b"") is None
@@ -49,7 +52,14 @@ def test_hosts_are_this_machines_and_those_of_the_setting():
     assert [host in here for host in asked] == [True] * 3 + [False] * 5
     assert [host in named for host in asked] == [True] * 5 + [False] * 3
     assert [host in everywhere for host in asked] == [True] * 8
-    evil = ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "evil.localhost.com", "[evil]", ""]
+    evil = [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:80",
+        "evil.localhost.com",
+        "[evil]",
+        "",
+    ]
     assert not any(host in hosts for host in evil[:4] for hosts in (here, named, everywhere))
     assert not any(host in here for host in evil)
 
@@ -62,7 +72,12 @@ def test_digests_are_all_that_is_kept():
 
 @pytest.mark.parametrize(
     ("content", "wrong"),
-    [(None, "cannot read"), ("# nothing\n\n", "holds no key"), ("good\nsk two\n", "line 2"), (b"\xff\xfe", "UTF-8")],
+    [
+        (None, "cannot read"),
+        ("# nothing\n\n", "holds no key"),
+        ("good\nsk two\n", "line 2"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
 )
 def test_a_file_that_gives_no_keys_is_refused(tmp_path, content, wrong):
     path = tmp_path / "keys"
@@ -70,7 +85,9 @@ def test_a_file_that_gives_no_keys_is_refused(tmp_path, content, wrong):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=wrong) as error:
         read_keys(str(path), {})
-    assert str(error.value).startswith("serving.api_keys_file: ") and "sk two" not in str(error.value)
+    assert str(error.value).startswith("serving.api_keys_file: ") and "sk two" not in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("value", ["", " , ", "a\x00b"])
@@ -115,8 +132,14 @@ def replying_proxy(status, kind=b"application/json"):
     async def app(scope, receive, send):
         asked.append((scope["path"], dict(scope["headers"]).get(b"authorization")))
         of = 200 if scope["path"] == ROUTES else status
-        body = b'{"/":"eagle-ray"}' if scope["path"] == ROUTES else b'{"error":{"code":"invalid_api_key"}}'
-        await send({"type": "http.response.start", "status": of, "headers": [(b"content-type", kind)]})
+        body = (
+            b'{"/":"eagle-ray"}'
+            if scope["path"] == ROUTES
+            else b'{"error":{"code":"invalid_api_key"}}'
+        )
+        await send(
+            {"type": "http.response.start", "status": of, "headers": [(b"content-type", kind)]}
+        )
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     return proxied_app(app), asked

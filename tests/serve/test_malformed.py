@@ -61,7 +61,11 @@ def test_what_is_no_json_is_refused(app, body):
         (b'{"prompt": "a", "seed": 18446744073709551616}', "bad_value", "seed"),
         (b'{"prompt": "a", "stop": [' + b'"x",' * 999 + b'"x"]}', "bad_value", "stop"),
         (b'{"prompt": "a", "stop": ["b", "' + b"x" * 1025 + b'"]}', "bad_value", "stop"),
-        (b'{"prompt": "a", "bad_words": [' + b'"' + b"x" * 70_000 + b'"]}', "invalid_sampling", "bad_words"),
+        (
+            b'{"prompt": "a", "bad_words": [' + b'"' + b"x" * 70_000 + b'"]}',
+            "invalid_sampling",
+            "bad_words",
+        ),
         (b'{"prompt": "a", "regex": "' + b"x" * 70_000 + b'"}', "bad_grammar", "regex"),
         (b'{"prompt": [-1]}', "bad_value", "prompt"),
         (b'{"prompt": "\\ud800"}', "bad_value", "prompt"),
@@ -77,7 +81,11 @@ def test_what_is_no_json_is_refused(app, body):
         (b'{"prompt": "a", "allowed_token_ids": [99999]}', "invalid_sampling", "allowed_token_ids"),
         (b'{"prompt": "a", "max_tokens": 9, "min_tokens": 10}', "bad_value", "min_tokens"),
         (b'{"prompt": "a", "min_tokens": 1000}', "invalid_sampling", "min_tokens"),
-        (b'{"prompt": "a", "stream": true, "stream_options": {"nonsense": 1}}', "bad_value", "stream_options.nonsense"),
+        (
+            b'{"prompt": "a", "stream": true, "stream_options": {"nonsense": 1}}',
+            "bad_value",
+            "stream_options.nonsense",
+        ),
         (
             b'{"prompt": "a", "stream": true, "stream_options": {"include_obfuscation": 0}}',
             "bad_value",
@@ -92,12 +100,21 @@ def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code,
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0].function"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+            "messages[1].tool_calls[0].function",
+        ),
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[1].tool_calls"),
         ({"role": "assistant", "content": None}, "messages[1].content"),
-        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[1].function_call"),
+        (
+            {"role": "assistant", "content": "", "function_call": {"name": "f"}},
+            "messages[1].function_call",
+        ),
         ({"role": "assistant", "content": "", "audio": {"id": "1"}}, "messages[1].audio"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[1].content[0]",
+        ),
         ({"role": "robot", "content": ""}, "messages[1].role"),
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"content": "a"}, "messages[1].role"),
@@ -134,12 +151,19 @@ def test_lone_surrogate_in_call_arguments_is_refused_by_its_path(app):
     call = CALL | {"function": {"name": "f", "arguments": f'{{"a": {HALF}}}'}}
     asked = {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
     refusal_message(
-        asyncio.run(post(app, CHAT, asked)), 400, "bad_value", "messages[1].tool_calls[0].function.arguments"
+        asyncio.run(post(app, CHAT, asked)),
+        400,
+        "bad_value",
+        "messages[1].tool_calls[0].function.arguments",
     )
     item = {"type": "function_call", "call_id": "c", **call["function"]}
     asked = {"input": [{"role": "user", "content": "Hi"}, item], "text": {"format": DEEP}}
-    refusal_message(asyncio.run(post(app, RESPONSES, asked)), 400, "bad_value", "input[1].arguments")
-    refusal_message(asyncio.run(post(app, RESPONSES, asked | {"input": "Hi"})), 400, "bad_value", "text.format")
+    refusal_message(
+        asyncio.run(post(app, RESPONSES, asked)), 400, "bad_value", "input[1].arguments"
+    )
+    refusal_message(
+        asyncio.run(post(app, RESPONSES, asked | {"input": "Hi"})), 400, "bad_value", "text.format"
+    )
 
 
 def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):
@@ -152,8 +176,19 @@ def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):
 
 
 def test_what_changes_nothing_is_taken(app):
-    harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "tool_choice": "auto"}
-    harmless |= {"logit_bias": {}, "tools": [], "frequency_penalty": 0.0, "response_format": {"type": "text"}}
+    harmless = {
+        "user": "me",
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "tool_choice": "auto",
+    }
+    harmless |= {
+        "logit_bias": {},
+        "tools": [],
+        "frequency_penalty": 0.0,
+        "response_format": {"type": "text"},
+    }
     body = {"messages": [HI[0] | {"tool_calls": None, "name": "me"}], "max_tokens": 2} | harmless
     assert asyncio.run(post(app, CHAT, body)).status == 200
 
@@ -169,9 +204,13 @@ def test_bad_lists_of_a_million_are_refused_at_their_first_fault():
     assert found.value.param == "messages[0].role"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 def test_only_json_is_read(app, kind):
-    refusal_message(send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type")
+    refusal_message(
+        send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type"
+    )
     for charset in ("utf-16", "latin-1", '"UTF-32"'):
         kind = {"Content-Type": f"application/json; charset={charset}"}
         refusal_message(send(app, b'{"prompt": "a"}', **kind), 415, "bad_content_type")
@@ -181,17 +220,30 @@ def test_only_json_is_read(app, kind):
         "Application/JSON; charset=utf-8",
         "application/vnd.api+json",
     ):
-        assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Type": json_kind}).status == 200
+        assert (
+            send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Type": json_kind}).status
+            == 200
+        )
 
 
 def test_a_packed_body_is_refused(app):
-    for body in (b'{"prompt": "a", "max_tokens": 1}', gzip.compress(b'{"prompt": "a", "max_tokens": 1}')):
+    for body in (
+        b'{"prompt": "a", "max_tokens": 1}',
+        gzip.compress(b'{"prompt": "a", "max_tokens": 1}'),
+    ):
         for encoding in ("gzip", "deflate, gzip", "br"):
-            refusal_message(send(app, body, **{"Content-Encoding": encoding}), 415, "bad_content_encoding")
-    assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Encoding": "identity"}).status == 200
+            refusal_message(
+                send(app, body, **{"Content-Encoding": encoding}), 415, "bad_content_encoding"
+            )
+    assert (
+        send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Encoding": "identity"}).status
+        == 200
+    )
 
 
-@pytest.mark.parametrize("host", ["evil.example:8000", "evil.example", "localhost.evil.example", "10.0.0.5", "", "gpu"])
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "evil.example", "localhost.evil.example", "10.0.0.5", "", "gpu"]
+)
 def test_request_for_another_host_is_refused_without_keys(app, host):
     """The page and the endpoint are of one origin to a browser, so it asks nobody."""
     page = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json"}
@@ -201,7 +253,8 @@ def test_request_for_another_host_is_refused_without_keys(app, host):
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "localhost.:80", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"]
+    "host",
+    ["localhost", "LOCALHOST:80", "localhost.:80", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"],
 )
 def test_without_keys_this_machines_names_are_taken(app, host):
     assert asyncio.run(get(app, "/v1/models", {"Host": host})).status == 200
@@ -216,7 +269,9 @@ def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):
     assert send(app, body, **stranger, **{"Content-Type": "application/json"}).status == 200
 
 
-@pytest.mark.parametrize("body", [{"model": "a" * 50_000}, {"a" * 50_000: 1}, {"stream_options": {"a" * 50_000: 1}}])
+@pytest.mark.parametrize(
+    "body", [{"model": "a" * 50_000}, {"a" * 50_000: 1}, {"stream_options": {"a" * 50_000: 1}}]
+)
 def test_what_is_refused_is_not_sent_back_by_the_kilobyte(app, body):
     answer = asyncio.run(post(app, TEXT, {"prompt": "a"} | body))
     assert answer.status in (400, 404) and len(json.dumps(answer.json)) < 2500
@@ -246,7 +301,8 @@ def test_a_body_that_says_it_is_too_large_is_not_read(app):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("PUT", TEXT), ("OPTIONS", CHAT), ("DELETE", "/health"), ("GET", "/tokenize")]
+    ("method", "path"),
+    [("PUT", TEXT), ("OPTIONS", CHAT), ("DELETE", "/health"), ("GET", "/tokenize")],
 )
 def test_a_wrong_method_is_told_the_right_ones(app, method, path):
     answer = send(app, b"", path, method)
@@ -255,14 +311,17 @@ def test_a_wrong_method_is_told_the_right_ones(app, method, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions/", "/v1", "/v1/models/", "//v1/models", "/v1/completions/x", "/é", "/\x00"]
+    "path",
+    ["/v1/completions/", "/v1", "/v1/models/", "//v1/models", "/v1/completions/x", "/é", "/\x00"],
 )
 def test_there_is_nothing_beside_the_routes(app, path):
     answer = asyncio.run(get(app, path))
     assert answer.status == 404 and answer.json["error"]["code"] in ("no_route", "model_not_found")
 
 
-@pytest.mark.parametrize(("method", "path"), [("POST", "/health"), ("GET", "/v1/responses/x"), ("GET", "/v1/files")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/health"), ("GET", "/v1/responses/x"), ("GET", "/v1/files")]
+)
 def test_a_query_that_is_no_text_is_not_our_fault(app, method, path):
     sent = []
 
@@ -272,9 +331,18 @@ def test_a_query_that_is_no_text_is_not_our_fault(app, method, path):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"a=\x80%ff"}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"a=\x80%ff",
+    }
     asyncio.run(app(scope | {"headers": [], "root_path": "", "scheme": "http"}, receive, send))
-    assert sent[0]["status"] in (404, 405) and json.loads(sent[1]["body"])["error"]["code"] != "internal_error"
+    assert (
+        sent[0]["status"] in (404, 405)
+        and json.loads(sent[1]["body"])["error"]["code"] != "internal_error"
+    )
 
 
 def test_head_is_get_without_a_body(app):
@@ -298,16 +366,33 @@ async def upload(app, *parts, ends=False, breaks=None):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": TEXT,
+        "raw_path": TEXT.encode(),
+        "query_string": b"",
+    }
     await app(scope | {"headers": headers, "root_path": "", "scheme": "http"}, receive, send)
     return sent[0]["status"]
 
 
 def test_an_upload_that_breaks_off_is_nobodys_error(app, service):
-    errors = sum(value for name, value in service.snapshot().counters.items() if name.startswith("http_errors"))
+    errors = sum(
+        value
+        for name, value in service.snapshot().counters.items()
+        if name.startswith("http_errors")
+    )
     assert asyncio.run(upload(app, b'{"prompt": ', ends=True)) == 499
     assert asyncio.run(upload(app, b'{"prompt": ', breaks=RuntimeError("task cancelled"))) == 499
-    assert sum(value for name, value in service.snapshot().counters.items() if name.startswith("http_errors")) == errors
+    assert (
+        sum(
+            value
+            for name, value in service.snapshot().counters.items()
+            if name.startswith("http_errors")
+        )
+        == errors
+    )
 
 
 def test_an_upload_that_stalls_is_not_waited_for(app, monkeypatch):
@@ -321,7 +406,9 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 
     serving = service.config.serving.model_copy(update={"max_body_bytes": 8 << 20})
     config, service.config = service.config, service.config.model_copy(update={"serving": serving})
-    monkeypatch.setattr(service.text, "max_model_len", None)  # or it would be refused by its beginning
+    monkeypatch.setattr(
+        service.text, "max_model_len", None
+    )  # or it would be refused by its beginning
     app, order = build_app(service), []
 
     async def ask(name, path, body):
@@ -363,7 +450,9 @@ def test_big_answers_are_made_beside_the_others(service, app, monkeypatch):
     makers = []
     decode_token = service.text.decode_with_special
     monkeypatch.setattr(
-        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or decode_token(ids)
+        service.text,
+        "decode_with_special",
+        lambda ids: makers.append(threading.current_thread()) or decode_token(ids),
     )
     asyncio.run(post(app, TEXT, {"prompt": "Once", "max_tokens": 2, "logprobs": 3}))
     asyncio.run(post(app, "/detokenize", {"tokens": [5, 6]}))
@@ -402,7 +491,11 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
         await wait_until(lambda: not service.engine.inner.has_work)
         return engine.counters().num_steps - left
 
-    assert asyncio.run(main()) <= 2 and service.in_flight.sequences == 0 and not service.engine.step_loop.calls
+    assert (
+        asyncio.run(main()) <= 2
+        and service.in_flight.sequences == 0
+        and not service.engine.step_loop.calls
+    )
 
 
 def test_an_event_has_no_line_ends_but_its_own():

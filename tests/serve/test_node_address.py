@@ -91,7 +91,9 @@ def test_a_health_check_names_what_was_opened_after_the_start(monkeypatch):
         replica = AtNodeAddress()
         with (
             listening_on("0.0.0.0") as port,
-            pytest.raises(RuntimeError, match=rf"listens on tcp 0\.0\.0\.0:{port}, beyond its node's address"),
+            pytest.raises(
+                RuntimeError, match=rf"listens on tcp 0\.0\.0\.0:{port}, beyond its node's address"
+            ),
         ):
             replica.check_health()
         replica.check_health()
@@ -120,7 +122,11 @@ def test_a_replica_that_cannot_be_bound_does_not_come_up(ray_session):
     serve.start(proxy_location="Disabled")
     try:
         with pytest.raises(RuntimeError, match="Deploying application unbound failed"):
-            serve.run(serve.deployment(UnboundReplica, **options).bind(), name="unbound", route_prefix=None)
+            serve.run(
+                serve.deployment(UnboundReplica, **options).bind(),
+                name="unbound",
+                route_prefix=None,
+            )
         application = serve.status().applications["unbound"]
         deployment = application.deployments[UnboundReplica.__name__]
         assert "beyond its node's address 127.0.0.1" in deployment.message

@@ -15,7 +15,11 @@ from tests.support.serving import CHROMIUM, DRIVER, FRANCE, browser, get, post, 
 
 TIPS = "I need five tips for hiking."
 CODE = "I need a Python function that returns the average of the doubles of the numbers that are negative."
-NOISE = {"max_tokens": 1500, "temperature": 20, "seed": 8}  # every kind of token, and the end is not among them
+NOISE = {
+    "max_tokens": 1500,
+    "temperature": 20,
+    "seed": 8,
+}  # every kind of token, and the end is not among them
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,9 @@ def server(app):
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
     if CHROMIUM is None or DRIVER is None:
-        pytest.skip("no chromium and chromedriver here (Debian: apt-get install chromium chromium-driver)")
+        pytest.skip(
+            "no chromium and chromedriver here (Debian: apt-get install chromium chromium-driver)"
+        )
     with browser(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
 
@@ -41,7 +47,9 @@ def page(chromium, server):
     chromium.get(server.url)
     wait_until(chromium, lambda: text_of(chromium, "#model"))
     yield chromium
-    told = [entry["message"] for entry in chromium.get_log("browser") if entry["source"] != "network"]
+    told = [
+        entry["message"] for entry in chromium.get_log("browser") if entry["source"] != "network"
+    ]
     assert told == []
 
 
@@ -56,7 +64,9 @@ def all_of(driver, selector):
 
 
 def text_of(driver, selector):
-    return driver.execute_script("return document.querySelector(arguments[0]).textContent", selector)
+    return driver.execute_script(
+        "return document.querySelector(arguments[0]).textContent", selector
+    )
 
 
 def ask_question(driver, text):
@@ -78,7 +88,9 @@ def change_settings(driver, **settings):
 
 
 def wait_for_end(driver):
-    return wait_until(driver, lambda: all_of(driver, "article") and not all_of(driver, "[aria-busy=true]"))
+    return wait_until(
+        driver, lambda: all_of(driver, "article") and not all_of(driver, "[aria-busy=true]")
+    )
 
 
 def put_question(driver, text):
@@ -90,13 +102,17 @@ def put_question(driver, text):
 def words(driver):
     """Each token of the page: its text, and how it is said to have come."""
     spans = "[...document.querySelectorAll('.text span')]"
-    return driver.execute_script(f"return {spans}.map(w => [w.textContent, w.className, {{...w.dataset}}])")
+    return driver.execute_script(
+        f"return {spans}.map(w => [w.textContent, w.className, {{...w.dataset}}])"
+    )
 
 
 def content_of(app, question, **more):
     """What the server answers without a stream."""
     body = {"messages": [{"role": "user", "content": question}], **more}
-    return asyncio.run(post(app, "/v1/chat/completions", body)).json["choices"][0]["message"]["content"]
+    return asyncio.run(post(app, "/v1/chat/completions", body)).json["choices"][0]["message"][
+        "content"
+    ]
 
 
 def metrics(app):
@@ -110,12 +126,18 @@ def test_tokens_are_colored_by_depth_and_match_server_statistics(page, app):
     ask_question(page, TIPS)
     wait_for_end(page)
     name = "spec_decode_num_accepted_tokens"
-    wait_until(page, lambda: metrics(app)["generation_tokens_total"] > before["generation_tokens_total"])
+    wait_until(
+        page, lambda: metrics(app)["generation_tokens_total"] > before["generation_tokens_total"]
+    )
     grown = {key: value - before[key] for key, value in metrics(app).items()}
     num_passes, shown = grown["spec_decode_num_drafts_total"], words(page)
     assert "".join(text for text, _, _ in shown) == content
     assert len(shown) == grown["generation_tokens_total"] == int(text_of(page, ".tokens"))
-    assert int(text_of(page, ".passes")) == num_passes == len({data["step"] for _, _, data in shown}) - 1
+    assert (
+        int(text_of(page, ".passes"))
+        == num_passes
+        == len({data["step"] for _, _, data in shown}) - 1
+    )
     assert text_of(page, ".tau") == f"{1 + grown[f'{name}_total'] / num_passes:.2f}" > "1.5"
     assert float(text_of(page, ".speed")) > 0 and float(text_of(page, ".first-token")) > 0
 
@@ -126,9 +148,13 @@ def test_tokens_are_colored_by_depth_and_match_server_statistics(page, app):
         accepted = grown[f'{name}_per_pos_total{{position="{depth - 1}"}}']
         came = sum(data["depth"] == str(depth) for _, _, data in shown)
         assert accepted - 1 <= came <= accepted  # the last step may be cut at the end
-    colours = {w.value_of_css_property("background-color") for w in all_of(page, ".text span:not(.d0)")}
+    colours = {
+        w.value_of_css_property("background-color") for w in all_of(page, ".text span:not(.d0)")
+    }
     assert len(colours) == len(kinds.keys() - {"0"}) + 1
-    columns = page.execute_script("return [...document.querySelectorAll('.strip span')].map(c => c.children.length)")
+    columns = page.execute_script(
+        "return [...document.querySelectorAll('.strip span')].map(c => c.children.length)"
+    )
     assert sum(columns) == len(shown) and len(columns) == num_passes + 1
 
 
@@ -141,7 +167,11 @@ def test_a_token_says_its_step_and_depth_to_mouse_and_keyboard(page):
     ActionChains(page).move_to_element(word).perform()
     step, token = word.get_attribute("data-step"), word.get_attribute("data-id")
     tip = wait_until(page, lambda: page.find_element("id", "tip").text)
-    assert f"accepted at depth 2 · token {token}" in tip and f"pass {step}: " in tip and " of 8 drafted" in tip
+    assert (
+        f"accepted at depth 2 · token {token}" in tip
+        and f"pass {step}: " in tip
+        and " of 8 drafted" in tip
+    )
     lit = [w.get_attribute("data-step") for w in all_of(page, ".text .lit")]
     assert len(lit) >= 3 and set(lit) == {step} and len(all_of(page, ".strip .lit")) == 1
 
@@ -157,8 +187,13 @@ def test_an_answer_that_comes_is_not_covered(page):
     change_settings(page, **NOISE)
     ask_question(page, "Once")
     wait_until(page, lambda: len(all_of(page, ".text span")) > 5)
-    page.execute_script("document.querySelector('.text span').dispatchEvent(new Event('pointerover', {bubbles: true}))")
-    assert all_of(page, "[aria-busy=true] .text .lit") and not page.find_element("id", "tip").is_displayed()
+    page.execute_script(
+        "document.querySelector('.text span').dispatchEvent(new Event('pointerover', {bubbles: true}))"
+    )
+    assert (
+        all_of(page, "[aria-busy=true] .text .lit")
+        and not page.find_element("id", "tip").is_displayed()
+    )
     page.find_element("id", "send").click()
     wait_for_end(page)
     ActionChains(page).move_to_element(all_of(page, ".text span")[0]).perform()
@@ -166,7 +201,9 @@ def test_an_answer_that_comes_is_not_covered(page):
 
 
 @pytest.mark.parametrize(("deepest", "shown"), [(None, "123"), (0, ""), (10, "12345678+")])
-def test_the_legend_has_the_depths_that_the_engine_drafts_to(page, server, service, monkeypatch, deepest, shown):
+def test_the_legend_has_the_depths_that_the_engine_drafts_to(
+    page, server, service, monkeypatch, deepest, shown
+):
     if deepest is not None:
         monkeypatch.setattr(service, "num_spec_tokens", deepest)
         page.get(server.url)
@@ -185,7 +222,9 @@ def test_stop_ends_the_answer_frees_the_slot_and_chat_continues(page, service):
     wait_for_end(page)
     wait_until(page, lambda: service.in_flight.sequences == 0)
     num_words = len(words(page))
-    assert page.find_element("id", "send").text == "Send" and not all_of(page, ".trouble:not([hidden])")
+    assert page.find_element("id", "send").text == "Send" and not all_of(
+        page, ".trouble:not([hidden])"
+    )
     change_settings(page, max_tokens=4)
     ask_question(page, "And then?")
     wait_until(page, lambda: len(all_of(page, "article")) == 2)
@@ -207,7 +246,10 @@ def test_markup_and_emoji_are_text(page, app):
     change_settings(page, max_tokens=90)
     ask_question(page, CODE)
     wait_for_end(page)
-    assert text_of(page, ".text") == (content := content_of(app, CODE, max_tokens=90)) and "<" in content
+    assert (
+        text_of(page, ".text") == (content := content_of(app, CODE, max_tokens=90))
+        and "<" in content
+    )
     assert all_of(page, ".question *, .text span *, .text :not(span)") == []
     page.find_element("id", "new").click()
     change_settings(page, **NOISE | {"max_tokens": 80})
@@ -260,7 +302,10 @@ def test_a_key_is_asked_for_where_the_server_wants_one(chromium, service):
         chromium.find_element("css selector", ".trouble button").click()
         wait_for_end(chromium)
         assert len(words(chromium)) > 5
-        assert chromium.execute_script("return Object.values(localStorage).includes('secret')") is False
+        assert (
+            chromium.execute_script("return Object.values(localStorage).includes('secret')")
+            is False
+        )
 
 
 @pytest.mark.parametrize("width", [320, 1400])

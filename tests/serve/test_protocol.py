@@ -67,7 +67,9 @@ def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
     prompt = {"messages": HI} if kind is ChatRequest else {"prompt": "Hi"}
     error = refusal_of(kind, prompt | extra)
     assert (error.status, error.param, error.code) == (400, param, "bad_value")
-    assert error.body()["error"]["type"] == "invalid_request_error" and param.partition("[")[0] in str(error)
+    assert error.body()["error"]["type"] == "invalid_request_error" and param.partition("[")[
+        0
+    ] in str(error)
 
 
 @pytest.mark.parametrize("name", ["top_k", "max_tokens"])
@@ -111,12 +113,16 @@ def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
     ],
 )
 def test_vllms_spelling_of_structured_outputs_is_read(given, name, read):
-    request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "structured_outputs": given}).encode())
+    request = parse(
+        CompletionRequest, json.dumps({"prompt": "Hi", "structured_outputs": given}).encode()
+    )
     assert getattr(request, name) == read and not request.others
 
 
 def test_vllms_spelling_is_refused_with_our_keys():
-    error = refusal_of(CompletionRequest, {"prompt": "Hi", "structured_outputs": {"structural_tag": "a"}})
+    error = refusal_of(
+        CompletionRequest, {"prompt": "Hi", "structured_outputs": {"structural_tag": "a"}}
+    )
     assert "give one of json, json_object, regex, choice and grammar" in str(error)
     assert "use regex" in str(refusal_of(CompletionRequest, {"prompt": "Hi", "guided_regex": "a"}))
     both = {"prompt": "Hi", "structured_outputs": {"regex": "a"}, "choice": ["b"]}
@@ -141,23 +147,38 @@ def test_controls_are_read():
         "skip_special_tokens": False,
     }
     request = parse(CompletionRequest, json.dumps({"prompt": "Hi"} | controls).encode())
-    assert {name: getattr(request, name) for name in controls} == controls | {"logit_bias": {5: -100, 17: 2.5}}
+    assert {name: getattr(request, name) for name in controls} == controls | {
+        "logit_bias": {5: -100, 17: 2.5}
+    }
 
 
 def test_what_asks_for_nothing_is_taken():
-    nothing = {"tools": None, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "best_of": 1, "stop": None}
-    request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "top_k": -1, "seed": 2**64 - 1} | nothing).encode())
+    nothing = {
+        "tools": None,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "me",
+        "best_of": 1,
+        "stop": None,
+    }
+    request = parse(
+        CompletionRequest,
+        json.dumps({"prompt": "Hi", "top_k": -1, "seed": 2**64 - 1} | nothing).encode(),
+    )
     assert request.stop is None and request.tops is None
 
 
-@pytest.mark.parametrize("prompt", [None, [], [[]], 5, ["a", 5], [[1], "a"], [1, -2], {"a": 1}, "\ud800"])
+@pytest.mark.parametrize(
+    "prompt", [None, [], [[]], 5, ["a", 5], [[1], "a"], [1, -2], {"a": 1}, "\ud800"]
+)
 def test_what_is_no_prompt_is_refused(prompt):
     error = refusal_of(CompletionRequest, {"prompt": prompt})
     assert error.status == 400 and error.param.startswith("prompt")
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])]
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
 )
 def test_a_prompt_has_four_forms(prompt, prompts):
     assert parse(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompts == prompts
@@ -186,7 +207,9 @@ def test_text_parts_are_joined_and_other_keys_go_to_the_template():
     assert message == {"role": "user", "content": "ab", "name": "me"}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"Hi"', b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 9999])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"Hi"', b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 9999]
+)
 def test_a_body_that_is_no_object_is_refused(body):
     error = refusal_of(CompletionRequest, body)
     assert (error.status, error.code) == (400, "bad_json")
@@ -194,9 +217,14 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 def test_parameters_that_contradict_each_other_are_refused():
     assert refusal_of(ChatRequest, {"messages": HI, "top_logprobs": 2}).param == "top_logprobs"
-    assert refusal_of(ChatRequest, {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}).code == "bad_value"
+    assert (
+        refusal_of(ChatRequest, {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}).code
+        == "bad_value"
+    )
     assert refusal_of(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
-    assert refusal_of(CompletionRequest, {"prompt": ["a"] * 100, "n": 20}).code == "too_many_choices"
+    assert (
+        refusal_of(CompletionRequest, {"prompt": ["a"] * 100, "n": 20}).code == "too_many_choices"
+    )
     assert refusal_of(TokenizeRequest, {"prompt": "a", "messages": HI}).code == "prompt_missing"
     assert refusal_of(DetokenizeRequest, {"tokens": "a"}).param == "tokens"
 
@@ -218,8 +246,16 @@ NAMES = {f"x{i}": 1 for i in range(5000)}
         (ResponsesRequest, {"input": "Hi", "include": [0] * 5000}, "include[0]"),
         (CompletionRequest, {"prompt": "Hi", "logit_bias": NAMES}, "logit_bias.x0"),
         (CompletionRequest, {"prompt": "Hi", "metadata": NAMES}, "metadata.x0"),
-        (CompletionRequest, {"prompt": "Hi", "stream": True, "stream_options": NAMES}, "stream_options.x0"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content[0]"),
+        (
+            CompletionRequest,
+            {"prompt": "Hi", "stream": True, "stream_options": NAMES},
+            "stream_options.x0",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [NAMES]}]},
+            "messages[0].content[0]",
+        ),
         (DetokenizeRequest, {"tokens": [1], **NAMES}, "x0"),
     ],
 )
@@ -241,7 +277,9 @@ def test_a_schema_is_written_no_further_than_its_limit():
 
 def test_too_long_format_is_named_as_its_client_writes_it():
     form = {"type": "json_schema", "name": "a", "schema": {"description": "a" * MAX_TEXT_CHARS}}
-    request = parse(ResponsesRequest, json.dumps({"input": "Hi", "text": {"format": form}}).encode())
+    request = parse(
+        ResponsesRequest, json.dumps({"input": "Hi", "text": {"format": form}}).encode()
+    )
     with pytest.raises(RequestError, match="has more than") as found:
         request.chat()
     assert found.value.param == "text.format"
@@ -251,7 +289,10 @@ def test_long_lists_are_refused_by_name():
     """Each entry costs time, in reading and at every place of a draft."""
     many = {
         DetokenizeRequest: ("tokens", {"tokens": [5] * (MAX_DETOKENIZED + 1)}),
-        CompletionRequest: ("logit_bias", {"prompt": "a", "logit_bias": {str(i): 0 for i in range((1 << 16) + 1)}}),
+        CompletionRequest: (
+            "logit_bias",
+            {"prompt": "a", "logit_bias": {str(i): 0 for i in range((1 << 16) + 1)}},
+        ),
     }
     for kind, (name, body) in many.items():
         with pytest.raises(ApiError, match=f"^{name}: must be .*at most") as found:

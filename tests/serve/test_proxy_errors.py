@@ -17,7 +17,13 @@ def answering_app(status, kind, *parts, dies=None):
 
     async def app(scope, receive, send):
         if status:
-            await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": status,
+                    "headers": [(b"content-type", kind)],
+                }
+            )
         for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         if dies == "loudly":
@@ -31,7 +37,9 @@ def answering_app(status, kind, *parts, dies=None):
 
 @pytest.mark.parametrize("status", [404, 500, 503])
 def test_plain_words_of_the_proxy_become_a_refusal_in_our_form(status):
-    answer = asyncio.run(get(answering_app(status, b"text/plain", b"Unavailable", b"!"), "/v1/models"))
+    answer = asyncio.run(
+        get(answering_app(status, b"text/plain", b"Unavailable", b"!"), "/v1/models")
+    )
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
     assert answer.headers["retry-after"]
 
@@ -44,14 +52,25 @@ def test_a_replica_that_dies_before_it_answers_is_a_refusal(dies):
 
 @pytest.mark.parametrize("dies", ["loudly", "quietly"])
 def test_a_stream_that_breaks_off_ends_with_an_error_event(dies):
-    answer = asyncio.run(get(answering_app(200, b"text/event-stream; charset=utf-8", OK, dies=dies), "/v1/completions"))
+    answer = asyncio.run(
+        get(
+            answering_app(200, b"text/event-stream; charset=utf-8", OK, dies=dies),
+            "/v1/completions",
+        )
+    )
     first, last = answer.body.decode().strip().split("\n\n")
-    assert parse_event(first) == {"choices": []} and parse_event(last)["error"]["code"] == "no_replica"
+    assert (
+        parse_event(first) == {"choices": []} and parse_event(last)["error"]["code"] == "no_replica"
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "kind", "body"),
-    [(200, b"application/json", b"{}"), (400, b"application/json", b'{"error":{}}'), (200, b"text/plain", b"a 1\n")],
+    [
+        (200, b"application/json", b"{}"),
+        (400, b"application/json", b'{"error":{}}'),
+        (200, b"text/plain", b"a 1\n"),
+    ],
 )
 def test_what_replicas_say_passes_as_it_is(status, kind, body):
     answer = asyncio.run(get(answering_app(status, kind, body), "/metrics"))
@@ -68,7 +87,13 @@ async def ask_app(app, **changes):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/models",
+        "headers": [],
+        "query_string": b"",
+    }
     await app(scope | changes, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"]).get("error")
 
@@ -89,7 +114,9 @@ async def ask_app(app, **changes):
 def test_what_no_replica_could_read_is_the_clients_mistake(changes):
     status, error = asyncio.run(ask_app(answering_app(200, b"application/json", b"{}"), **changes))
     assert (
-        status == 400 and error["type"] == "invalid_request_error" and error["code"] in ("bad_http", "bad_request_id")
+        status == 400
+        and error["type"] == "invalid_request_error"
+        and error["code"] in ("bad_http", "bad_request_id")
     )
 
 
@@ -111,9 +138,16 @@ def test_a_client_cannot_change_how_serve_treats_its_request():
     kept = [(b"x-request-id", b"a-1"), (b"user-agent", b"\xe9")]
     own = [
         (name, b"?1")
-        for name in (b"X-Request-Disconnect-Disabled", b"x-request-timeout-seconds", b"serve-multiplexed-model-id")
+        for name in (
+            b"X-Request-Disconnect-Disabled",
+            b"x-request-timeout-seconds",
+            b"serve-multiplexed-model-id",
+        )
     ]
-    assert asyncio.run(ask_app(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0] == 200
+    assert (
+        asyncio.run(ask_app(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0]
+        == 200
+    )
     assert seen == kept
 
 
@@ -166,7 +200,9 @@ def test_a_slow_replica_slows_the_client(monkeypatch):
             sent.append(message)
 
         app = proxy_errors.OpenAIErrorMiddleware(GreedyProxy(proxy_errors.AcknowledgeBody(slow)))
-        await app({"type": "http", "method": "POST", "path": "/v1/files", "headers": []}, receive, send)
+        await app(
+            {"type": "http", "method": "POST", "path": "/v1/files", "headers": []}, receive, send
+        )
         return sent
 
     start, body = asyncio.run(main())

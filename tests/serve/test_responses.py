@@ -9,7 +9,12 @@ from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, get, post, request
 
 URL = "/v1/responses"
 BAD_FORM = {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}
-TOOL = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"], "strict": False}
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "parameters": ADD["function"]["parameters"],
+    "strict": False,
+}
 HEAD = ("response.created", "response.in_progress")
 
 
@@ -34,7 +39,11 @@ def stream(app, **body):
 def without_ids(value):
     """Ids and times are of a request."""
     if isinstance(value, dict):
-        return {k: without_ids(v) for k, v in value.items() if k != "id" and not k.endswith(("_id", "_at"))}
+        return {
+            k: without_ids(v)
+            for k, v in value.items()
+            if k != "id" and not k.endswith(("_id", "_at"))
+        }
     return [without_ids(one) for one in value] if isinstance(value, list) else value
 
 
@@ -58,7 +67,9 @@ def texts(response):
         if item["type"] == "function_call":
             said.append((item["type"], item["name"], item["arguments"], item["status"]))
         else:
-            said.append((item["type"], "".join(part["text"] for part in item["content"]), item["status"]))
+            said.append(
+                (item["type"], "".join(part["text"] for part in item["content"]), item["status"])
+            )
     return said
 
 
@@ -73,11 +84,24 @@ def test_items_whole_and_as_events(scripted_app, size):
         call,
         call,
     ]
-    assert (whole["status"], whole["error"], whole["incomplete_details"]) == ("completed", None, None)
-    assert len({item["id"] for item in whole["output"]} | {whole["output"][i]["call_id"] for i in (2, 3)}) == 6
+    assert (whole["status"], whole["error"], whole["incomplete_details"]) == (
+        "completed",
+        None,
+        None,
+    )
+    assert (
+        len(
+            {item["id"] for item in whole["output"]}
+            | {whole["output"][i]["call_id"] for i in (2, 3)}
+        )
+        == 6
+    )
     assert whole["tools"] == [TOOL | {"description": None}] and whole["tool_choice"] == "auto"
     events = stream(app, tools=[TOOL])
-    assert tuple(event["type"] for event in events[:2]) == HEAD and events[-1]["type"] == "response.completed"
+    assert (
+        tuple(event["type"] for event in events[:2]) == HEAD
+        and events[-1]["type"] == "response.completed"
+    )
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     built = items_of_events(events)
     assert built == events[-1]["response"]["output"]
@@ -110,7 +134,9 @@ def items_of_events(events):
 def test_what_max_output_tokens_cuts_is_incomplete(scripted_app):
     app = scripted_app("Three and more.")
     whole = respond(app, max_output_tokens=4)
-    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {
+        "reason": "max_output_tokens"
+    }
     assert whole["output"][0]["status"] == "incomplete" and whole["usage"]["output_tokens"] == 4
     assert stream(app, max_output_tokens=4)[-1]["type"] == "response.incomplete"
 
@@ -120,7 +146,11 @@ def test_invalid_tool_call_is_incomplete_and_its_text_follows(scripted_app):
     app = scripted_app(text, 1)
     assert texts(respond(app, tools=[TOOL])) == [("message", text, "completed")]
     [call, message] = texts(stream(app, tools=[TOOL])[-1]["response"])
-    assert call[0] == "function_call" and call[3] == "incomplete" and message == ("message", text, "completed")
+    assert (
+        call[0] == "function_call"
+        and call[3] == "incomplete"
+        and message == ("message", text, "completed")
+    )
 
 
 def test_a_conversation_is_the_chats(qwen, scripted_app):
@@ -128,8 +158,19 @@ def test_a_conversation_is_the_chats(qwen, scripted_app):
     first = respond(app, instructions="Be short.", tools=[TOOL])
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Add 1 and 2."}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a":1,"b":2}'},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "call_id": "call_1",
+            "name": "add",
+            "arguments": '{"a":1,"b":2}',
+        },
         {"type": "function_call_output", "call_id": "call_1", "output": "3"},
         *first["output"],
         {"type": None, "role": "user", "content": "Thanks."},
@@ -141,7 +182,11 @@ def test_a_conversation_is_the_chats(qwen, scripted_app):
             "role": "assistant",
             "reasoning_content": "Hm.",
             "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a":1,"b":2}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
@@ -149,24 +194,42 @@ def test_a_conversation_is_the_chats(qwen, scripted_app):
         {"role": "user", "content": "Thanks."},
     ]
     tools = [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
-    chat = asyncio.run(post(app, "/v1/chat/completions", {"messages": messages, "tools": tools})).json
+    chat = asyncio.run(
+        post(app, "/v1/chat/completions", {"messages": messages, "tools": tools})
+    ).json
     assert second["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
-    assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"] == "Three."
+    assert (
+        second["output"][0]["content"][0]["text"]
+        == chat["choices"][0]["message"]["content"]
+        == "Three."
+    )
 
 
 def test_answer_cut_off_in_its_reasoning_can_be_sent_back(app):
     """Its output is a reasoning item alone."""
-    cut = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    cut = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
     again = {"role": "user", "content": "Go on."}
     found = respond(app, input=[*ASK, cut, again], max_output_tokens=4)
     chat = [*ASK, {"role": "assistant", "content": "", "reasoning_content": "Hm."}, again]
-    expected = asyncio.run(post(app, "/v1/chat/completions", {"messages": chat, "max_tokens": 4})).json
+    expected = asyncio.run(
+        post(app, "/v1/chat/completions", {"messages": chat, "max_tokens": 4})
+    ).json
     assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
 
 
 def test_a_real_answer_is_the_chats(app):
     body = {"temperature": 0.8, "seed": 5, "top_p": 0.9}
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "name": "a", "schema": schema}
     for extra, chat_extra in (
         ({"max_output_tokens": 12}, {"max_tokens": 12}),
@@ -175,15 +238,23 @@ def test_a_real_answer_is_the_chats(app):
             {"response_format": {"type": "json_schema", "json_schema": form}, "max_tokens": 60},
         ),
     ):
-        whole = respond(app, **body, **extra, include=["message.output_text.logprobs"], top_logprobs=2)
-        events = stream(app, **body, **extra, include=["message.output_text.logprobs"], top_logprobs=2)
+        whole = respond(
+            app, **body, **extra, include=["message.output_text.logprobs"], top_logprobs=2
+        )
+        events = stream(
+            app, **body, **extra, include=["message.output_text.logprobs"], top_logprobs=2
+        )
         chat_body = {"messages": ASK, **body, **chat_extra, "logprobs": True, "top_logprobs": 2}
         [choice] = asyncio.run(post(app, "/v1/chat/completions", chat_body)).json["choices"]
         [part] = whole["output"][0]["content"]
         assert part["text"] == choice["message"]["content"]
-        assert logprobs(part["logprobs"]) == pytest.approx(logprobs(choice["logprobs"]["content"]), abs=1e-4)
+        assert logprobs(part["logprobs"]) == pytest.approx(
+            logprobs(choice["logprobs"]["content"]), abs=1e-4
+        )
         assert items_of_events(events) == events[-1]["response"]["output"]
-        assert without_ids(events[-1]["response"]["output"]) == rounded(without_ids(whole["output"]))
+        assert without_ids(events[-1]["response"]["output"]) == rounded(
+            without_ids(whole["output"])
+        )
         assert (whole["temperature"], whole["top_p"], whole["store"]) == (0.8, 0.9, False)
         assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] > 0
     assert json.loads(part["text"])["a"] in (1, 2) and whole["text"]["format"] == form
@@ -210,11 +281,23 @@ def test_a_real_answer_is_the_chats(app):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools of its own"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "must be none, auto"),
         ({"input": []}, "input", "at least one item"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "reads items of type"),
+        (
+            {"input": [{"type": "item_reference", "id": "a"}]},
+            "input[0].type",
+            "reads items of type",
+        ),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "must be system"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "text alone"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "text alone",
+        ),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "must be a text"),
-        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options", "the last event has the usage"),
+        (
+            {"stream": True, "stream_options": {"include_usage": True}},
+            "stream_options",
+            "the last event has the usage",
+        ),
         ({"input": 3}, "input", "must be a text or a list"),
         ({"input": "a", "temperature": -1}, "temperature", "must be a number"),
         ({"input": "a", "nothing": 1}, "nothing", "leave it out"),

@@ -23,14 +23,24 @@ def steps_of(events, index=0):
         if choice["index"] != index or "steps" not in choice:
             continue
         told = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-        assert "".join(token["text"] for step in choice["steps"] for token in step["tokens"]) == told
+        assert (
+            "".join(token["text"] for step in choice["steps"] for token in step["tokens"]) == told
+        )
         found += choice["steps"]
     return found
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, FRANCE), (TEXT, {"prompt": "Once", "ignore_eos": True})])
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, FRANCE), (TEXT, {"prompt": "Once", "ignore_eos": True})]
+)
 def test_traced_steps_sum_to_usage_and_appear_only_on_request(app, path, body):
-    body = body | {"n": 2, "temperature": 0.9, "seed": 4, "max_tokens": 40, "return_token_ids": True}
+    body = body | {
+        "n": 2,
+        "temperature": 0.9,
+        "seed": 4,
+        "max_tokens": 40,
+        "return_token_ids": True,
+    }
     plain = asyncio.run(post(app, path, body)).json
     unasked = asyncio.run(post(app, path, body | {"stream": True})).events
     assert not any("steps" in choice for event in unasked[:-1] for choice in event["choices"])
@@ -53,7 +63,9 @@ def choice_of(service, kind, output, accepted, **extra):
     """A finished choice with the given output, as if its steps had accepted so many drafts each."""
     config = load_serve_config(None, env={}, overrides={"model.device": "cpu"})
     prompt = FRANCE if kind is ChatRequest else {"prompt": "Once"}
-    asked = prepare_generation(parse(kind, json.dumps(prompt | ASKS | extra).encode()), config, service.text)
+    asked = prepare_generation(
+        parse(kind, json.dumps(prompt | ASKS | extra).encode()), config, service.text
+    )
     [choice] = asked.choices
     sequence = choice.sequence
     sequence.stats = AcceptanceStats.empty(8)

@@ -1,7 +1,7 @@
 """Lines of a batch's input file: ``{"custom_id", "method", "url", "body"}``, one request each.
 
-A file with a wrong line is not run at all, so validation reads the whole file first. What is wrong inside a body, such
-as a parameter, is the answer of its line alone.
+A file with a wrong line is not run at all, so validation reads the whole file first. What is wrong
+inside a body, such as a parameter, is the answer of its line alone.
 
     check_lines(files.lines(file), "/v1/completions", max_lines=50_000).total      # 120
 """
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.batch.reader.text_files import parse_line
+from eagle_ray.batch.reader.jsonl_files import parse_line
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import LINE_KEYS
 from eagle_ray.requests.request import InputRow, unreadable
 
-MAX_ERRORS = 100  # of one batch that are stored and shown
+MAX_ERRORS = 100  # errors of one batch that are stored and shown
 MAX_ID_CHARS = 512
 
 
 @dataclass(slots=True)
 class CheckedLines:
-    """What validation found.
+    """The result of validating an input file.
 
     Attributes:
         total: number of lines.
@@ -35,18 +35,28 @@ class CheckedLines:
     model: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, code: str, message: str, param: str | None = None, line: int | None = None) -> None:
+    def add(
+        self, code: str, message: str, param: str | None = None, line: int | None = None
+    ) -> None:
         if len(self.errors) < MAX_ERRORS:
             self.errors.append({"code": code, "message": message, "param": param, "line": line})
 
 
 def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> CheckedLines:
-    """Read every line and return what is wrong. endpoint: the url that each line must have."""
+    """Validate every line, and return the errors.
+
+    Args:
+        endpoint: the url that each line must have.
+    """
     checked, ids = CheckedLines(), set()
     for number, line in _rows(lines):
         checked.total += 1
         if checked.total > max_lines:
-            checked.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=number)
+            checked.add(
+                "too_many_lines",
+                f"the file has more than {max_lines} lines. Split it.",
+                line=number,
+            )
             break
         if isinstance(line, RequestError):
             checked.add("invalid_json_line", str(line), line=number)
@@ -78,7 +88,7 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[tuple[int, InputRow]]:
-    """Yield number and value of every line that is not blank; of one that cannot be read its error."""
+    """Yield the number and the value of every line that is not blank; an unreadable line yields its error."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             row = parse_line(line)
@@ -89,13 +99,25 @@ def _problem_of(line: Mapping[str, Any], endpoint: str) -> tuple[str, str, str] 
     """Return code, message and parameter of what is wrong around a body; None for a right line."""
     if unknown := line.keys() - LINE_KEYS:
         name = min(unknown)
-        return "unknown_parameter", f"{name}: a line has custom_id, method, url and body. Leave it out.", name
+        return (
+            "unknown_parameter",
+            f"{name}: a line has custom_id, method, url and body. Leave it out.",
+            name,
+        )
     for name in sorted(LINE_KEYS):
         if line.get(name) is None:
-            return "missing_required_parameter", f"{name}: absent or null. Each line needs it.", name
+            return (
+                "missing_required_parameter",
+                f"{name}: absent or null. Each line needs it.",
+                name,
+            )
     custom_id = line["custom_id"]
     if not isinstance(custom_id, str) or not custom_id.strip() or len(custom_id) > MAX_ID_CHARS:
-        return "invalid_custom_id", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id"
+        return (
+            "invalid_custom_id",
+            f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters",
+            "custom_id",
+        )
     if line["method"] != "POST":
         return "invalid_method", "method must be POST", "method"
     if line["url"] != endpoint:

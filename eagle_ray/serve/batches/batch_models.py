@@ -34,7 +34,7 @@ from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens
 
 FILE, BATCH = "file-", "batch_"
 ID = re.compile(rf"({FILE}|{BATCH})[0-9a-f]{{27}}")
-EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's
+EXPIRES_S = 30 * 86_400  # seconds until an input file expires, as OpenAI's
 MIN_LIFE_S, MAX_LIFE_S = 3600, EXPIRES_S
 TIME_DIGITS = 11  # hexadecimal, of milliseconds: until the year 2527
 Ending = Literal["completed", "expired", "cancelled"]
@@ -42,7 +42,11 @@ OVER = ("failed", "completed", "expired", "cancelled")
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id: the time, then 64 random bits. prefix: FILE or BATCH."""
+    """Return a new id: the time, then 64 random bits.
+
+    Args:
+        prefix: FILE or BATCH.
+    """
     return f"{prefix}{time.time_ns() // 1_000_000:0{TIME_DIGITS}x}{secrets.token_hex(8)}"
 
 
@@ -72,7 +76,7 @@ class FileObject(OpenAiObject):
     expires_at: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return what clients see."""
+        """Return the object as clients see it."""
         return self.model_dump(include=set(FileObject.model_fields))
 
 
@@ -125,7 +129,14 @@ class BatchObject(OpenAiObject):
     input_file_id: str
     completion_window: str
     status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
     ] = "validating"
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -144,12 +155,13 @@ class BatchObject(OpenAiObject):
 
 
 class BatchRecord(BatchObject):
-    """A batch and what its runner needs.
+    """A batch, with what only its runner needs.
 
     Attributes:
         output_id, error_id: files that its end writes, each only if it has lines.
         output_expires_after_s: life of these files; None: they stay until they are deleted.
-        ending: the last status, which is decided once; a process that takes the batch over while it ends keeps it.
+        ending: the last status, which is decided once; a process that takes the batch over while it
+            ends keeps it.
     """
 
     owner: str
@@ -170,7 +182,11 @@ class BatchRecord(BatchObject):
         return self.changed(status=status, **{f"{status}_at": int(time.time())}, **changes)
 
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
-        """Return what clients see. cancelling_at: when its client cancelled it."""
+        """Return what clients see.
+
+        Args:
+            cancelling_at: Unix time at which the client cancelled the batch.
+        """
         shown = self.model_dump(include=set(BatchObject.model_fields))
         if cancelling_at is not None:
             shown["cancelling_at"] = cancelling_at
@@ -181,7 +197,9 @@ class BatchRecord(BatchObject):
     def new(cls, window_s: int, **facts: Any) -> Self:
         """Return a batch that is made now.
 
-        window_s: until it expires. facts: its owner, and what the client asks for.
+        Args:
+            window_s: seconds until it expires.
+            facts: its owner, and what the client asks for.
         """
         now = int(time.time())
         ids = {"id": new_id(BATCH), "output_id": new_id(FILE), "error_id": new_id(FILE)}
@@ -200,7 +218,9 @@ class BatchRecord(BatchObject):
             facts
             | times
             | {
-                "errors": LineErrors(object="list", data=stored["errors"]) if stored["errors"] else None,
+                "errors": LineErrors(object="list", data=stored["errors"])
+                if stored["errors"]
+                else None,
                 **{name: id for name, id in files.items() if id in stored["files"]},
                 "request_counts": {name: stored[name] for name in ("total", "completed", "failed")},
                 "usage": TokenUsage(*stored["usage"]).batch_form(),
@@ -225,7 +245,7 @@ class BatchList(OpenAiObject):
 
 
 WINDOW = r"^[1-9][0-9]{0,6}[smhd]$"
-MAX_WINDOW_S = 30 * 86_400
+MAX_COMPLETION_WINDOW_S = 30 * 86_400
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -249,7 +269,7 @@ EXPIRES_AFTER = Object(
     form=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}',
 )
 _AT_BATCHES = frozenset({Api.BATCHES})
-_ROWS = (
+_BATCH_PARAMETERS = (
     Parameter(
         "input_file_id",
         Text(form="the id of an uploaded file of purpose batch", can_be_empty=True),
@@ -273,11 +293,11 @@ class BatchBody(Body):
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
-        return {row.name: row for row in _ROWS}
+        return {row.name: row for row in _BATCH_PARAMETERS}
 
     def check(self) -> None:
         super().check()
-        if seconds_of(self.completion_window) > MAX_WINDOW_S:
+        if seconds_of(self.completion_window) > MAX_COMPLETION_WINDOW_S:
             message = f"completion_window: must be at most 30 days, got {self.completion_window!r}"
             raise RequestError("bad_value", message, "completion_window")
 

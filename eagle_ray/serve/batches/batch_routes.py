@@ -1,7 +1,7 @@
 """The routes of files and batches: OpenAI's, over a BatchStore. Batches are run elsewhere (``batch_runner``).
 
-Each handler stands under what the OpenAPI document says of it. One that is no coroutine function runs in a thread and
-returns JSON.
+Each handler stands under what the OpenAPI document says of it. One that is no coroutine function
+runs in a thread and returns JSON.
 
     routes = batch_routes(store, config.serving, owner_of)
 """
@@ -37,14 +37,18 @@ from eagle_ray.serve.batches.batch_models import (
     StoredFile,
     is_id,
 )
-from eagle_ray.serve.batches.batch_store import KEY, BatchStore
+from eagle_ray.serve.batches.batch_store import BATCHES_PATH_KEY, BatchStore
 from eagle_ray.serve.batches.file_store import PURPOSE, FileStore, check_room, receive_upload
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.request_body import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
-LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
+# By list: the maximum of limit, and its default.
+LIST_LIMITS = {
+    FILE: (10_000, 10_000),
+    BATCH: (100, 20),
+}
 ORDERS = ("asc", "desc")
 MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -90,23 +94,35 @@ class Client:
     def page(self, ids: list[str], prefix: str) -> tuple[list[str], int]:
         """Return the ids that a list may show, in its order, and how many it shows at most.
 
-        ids: oldest first. Raises ApiError for a wrong parameter.
+        Raises ApiError for a wrong parameter.
+
+        Args:
+            ids: oldest first.
         """
         max_limit, usual = LIST_LIMITS[prefix]
         query = self.request.query_params
         limit = query.get("limit", str(usual))
         is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(max_limit))
         if not (is_number and 1 <= int(limit) <= max_limit):
-            raise ApiError(400, f"limit: must be 1 to {max_limit}, got {reprlib.repr(limit)}", "limit", "bad_value")
+            raise ApiError(
+                400,
+                f"limit: must be 1 to {max_limit}, got {reprlib.repr(limit)}",
+                "limit",
+                "bad_value",
+            )
         order = query.get("order", "desc")
         if order not in ORDERS:
             raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
         after = query.get("after")
         if after is not None and not is_id(after, prefix):
-            raise ApiError(400, f"after: must be an id of this list, got {after!r}", "after", "bad_value")
+            raise ApiError(
+                400, f"after: must be an id of this list, got {after!r}", "after", "bad_value"
+            )
         is_descending = order == "desc"
         ordered = sorted(ids, reverse=is_descending)
-        return [id for id in ordered if after is None or (id < after if is_descending else id > after)], int(limit)
+        return [
+            id for id in ordered if after is None or (id < after if is_descending else id > after)
+        ], int(limit)
 
 
 Handler = Callable[[Client], Any]
@@ -152,12 +168,23 @@ def _page_query(prefix: str) -> Json:
 
 
 def _page(kind: type[FileList | BatchList], items: list[Json], has_more: bool) -> Json:
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    page = {"data": items, "first_id": first, "last_id": last, "has_more": has_more}
+    page = {
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }
     return kind.model_validate(page).model_dump()
 
 
-@BatchOperation("post", FILES, "store a file for a batch", FileObject, ("400", "403", "408", "413", "415"), UPLOAD)
+@BatchOperation(
+    "post",
+    FILES,
+    "store a file for a batch",
+    FileObject,
+    ("400", "403", "408", "413", "415"),
+    UPLOAD,
+)
 async def _upload(client: Client) -> Response:
     _check_origin(client.request)
     file = await receive_upload(client.request, client.files, client.serving.batches)
@@ -199,7 +226,9 @@ def _delete(client: Client) -> Json:
     for _, id in client.store.open_ids(client.owner):
         user = client.store.find(client.owner, id)
         if user is not None and user.input_file_id == file.id:
-            message = f"{file.id} is the input of {id}, which is not over. Wait for it, or cancel it."
+            message = (
+                f"{file.id} is the input of {id}, which is not over. Wait for it, or cancel it."
+            )
             raise ApiError(409, message, "file_id", "file_in_use")
     client.files.delete(file.id)
     return FileDeleted(id=file.id).model_dump()
@@ -214,7 +243,12 @@ async def _content(client: Client) -> Response:
 
 
 @BatchOperation(
-    "post", BATCHES, "answer every line of a file", BatchObject, ("400", "408", "413", "415", "429"), BatchBody
+    "post",
+    BATCHES,
+    "answer every line of a file",
+    BatchObject,
+    ("400", "408", "413", "415", "429"),
+    BatchBody,
 )
 async def _create(client: Client) -> Response:
     max_limit = min(MAX_BATCH_BODY_BYTES, client.serving.max_body_bytes)
@@ -240,7 +274,9 @@ def _created(client: Client, body: BatchBody) -> BatchRecord:
     return record
 
 
-@BatchOperation("get", BATCHES, "the batches, newest first", BatchList, ("400",), query=_page_query(BATCH))
+@BatchOperation(
+    "get", BATCHES, "the batches, newest first", BatchList, ("400",), query=_page_query(BATCH)
+)
 def _batches(client: Client) -> Json:
     ids, limit = client.page(client.store.ids(client.owner), BATCH)
     return _page(BatchList, [client.shown(id) for id in ids[:limit]], len(ids) > limit)
@@ -252,7 +288,11 @@ def _batch(client: Client) -> Json:
 
 
 @BatchOperation(
-    "post", BATCHES + "/{id}/cancel", f"end a batch that is not {', '.join(OVER)}", BatchObject, ("403", "409")
+    "post",
+    BATCHES + "/{id}/cancel",
+    f"end a batch that is not {', '.join(OVER)}",
+    BatchObject,
+    ("403", "409"),
 )
 def _cancel(client: Client) -> Json:
     _check_origin(client.request)
@@ -263,19 +303,29 @@ def _cancel(client: Client) -> Json:
     return record.as_json(client.store.cancel(record))
 
 
-def batch_routes(store: BatchStore | None, serving: ServingConfig, owner_of: OwnerOf) -> list[Route]:
-    """Return the routes. store: None if the endpoint keeps no files; then every route says so."""
+def batch_routes(
+    store: BatchStore | None, serving: ServingConfig, owner_of: OwnerOf
+) -> list[Route]:
+    """Return the routes.
+
+    Args:
+        store: None if the endpoint keeps no files; then every route says so.
+    """
 
     def client_of(request: Request) -> Client:
         """Raises ApiError for an unknown key."""
         owner = owner_of(request)
         if store is None:
-            message = f"{request.scope['path']}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
+            path = request.scope["path"]
+            message = f"{path}: this endpoint keeps no files and runs no batches. Start it with {BATCHES_PATH_KEY}."
             raise ApiError(404, message, code="batches_off")
         return Client(request, store, owner, serving)
 
     async def handle(handlers: dict[str, Handler], request: Request) -> Response:
-        handler, client = handlers["GET" if request.method == "HEAD" else request.method], client_of(request)
+        handler, client = (
+            handlers["GET" if request.method == "HEAD" else request.method],
+            client_of(request),
+        )
         if inspect.iscoroutinefunction(handler):
             return await handler(client)
         return JSONResponse(await asyncio.to_thread(handler, client))
@@ -284,7 +334,10 @@ def batch_routes(store: BatchStore | None, serving: ServingConfig, owner_of: Own
     for each in OPERATIONS:
         by_path.setdefault(each.path, {})[each.method.upper()] = each.handler
     # one route with a handler for each method, so that a refusal names all of them (Allow)
-    return [Route(path, partial(handle, handlers), methods=[*handlers]) for path, handlers in by_path.items()]
+    return [
+        Route(path, partial(handle, handlers), methods=[*handlers])
+        for path, handlers in by_path.items()
+    ]
 
 
 def _check_origin(request: Request) -> None:

@@ -6,17 +6,19 @@
     OWNER/batches/batch_ID.json the record
     OWNER/work/batch_ID/        until it is over: its run (runs/run.py) with the parts of its answers, and cancel
 
-On a local disk all of it is for the user that runs the endpoint alone: uploads and answers are in it.
+On a local disk all of it is for the user that runs the endpoint alone: uploads and answers are in
+it.
 
 Only the process that runs a batch changes its record. A client's cancellation is a file of its own.
 
     store = BatchStore.open("/data/batches")
     store.find("all", "batch_...").status         # 'in_progress'
 
-An AnswerLog is the numbered part files of a batch's run. A part is created only if no part of its number exists, by a
-writer that has read every part before it, and holds no line that one of them answers. So each custom_id stands in the
-log once, whatever is killed and however many processes believe that the batch is theirs: of two writers of one part,
-one succeeds, and the other reads it and goes on.
+An AnswerLog is the numbered part files of a batch's run. A part is created only if no part of its
+number exists, by a writer that has read every part before it, and holds no line that one of them
+answers. So each custom_id stands in the log once, whatever is killed and however many processes
+believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it
+and goes on.
 
     log = AnswerLog(run)
     log.append([error_answer("batch_...", "a", "worker_died", "...")])
@@ -41,7 +43,7 @@ from eagle_ray.serve.batches.file_store import FileStore, listed_ids
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
-KEY = "serving.batches.path"
+BATCHES_PATH_KEY = "serving.batches.path"
 SALT_BYTES = 16
 LIST_TRIES = 5
 
@@ -66,7 +68,7 @@ class BatchStore:
             _restrict(root)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{KEY}: cannot write {path} ({error}). Name a directory, or a bucket as s3://BUCKET/PREFIX."
+                f"{BATCHES_PATH_KEY}: cannot write {path} ({error}). Name a directory, or a bucket as s3://BUCKET/PREFIX."
             ) from None
         return cls(root)
 
@@ -93,14 +95,16 @@ class BatchStore:
         self._record(record.owner, record.id).write_atomic(record.model_dump_json().encode())
 
     def remove_open(self, owner: str, id: str) -> None:
-        """Take a batch out of those that are not over."""
+        """Mark a batch as not open any more."""
         self._marker(owner, id).remove()
 
     def get(self, owner: str, id: str) -> BatchRecord:
         """Return a batch. Raises ApiError with 404 if there is none."""
         record = self.find(owner, id)
         if record is None:
-            raise ApiError(404, f"there is no batch {id!r} of this API key", "batch_id", "batch_not_found")
+            raise ApiError(
+                404, f"there is no batch {id!r} of this API key", "batch_id", "batch_not_found"
+            )
         return record
 
     def find(self, owner: str, id: str) -> BatchRecord | None:
@@ -116,27 +120,35 @@ class BatchStore:
             run.publish(file, data)
 
     def close(self, owner: str, id: str) -> None:
-        """Delete what only a batch that is not over needs. If the process is killed here, a sweep deletes the rest."""
+        """Delete what only an open batch needs. If the process is killed here, a sweep deletes the rest."""
         self.remove_open(owner, id)
         self.work(owner, id).remove_tree()
 
     def ids(self, owner: str) -> list[str]:
         """Return the ids of all batches of an owner, oldest first."""
-        return [path.name.removesuffix(".json") for path in (self.root / owner / "batches").glob(f"{BATCH}*.json")]
+        return [
+            path.name.removesuffix(".json")
+            for path in (self.root / owner / "batches").glob(f"{BATCH}*.json")
+        ]
 
     def closed_ids(self, owner: str) -> list[str]:
         """Return the batches that are over and still have a run's directory."""
-        ids = listed_ids(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
+        # The directories are listed first: a batch is open before it has one.
+        ids = listed_ids(self.root / owner / "work", BATCH)
         return sorted(set(ids) - {id for _, id in self.open_ids(owner)})
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
-        """Return owner and id of every batch that is not over, oldest first. owner: of this one alone."""
+        """Return owner and id of every batch that is not over, oldest first.
+
+        Args:
+            owner: the only owner whose batches are returned; None returns all.
+        """
         names = self._open_names(f"{owner or '*'}.{BATCH}*")
         pairs = [(of, id) for of, _, id in (name.partition(".") for name in names)]
         return sorted(pairs, key=lambda pair: pair[1])
 
     def cancel(self, record: BatchRecord) -> int:
-        """Ask the process that runs the batch to cancel it; return when it was first asked."""
+        """Request the cancellation of a batch, and return when it was first requested."""
         now = int(time.time())
         (self.work(record.owner, record.id) / "cancel").create(json_bytes(now))
         current = self.find(record.owner, record.id)
@@ -148,7 +160,9 @@ class BatchStore:
         """Return when the batch's client cancelled it, or None."""
         if record.cancelling_at is not None:
             return record.cancelling_at
-        stored = None if record.is_over else read_json(self.work(record.owner, record.id) / "cancel")
+        stored = (
+            None if record.is_over else read_json(self.work(record.owner, record.id) / "cancel")
+        )
         return stored if isinstance(stored, int) else None
 
     def owners(self) -> list[str]:
@@ -168,7 +182,7 @@ class BatchStore:
 
 
 def _restrict(root: StoragePath) -> None:
-    """Close a store that an earlier version has made, or a directory that is empty, to other users."""
+    """Restrict an existing store, or an empty directory, to this user."""
     names = root.list_names() if root.is_local else []
     if names and "salt" not in names:
         return
@@ -198,11 +212,17 @@ class LineAnswer:
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
-    """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
+    """Return the answer of a line that the endpoint responded to.
+
+    Args:
+        body: the response's JSON.
+    """
     key = line_key(batch_id, custom_id)
     head = dump_json(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
-    return LineAnswer.of(head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}')
+    return LineAnswer.of(
+        head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
+    )
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
@@ -212,7 +232,7 @@ def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> Line
 
 
 def line_seed(batch_id: str, custom_id: str) -> int:
-    """Return the seed of a line that has none: a line that is answered again gets the same answer."""
+    """Return the seed for a line without one. It is derived, so a second run gives equal tokens."""
     return int(line_key(batch_id, custom_id)[:15], 16)
 
 

@@ -1,7 +1,8 @@
 """FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket; and the upload of one.
 
-A file is a description (JSON) and numbered chunks of bytes. The description is written last, so a file exists whole or
-not at all. Owners have directories of their own: one key's client cannot name another key's file.
+A file is a description (JSON) and numbered chunks of bytes. The description is written last, so a
+file exists whole or not at all. Owners have directories of their own: one key's client cannot name
+another key's file.
 
     OWNER/files/file-ID.json       the description
     OWNER/contents/file-ID/000000  the first chunk
@@ -10,8 +11,8 @@ not at all. Owners have directories of their own: one key's client cannot name a
     >>> store.write([b'{"custom_id": "a"}'], "in.jsonl", "batch").bytes
     18
 
-An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read ahead
-(``serve/proxy_errors.py``), whatever its size.
+An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read
+ahead (``serve/proxy_errors.py``), whatever its size.
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
@@ -31,14 +32,22 @@ from starlette.requests import Request
 
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.requests.values import unsupported
-from eagle_ray.serve.batches.batch_models import EXPIRES_S, FILE, MAX_LIFE_S, MIN_LIFE_S, StoredFile, is_id, new_id
+from eagle_ray.serve.batches.batch_models import (
+    EXPIRES_S,
+    FILE,
+    MAX_LIFE_S,
+    MIN_LIFE_S,
+    StoredFile,
+    is_id,
+    new_id,
+)
 from eagle_ray.serve.http_answers import ApiError, api_error
 from eagle_ray.serve.request_body import ClientDisconnected, check_encoding
 from eagle_ray.storage.path import StoragePath, read_json_object
 
-CHUNK_BYTES = 8 << 20
-READ_BYTES = 1 << 20
-MAX_NAME_CHARS = 255
+UPLOAD_CHUNK_BYTES = 8 << 20
+UPLOAD_READ_BYTES = 1 << 20
+MAX_FILE_NAME_CHARS = 255
 
 
 def upload_name(sent: str) -> str:
@@ -48,7 +57,9 @@ def upload_name(sent: str) -> str:
     ('in.jsonl', 'in.jsonl', 'upload')
     """
     last = sent.replace("\\", "/").rpartition("/")[2]
-    shown = "".join(character for character in last if character.isprintable())[:MAX_NAME_CHARS]
+    shown = "".join(character for character in last if character.isprintable())[
+        :MAX_FILE_NAME_CHARS
+    ]
     return shown if shown.strip(". ") else "upload"
 
 
@@ -63,7 +74,9 @@ class FileStore:
         """Return a file. Raises ApiError with 404 if there is none, or if it has expired."""
         file = self.find(id)
         if file is None or (file.expires_at is not None and file.expires_at <= time.time()):
-            raise ApiError(404, f"there is no file {id!r} of this API key", "file_id", "file_not_found")
+            raise ApiError(
+                404, f"there is no file {id!r} of this API key", "file_id", "file_not_found"
+            )
         return file
 
     def find(self, id: str) -> StoredFile | None:
@@ -73,12 +86,16 @@ class FileStore:
 
     def ids(self) -> list[str]:
         """Return the ids of all files, oldest first."""
-        return [path.name.removesuffix(".json") for path in self._descriptions.glob(f"{FILE}*.json")]
+        return [
+            path.name.removesuffix(".json") for path in self._descriptions.glob(f"{FILE}*.json")
+        ]
 
     def usage(self) -> tuple[int, int]:
         """Return how many files there are, and the bytes of all of them, uploads that run included."""
         sizes = self._contents.list_versions()
-        return len(set(self.ids()) | {path.parent.name for path in sizes}), sum(file.size for file in sizes.values())
+        return len(set(self.ids()) | {path.parent.name for path in sizes}), sum(
+            file.size for file in sizes.values()
+        )
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
@@ -116,19 +133,21 @@ class FileStore:
         )
         return self.finish(file, check)
 
-    def write_chunk(self, id: str, number: int, data: bytes, check: Callable[[], None] | None = None) -> None:
+    def write_chunk(
+        self, id: str, number: int, data: bytes, check: Callable[[], None] | None = None
+    ) -> None:
         (self._contents / id / f"{number:06d}").write_atomic(data, check)
 
     def finish(self, file: StoredFile, check: Callable[[], None] | None = None) -> StoredFile:
-        """Write the description of a file whose chunks are there; from now on it exists."""
+        """Write the description of a file whose chunks are stored. Until then the file does not exist."""
         self._description(file.id).write_atomic(file.model_dump_json().encode(), check)
         return file
 
     def read(self, file: StoredFile) -> Iterator[bytes]:
-        """Yield the file's bytes in parts of at most READ_BYTES. Raises FileNotFoundError if it is being deleted."""
+        """Yield parts of at most UPLOAD_READ_BYTES of a file. Raises FileNotFoundError if it is being deleted."""
         for number in range(file.num_chunks):
             with (self._contents / file.id / f"{number:06d}").open() as chunk:
-                while part := chunk.read(READ_BYTES):
+                while part := chunk.read(UPLOAD_READ_BYTES):
                     yield part
 
     def lines(self, file: StoredFile) -> Iterator[bytes]:
@@ -156,11 +175,11 @@ class FileStore:
 
 
 def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes in chunks of CHUNK_BYTES or a little more; the last is smaller."""
+    """Yield the bytes in chunks of UPLOAD_CHUNK_BYTES or a little more; the last is smaller."""
     chunk = bytearray()
     for part in parts:
         chunk += part
-        if len(chunk) >= CHUNK_BYTES:
+        if len(chunk) >= UPLOAD_CHUNK_BYTES:
             yield bytes(chunk)
             chunk.clear()
     if chunk:
@@ -176,10 +195,11 @@ def listed_ids(directory: StoragePath, prefix: str) -> list[str]:
 
 
 PURPOSE: Final = "batch"
-MAX_VALUE_BYTES = 4096  # of a field that is no file
-MAX_OTHER_BYTES = 64 << 10  # of the body without the file: boundaries, headers, fields, what is before and behind them
+MAX_VALUE_BYTES = 4096  # bytes of a field that is no file
+# Bytes of the body without the file: boundaries, headers, fields, and all text around them.
+MAX_OTHER_BYTES = 64 << 10
 NEXT_BYTES_WITHIN_S = 60.0
-FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+UPLOAD_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
 class UploadForm:
@@ -191,7 +211,14 @@ class UploadForm:
     """
 
     def __init__(self, boundary: bytes, max_bytes: int, too_large: ApiError):
-        names = ("part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
+        names = (
+            "part_data",
+            "header_field",
+            "header_value",
+            "header_end",
+            "headers_finished",
+            "end",
+        )
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
         with _form_errors():
             self._parser = MultipartParser(boundary, callbacks)
@@ -240,12 +267,19 @@ class UploadForm:
     def _on_headers_finished(self) -> None:
         disposition, self._disposition = self._disposition, {}
         self._field = disposition.get(b"name", b"").decode("utf-8", "replace")
-        if self._field not in FIELDS:
-            raise api_error(unsupported(self._field or "a field without a name", f"an upload has {', '.join(FIELDS)}"))
+        if self._field not in UPLOAD_FIELDS:
+            raise api_error(
+                unsupported(
+                    self._field or "a field without a name",
+                    f"an upload has {', '.join(UPLOAD_FIELDS)}",
+                )
+            )
         if self._field in self._values or (self._field == "file" and self.filename is not None):
             raise ApiError(400, f"{self._field}: given more than once", self._field, "bad_value")
         if self._field == "file":
-            self.filename = upload_name(disposition.get(b"filename", b"").decode("utf-8", "replace"))
+            self.filename = upload_name(
+                disposition.get(b"filename", b"").decode("utf-8", "replace")
+            )
         else:
             self._values[self._field] = bytearray()
 
@@ -258,7 +292,9 @@ class UploadForm:
             return
         self._values[self._field] += data[start:end]
         if len(self._values[self._field]) > MAX_VALUE_BYTES:
-            raise ApiError(400, f"{self._field}: longer than {MAX_VALUE_BYTES} bytes", self._field, "bad_value")
+            raise ApiError(
+                400, f"{self._field}: longer than {MAX_VALUE_BYTES} bytes", self._field, "bad_value"
+            )
 
     def _on_end(self) -> None:
         self.is_whole = True
@@ -279,19 +315,29 @@ def check_room(store: FileStore, limits: BatchesConfig) -> int:
     if num_files >= limits.max_files:
         raise _storage_full(f"{num_files} files", f"max_files is {limits.max_files}")
     if num_bytes >= limits.max_stored_bytes:
-        raise _storage_full(f"{num_bytes} bytes of files", f"max_stored_bytes is {limits.max_stored_bytes}")
+        raise _storage_full(
+            f"{num_bytes} bytes of files", f"max_stored_bytes is {limits.max_stored_bytes}"
+        )
     return limits.max_stored_bytes - num_bytes
 
 
 def _storage_full(stored: str, limit: str) -> ApiError:
-    message = f"file: this API key has {stored} (serving.batches.{limit}). Delete some of them first."
+    message = (
+        f"file: this API key has {stored} (serving.batches.{limit}). Delete some of them first."
+    )
     return ApiError(413, message, "file", "storage_full")
 
 
 def _limit_of(room: int, limits: BatchesConfig) -> tuple[int, ApiError]:
-    """Return the bytes that a file may have, and the error of one with more. room: what its key may still store."""
+    """Return the bytes that a file may have, and the error of one with more.
+
+    Args:
+        room: bytes that the file's API key may still store.
+    """
     if room < limits.max_file_bytes:
-        return room, _storage_full(f"room for {room} more bytes", f"max_stored_bytes is {limits.max_stored_bytes}")
+        return room, _storage_full(
+            f"room for {room} more bytes", f"max_stored_bytes is {limits.max_stored_bytes}"
+        )
     message = f"file: it has more than {limits.max_file_bytes} bytes (serving.batches.max_file_bytes). Split it."
     return limits.max_file_bytes, ApiError(413, message, "file", "file_too_large")
 
@@ -311,14 +357,15 @@ async def receive_upload(request: Request, store: FileStore, limits: BatchesConf
     try:
         async for data in _body(request):
             form.feed(data)
-            if chunk := form.take(CHUNK_BYTES):
+            if chunk := form.take(UPLOAD_CHUNK_BYTES):
                 await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
                 num_chunks += 1
         expires_at = _checked(form)
         if chunk := form.take(1):
             await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
             num_chunks += 1
-        if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:  # others were uploaded meanwhile
+        # Others were uploaded meanwhile.
+        if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:
             raise too_large
         file = StoredFile(
             id=id,
@@ -366,12 +413,19 @@ def _checked(form: UploadForm) -> int:
     if form.filename is None:
         raise ApiError(400, "file: missing; it must be a file", "file", "missing")
     if (purpose := form.value("purpose")) != PURPOSE:
-        raise ApiError(400, f"purpose: must be {PURPOSE!r}, got {purpose!r}", "purpose", "bad_value")
+        raise ApiError(
+            400, f"purpose: must be {PURPOSE!r}, got {purpose!r}", "purpose", "bad_value"
+        )
     anchor, seconds = form.value("expires_after[anchor]"), form.value("expires_after[seconds]")
     if anchor is None and seconds is None:
         return int(time.time()) + EXPIRES_S
     if anchor != "created_at":
-        raise ApiError(400, f"expires_after.anchor: must be 'created_at', got {anchor!r}", "expires_after", "bad_value")
+        raise ApiError(
+            400,
+            f"expires_after.anchor: must be 'created_at', got {anchor!r}",
+            "expires_after",
+            "bad_value",
+        )
     if seconds is None or not seconds.isdecimal() or not MIN_LIFE_S <= int(seconds) <= MAX_LIFE_S:
         message = f"expires_after.seconds: must be {MIN_LIFE_S} to {MAX_LIFE_S}, got {seconds!r}"
         raise ApiError(400, message, "expires_after", "bad_value")

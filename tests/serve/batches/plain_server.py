@@ -1,6 +1,7 @@
 """The endpoint's application and its runner in one process, without Ray: python -m tests.serve.batches.plain_server.
 
-Arguments: a port and the directory of the store. It is for tests that kill it: a start costs a tenth of Ray Serve's.
+Arguments: a port and the directory of the store. It is for tests that kill it: a start costs a
+tenth of Ray Serve's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ async def main(port: int, path: str) -> None:
     async def respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
         return await service.answer_line(0, endpoint, body)
 
-    runner = asyncio.ensure_future(BatchRunner(store, config.serving.batches, respond, window=8).run())
+    runner = asyncio.ensure_future(
+        BatchRunner(store, config.serving.batches, respond, window=8).run()
+    )
     app = build_app(service, store=store)
-    await uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")).serve()
+    await uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
+    ).serve()
     runner.cancel()
 
 

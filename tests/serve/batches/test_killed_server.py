@@ -25,7 +25,9 @@ def start_server(path):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    return subprocess.Popen([sys.executable, "-m", "tests.serve.batches.plain_server", str(port), path]), port
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.serve.batches.plain_server", str(port), path]
+    ), port
 
 
 def start(tmp_path):
@@ -61,18 +63,24 @@ def has_completed(client, id, count):
 
 
 def line(id, **body):
-    return json.dumps({"custom_id": id, "method": "POST", "url": URL, "body": {"prompt": "Once"} | body})
+    return json.dumps(
+        {"custom_id": id, "method": "POST", "url": URL, "body": {"prompt": "Once"} | body}
+    )
 
 
 def answers(client, *ids):
-    return [json.loads(line) for id in ids if id for line in client.files.content(id).text.splitlines()]
+    return [
+        json.loads(line) for id in ids if id for line in client.files.content(id).text.splitlines()
+    ]
 
 
 def test_server_killed_twice_answers_each_line_once(tmp_path):
     more = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.8}
     lines = [line(f"row {i}", seed=i, **more) for i in range(50)] + [line("wrong", top_p=7)]
     process, client = start(tmp_path)
-    file = client.files.create(file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
+    file = client.files.create(
+        file=("in.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch"
+    )
     batch = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
     for count in (1, 20):
         wait_until(partial(has_completed, client, batch.id, count))
@@ -89,9 +97,16 @@ def test_server_killed_twice_answers_each_line_once(tmp_path):
         assert wrong["response"]["body"]["error"]["param"] == "top_p"
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (51, 50, 1)
-        texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found}
+        texts = {
+            line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found
+        }
         for i in (0, 25, 49):
-            asked = {"prompt": "Once", "max_tokens": 60, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
+            asked = {
+                "prompt": "Once",
+                "max_tokens": 60,
+                "temperature": 0.8,
+                "extra_body": {"ignore_eos": True},
+            }
             now = client.completions.create(model="embedded:tiny", seed=i, **asked)
             assert now.choices[0].text == texts[f"row {i}"]
         check_ends(client)
@@ -101,14 +116,18 @@ def test_server_killed_twice_answers_each_line_once(tmp_path):
 
 
 def test_two_killed_engine_servers_answer_each_line_once(tmp_path):
-    kill_servers(str(tmp_path / "kept"), random.Random(5), 6, lambda path: start_server(path)[0], start_s=5.0)
+    kill_servers(
+        str(tmp_path / "kept"), random.Random(5), 6, lambda path: start_server(path)[0], start_s=5.0
+    )
 
 
 def check_ends(client):
     """A batch that is cancelled, one that is late, one too many, and a file of wrong lines."""
     lines = "\n".join(line(f"{i}", max_tokens=400, ignore_eos=True) for i in range(100))
     file = client.files.create(file=io.BytesIO(lines.encode()), purpose="batch").id
-    mine = client.batches.create(input_file_id=file, endpoint=URL, completion_window="24h", metadata={"a": "b"})
+    mine = client.batches.create(
+        input_file_id=file, endpoint=URL, completion_window="24h", metadata={"a": "b"}
+    )
     late = client.batches.create(input_file_id=file, endpoint=URL, completion_window="4s")
     with pytest.raises(openai.RateLimitError) as refused:
         client.batches.create(input_file_id=file, endpoint=URL, completion_window="24h")

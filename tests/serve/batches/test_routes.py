@@ -18,7 +18,10 @@ from eagle_ray.serve.batches.batch_store import BatchStore
 from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
+FRANCE = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 8,
+}
 DAY = {"completion_window": "24h"}
 OLD = Path(__file__).parents[2] / "goldens" / "batch_store"
 
@@ -61,7 +64,10 @@ def create(app, body, headers=None):
 
 
 def lines_of(*bodies, url=CHAT):
-    lines = [{"custom_id": f"row {i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    lines = [
+        {"custom_id": f"row {i}", "method": "POST", "url": url, "body": body}
+        for i, body in enumerate(bodies)
+    ]
     return "\n".join(map(json.dumps, lines)).encode()
 
 
@@ -69,7 +75,9 @@ def error_of(answer):
     return answer.status, answer.json["error"]["param"], answer.json["error"]["code"]
 
 
-@pytest.mark.parametrize("sent", ["../../etc/in.jsonl", r"C:\x\in.jsonl", "/in.jsonl", "in\t.jsonl"])
+@pytest.mark.parametrize(
+    "sent", ["../../etc/in.jsonl", r"C:\x\in.jsonl", "/in.jsonl", "in\t.jsonl"]
+)
 def test_name_of_an_upload_has_no_directories(app_with_store, sent):
     body, kind = form(("purpose", "batch"), ("file", sent, b"x"))
     answer = asyncio.run(request(app_with_store, "POST", "/v1/files", body, kind))
@@ -80,9 +88,17 @@ def test_a_file_is_uploaded_listed_read_and_deleted(app_with_store):
     content = '{"é": 1}\r\n--b0und-not\r\n'.encode() * 50
     first = upload(app_with_store, content).json
     second = upload(
-        app_with_store, b"x", "batch", ("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "3600")
+        app_with_store,
+        b"x",
+        "batch",
+        ("expires_after[anchor]", "created_at"),
+        ("expires_after[seconds]", "3600"),
     ).json
-    assert (first["bytes"], first["filename"], first["purpose"]) == (len(content), "in.jsonl", "batch")
+    assert (first["bytes"], first["filename"], first["purpose"]) == (
+        len(content),
+        "in.jsonl",
+        "batch",
+    )
     assert second["expires_at"] - second["created_at"] in (3600, 3601)
     for body, shape in [
         (first, batch_models.FileObject),
@@ -92,9 +108,14 @@ def test_a_file_is_uploaded_listed_read_and_deleted(app_with_store):
     assert ask(app_with_store, "GET", f"/v1/files/{first['id']}").json == first
     answer = ask(app_with_store, "GET", f"/v1/files/{first['id']}/content")
     assert answer.body == content and answer.headers["content-length"] == str(len(content))
-    assert [file["id"] for file in ask(app_with_store, "GET", "/v1/files").json["data"]] == [second["id"], first["id"]]
+    assert [file["id"] for file in ask(app_with_store, "GET", "/v1/files").json["data"]] == [
+        second["id"],
+        first["id"],
+    ]
     page = ask(app_with_store, "GET", "/v1/files?limit=1&order=asc").json
-    assert [file["id"] for file in page["data"]] == [page["last_id"]] == [first["id"]] and page["has_more"]
+    assert [file["id"] for file in page["data"]] == [page["last_id"]] == [first["id"]] and page[
+        "has_more"
+    ]
     rest = ask(app_with_store, "GET", f"/v1/files?limit=1&order=asc&after={first['id']}").json
     assert [file["id"] for file in rest["data"]] == [second["id"]] and not rest["has_more"]
     assert ask(app_with_store, "GET", "/v1/files?purpose=batch_output").json["data"] == []
@@ -112,7 +133,7 @@ def test_a_file_is_uploaded_listed_read_and_deleted(app_with_store):
 
 
 def test_upload_is_never_whole_in_memory_and_has_a_size_limit(service, store, monkeypatch):
-    monkeypatch.setattr(file_store, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(file_store, "UPLOAD_CHUNK_BYTES", 1000)
     limits = service.config.serving.batches.model_copy(update={"max_file_bytes": 5000})
     serving = service.config.serving.model_copy(update={"batches": limits})
     monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))
@@ -149,8 +170,14 @@ def test_upload_is_never_whole_in_memory_and_has_a_size_limit(service, store, mo
         ([("purpose", "batch")], (400, "file", "missing")),
         ([("file", "a", b"x")], (400, "purpose", "bad_value")),
         ([("file", "a", b"x"), ("purpose", "fine-tune")], (400, "purpose", "bad_value")),
-        ([("file", "a", b"x"), ("file", "b", b"x"), ("purpose", "batch")], (400, "file", "bad_value")),
-        ([("file", "a", b"x"), ("purpose", "batch"), ("extra", "1")], (400, "extra", "unsupported_parameter")),
+        (
+            [("file", "a", b"x"), ("file", "b", b"x"), ("purpose", "batch")],
+            (400, "file", "bad_value"),
+        ),
+        (
+            [("file", "a", b"x"), ("purpose", "batch"), ("extra", "1")],
+            (400, "extra", "unsupported_parameter"),
+        ),
         ([("file", "a", b"x"), ("purpose", "x" * 5000)], (400, "purpose", "bad_value")),
         (
             [("file", "a", b"x"), ("purpose", "batch"), ("expires_after[seconds]", "7")],
@@ -164,13 +191,17 @@ def test_upload_is_never_whole_in_memory_and_has_a_size_limit(service, store, mo
 )
 def test_a_wrong_form_is_refused_by_its_field(app_with_store, store, fields, wanted):
     body, headers = form(*fields)
-    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == wanted
+    assert (
+        error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == wanted
+    )
     assert store.files("all").unfinished_ids() == []
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", ""])
 def test_what_is_no_form_is_refused(app_with_store, kind):
-    answer = asyncio.run(request(app_with_store, "POST", "/v1/files", b"--x--", {"Content-Type": kind}))
+    answer = asyncio.run(
+        request(app_with_store, "POST", "/v1/files", b"--x--", {"Content-Type": kind})
+    )
     assert error_of(answer) == (415, None, "bad_content_type")
 
 
@@ -178,13 +209,18 @@ def test_pages_of_other_servers_can_neither_upload_nor_cancel(app_with_store):
     other = {"Origin": "http://elsewhere.example", "Host": "127.0.0.1:8000"}
     assert upload(app_with_store, b"x", **other).status == 403
     assert ask(app_with_store, "POST", "/v1/batches/batch_x/cancel", other).status == 403
-    assert upload(app_with_store, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status == 200
+    assert (
+        upload(app_with_store, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status
+        == 200
+    )
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://a]", "//[::1"])
 def test_an_origin_that_is_none_is_the_clients_mistake(app_with_store, origin):
     assert error_of(upload(app_with_store, b"x", Origin=origin)) == (400, None, "bad_origin")
-    assert error_of(ask(app_with_store, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})) == (
+    assert error_of(
+        ask(app_with_store, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})
+    ) == (
         400,
         None,
         "bad_origin",
@@ -194,7 +230,11 @@ def test_an_origin_that_is_none_is_the_clients_mistake(app_with_store, origin):
 def test_a_form_has_little_but_its_file(app_with_store, store):
     """Neither a long boundary nor bytes before the form or behind it are read at length."""
     body, headers = form(("purpose", "batch"), ("file", "a", b"x"), boundary="b" * 5000)
-    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == (400, None, "bad_form")
+    assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, headers))) == (
+        400,
+        None,
+        "bad_form",
+    )
     body, headers = form(("purpose", "batch"), ("file", "a", b"x"))
     packed = headers | {"Content-Encoding": "gzip"}
     assert error_of(asyncio.run(request(app_with_store, "POST", "/v1/files", body, packed))) == (
@@ -216,7 +256,9 @@ def test_a_form_has_little_but_its_file(app_with_store, store):
 
 
 def test_a_key_stores_no_more_than_its_quota(service, store, monkeypatch):
-    limits = service.config.serving.batches.model_copy(update={"max_stored_bytes": 1000, "max_files": 3})
+    limits = service.config.serving.batches.model_copy(
+        update={"max_stored_bytes": 1000, "max_files": 3}
+    )
     serving = service.config.serving.model_copy(update={"batches": limits})
     monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))
     monkeypatch.setattr(service, "keys", ApiKeys.of(["one", "two"], store.salt()))
@@ -224,7 +266,10 @@ def test_a_key_stores_no_more_than_its_quota(service, store, monkeypatch):
     one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     full = (413, "file", "storage_full")
     first = upload(app, b"x" * 600, **one).json["id"]
-    assert error_of(upload(app, b"x" * 500, **one)) == full and upload(app, b"x" * 500, **two).status == 200
+    assert (
+        error_of(upload(app, b"x" * 500, **one)) == full
+        and upload(app, b"x" * 500, **two).status == 200
+    )
     second = upload(app, b"x" * 400, **one).json["id"]
     assert error_of(upload(app, b"", **one)) == full
     assert error_of(create(app, {"input_file_id": first, "endpoint": CHAT} | DAY, one)) == full
@@ -241,7 +286,9 @@ def test_two_uploads_at_once_share_the_quota(service, store, monkeypatch):
 
     async def main():
         body, headers = form(("purpose", "batch"), ("file", "a", b"x" * 600))
-        return await asyncio.gather(*[request(app, "POST", "/v1/files", body, headers) for _ in range(3)])
+        return await asyncio.gather(
+            *[request(app, "POST", "/v1/files", body, headers) for _ in range(3)]
+        )
 
     statuses = [answer.status for answer in asyncio.run(main())]
     assert statuses.count(200) <= 1 and set(statuses) <= {200, 413}
@@ -253,20 +300,25 @@ def test_two_uploads_at_once_share_the_quota(service, store, monkeypatch):
     [
         ({"input_file_id": "file-" + "0" * 27}, "input_file_id"),
         ({"input_file_id": None}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1 day"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"completion_window": None}, "completion_window"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+            "output_expires_after.seconds",
+        ),
         ({"extra": 1}, "extra"),
     ],
 )
 def test_a_wrong_batch_is_refused_by_its_field(app_with_store, store, changes, param):
     file = upload(app_with_store, lines_of(FRANCE)).json["id"]
     answer = create(app_with_store, {"input_file_id": file, "endpoint": CHAT} | DAY | changes)
-    assert answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
+    assert (
+        answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
+    )
 
 
 def test_a_batch_has_a_small_body(app_with_store):
@@ -279,7 +331,11 @@ def test_a_batch_has_a_small_body(app_with_store):
     "query", ["limit=0", "limit=x", "limit=101", "limit=" + "9" * 5000, "after=batch_", "order=up"]
 )
 def test_a_wrong_page_is_refused_by_its_field(app_with_store, query):
-    assert error_of(ask(app_with_store, "GET", f"/v1/batches?{query}")) == (400, query.partition("=")[0], "bad_value")
+    assert error_of(ask(app_with_store, "GET", f"/v1/batches?{query}")) == (
+        400,
+        query.partition("=")[0],
+        "bad_value",
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +359,9 @@ def run(service, store, *ids):
         return await service.answer_line(service.keys.client_of(owner), endpoint, body)
 
     async def main():
-        running = asyncio.ensure_future(BatchRunner(store, service.config.serving.batches, respond, 8).run())
+        running = asyncio.ensure_future(
+            BatchRunner(store, service.config.serving.batches, respond, 8).run()
+        )
         end = time.monotonic() + 60
         while store.open_ids():
             assert time.monotonic() < end and not running.done()
@@ -315,7 +373,11 @@ def run(service, store, *ids):
 
 
 def file_lines(app, id):
-    return [json.loads(line) for line in ask(app, "GET", f"/v1/files/{id}/content").body.splitlines()] if id else []
+    return (
+        [json.loads(line) for line in ask(app, "GET", f"/v1/files/{id}/content").body.splitlines()]
+        if id
+        else []
+    )
 
 
 def content_of(app, id):
@@ -324,17 +386,34 @@ def content_of(app, id):
 
 def test_a_batchs_answers_are_the_endpoints(service, app_with_store, store):
     sampled = FRANCE | {"temperature": 0.9, "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 2}
-    wrong = [FRANCE | {"top_p": 7}, FRANCE | {"stream": True}, FRANCE | {"model": "gpt"}, {"messages": []}]
+    wrong = [
+        FRANCE | {"top_p": 7},
+        FRANCE | {"stream": True},
+        FRANCE | {"model": "gpt"},
+        {"messages": []},
+    ]
     wrong.append(FRANCE | {"user": "x" * service.config.serving.max_body_bytes})
     file = upload(app_with_store, lines_of(FRANCE, sampled, *wrong)).json["id"]
-    made = create(app_with_store, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY).json
+    made = create(
+        app_with_store, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY
+    ).json
     assert made["status"] == "validating" and made["expires_at"] - made["created_at"] == 86_400
-    assert error_of(ask(app_with_store, "DELETE", f"/v1/files/{file}")) == (409, "file_id", "file_in_use")
+    assert error_of(ask(app_with_store, "DELETE", f"/v1/files/{file}")) == (
+        409,
+        "file_id",
+        "file_in_use",
+    )
     run(service, store)
     batch = ask(app_with_store, "GET", f"/v1/batches/{made['id']}").json
     TypeAdapter(batch_models.BatchObject).validate_python(batch, strict=True)
-    TypeAdapter(batch_models.BatchList).validate_python(ask(app_with_store, "GET", "/v1/batches").json, strict=True)
-    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
+    TypeAdapter(batch_models.BatchList).validate_python(
+        ask(app_with_store, "GET", "/v1/batches").json, strict=True
+    )
+    assert batch["status"] == "completed" and batch["request_counts"] == {
+        "total": 7,
+        "completed": 2,
+        "failed": 5,
+    }
     done, failed = (
         content_of(app_with_store, batch["output_file_id"]),
         content_of(app_with_store, batch["error_file_id"]),
@@ -353,8 +432,13 @@ def test_a_batchs_answers_are_the_endpoints(service, app_with_store, store):
     assert [refusal["status_code"] for refusal in refusals] == [400, 400, 404, 400, 413]
     params = [refusal["body"]["error"]["param"] for refusal in refusals]
     assert params == ["top_p", "stream", "model", "messages", None]
-    assert ask(app_with_store, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"] == "batch_output"
-    answer = create(app_with_store, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY)
+    assert (
+        ask(app_with_store, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"]
+        == "batch_output"
+    )
+    answer = create(
+        app_with_store, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY
+    )
     assert error_of(answer) == (400, "input_file_id", "bad_value")
     assert ask(app_with_store, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
     assert ask(app_with_store, "DELETE", f"/v1/files/{file}").json["deleted"]
@@ -369,7 +453,11 @@ def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path)
         assert ask(app, "GET", f"/v1/{kind}?order=asc").json == shown[kind]
         for one in shown[kind]["data"]:
             assert ask(app, "GET", f"/v1/{kind}/{one['id']}").json == one
-    logged = [json.loads(line) for file in OLD.rglob("work/*/00000*") for line in file.read_bytes().splitlines()]
+    logged = [
+        json.loads(line)
+        for file in OLD.rglob("work/*/00000*")
+        for line in file.read_bytes().splitlines()
+    ]
     run(service, store)
     ends, found = {}, []
     for before in shown["batches"]["data"]:
@@ -381,7 +469,9 @@ def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path)
         assert batch == before or before["status"] != batch["status"]
         if name != "failed":
             asked = file_lines(app, batch["input_file_id"])
-            assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in asked)
+            assert sorted(line["custom_id"] for line in answers) == sorted(
+                line["custom_id"] for line in asked
+            )
         found += answers
     assert ends == {
         "completed": ("completed", 2, 1),
@@ -396,25 +486,40 @@ def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path)
 
 
 def test_a_batch_of_responses(service, app_with_store, store):
-    body = {"input": "What is the capital of France?", "max_output_tokens": 6, "temperature": 0.9, "seed": 7}
+    body = {
+        "input": "What is the capital of France?",
+        "max_output_tokens": 6,
+        "temperature": 0.9,
+        "seed": 7,
+    }
     lines = lines_of(body, body | {"background": True}, url="/v1/responses")
     file = upload(app_with_store, lines).json["id"]
     made = create(app_with_store, {"input_file_id": file, "endpoint": "/v1/responses"} | DAY).json
     run(service, store)
     batch = ask(app_with_store, "GET", f"/v1/batches/{made['id']}").json
-    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    assert batch["status"] == "completed" and batch["request_counts"] == {
+        "total": 2,
+        "completed": 1,
+        "failed": 1,
+    }
     told = content_of(app_with_store, batch["output_file_id"])["row 0"]["response"]["body"]
     now = asyncio.run(post(app_with_store, "/v1/responses", body)).json
     assert told["object"] == "response" and told["status"] == now["status"]
-    assert [item["content"] for item in told["output"]] == [item["content"] for item in now["output"]]
-    usage = {name: told["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")}
+    assert [item["content"] for item in told["output"]] == [
+        item["content"] for item in now["output"]
+    ]
+    usage = {
+        name: told["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")
+    }
     assert {name: batch["usage"][name] for name in usage} == usage and usage["output_tokens"] > 0
     [failed] = content_of(app_with_store, batch["error_file_id"]).values()
     assert failed["response"]["body"]["error"]["param"] == "background"
 
 
 def test_a_batch_can_be_cancelled_before_it_begins(service, app_with_store, store):
-    file = upload(app_with_store, lines_of({"prompt": "Once"}, {"prompt": "Now"}, url=TEXT)).json["id"]
+    file = upload(app_with_store, lines_of({"prompt": "Once"}, {"prompt": "Now"}, url=TEXT)).json[
+        "id"
+    ]
     made = create(app_with_store, {"input_file_id": file, "endpoint": TEXT} | DAY).json
     cancelled = ask(app_with_store, "POST", f"/v1/batches/{made['id']}/cancel").json
     assert cancelled["status"] == "cancelling" and cancelled["cancelling_at"]
@@ -439,7 +544,10 @@ def test_lines_wait_while_interactive_requests_hold_the_slots(service):
         held = [asyncio.ensure_future(noting("long", post(app, TEXT, long))) for _ in range(4)]
         while service.in_flight.sequences < 4:
             await asyncio.sleep(0.005)
-        waiting = [asyncio.ensure_future(noting("line", service.answer_line(0, TEXT, line))) for _ in range(3)]
+        waiting = [
+            asyncio.ensure_future(noting("line", service.answer_line(0, TEXT, line)))
+            for _ in range(3)
+        ]
         later = asyncio.ensure_future(noting("short", post(app, TEXT, long | {"max_tokens": 2})))
         await asyncio.sleep(0.05)
         assert service.in_flight.sequences <= 5 and not any(task.done() for task in waiting)
@@ -486,7 +594,10 @@ def test_a_key_has_its_own_files_and_batches(service, store, monkeypatch):
     file = upload(app, lines_of(FRANCE), **one).json["id"]
     assert ask(app, "GET", f"/v1/files/{file}", one).status == 200
     assert ask(app, "GET", f"/v1/files/{file}", two).status == 404
-    assert ask(app, "GET", "/v1/files", two).json["data"] == [] and ask(app, "GET", "/v1/files").status == 401
+    assert (
+        ask(app, "GET", "/v1/files", two).json["data"] == []
+        and ask(app, "GET", "/v1/files").status == 401
+    )
     body = {"input_file_id": file, "endpoint": CHAT} | DAY
     assert error_of(create(app, body, two)) == (400, "input_file_id", "file_not_found")
     batch = create(app, body, one).json["id"]

@@ -29,19 +29,31 @@ from tests.support.batches import (
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    for name in ("POLL_S", "FLUSH_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+    for name in (
+        "BATCH_POLL_S",
+        "ANSWER_LOG_S",
+        "TRY_AGAIN_AFTER_S",
+        "AFTER_LOSS_S",
+        "RETRY_AFTER_ERROR_S",
+    ):
         monkeypatch.setattr(batch_runner, name, 0.02)
     return BatchStore(StoragePath.of(tmp_path / "kept"))
 
 
 def times_of(record):
     """The statuses whose times are known."""
-    return {name.removesuffix("_at") for name, value in record if name.endswith("_at") and value is not None}
+    return {
+        name.removesuffix("_at")
+        for name, value in record
+        if name.endswith("_at") and value is not None
+    }
 
 
 def test_each_line_is_answered_once_and_failures_have_a_file(store):
     replicas = Replicas(seconds=0.01)
-    [record] = finish(store, runner_of(store, replicas), submit_batch(store, ["a", "wrong", "busy", *"bcdefgh"]))
+    [record] = finish(
+        store, runner_of(store, replicas), submit_batch(store, ["a", "wrong", "busy", *"bcdefgh"])
+    )
     done, failed = batch_outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 9, 1)
     assert TokenUsage.of_body({"usage": record.usage}) == (18, 45, 9, 0)
@@ -51,14 +63,20 @@ def test_each_line_is_answered_once_and_failures_have_a_file(store):
         "request_id": failed[0]["response"]["request_id"],
         "body": {"error": {"message": "no"}},
     }
-    assert times_of(record) == {"created", "expires", "in_progress", "finalizing", "completed"} and replicas.most == 4
+    assert (
+        times_of(record) == {"created", "expires", "in_progress", "finalizing", "completed"}
+        and replicas.most == 4
+    )
     assert len(replicas.seeds["busy"]) == 1 and replicas.seeds["a"] != replicas.seeds["b"]
     assert store.open_ids() == []
 
 
 def test_output_and_error_files_exist_only_if_they_have_lines(store):
     right, wrong = finish(
-        store, runner_of(store, Replicas()), submit_batch(store, ["a"]), submit_batch(store, ["wrong"])
+        store,
+        runner_of(store, Replicas()),
+        submit_batch(store, ["a"]),
+        submit_batch(store, ["wrong"]),
     )
     assert (right.output_file_id, right.error_file_id) == (right.output_id, None)
     assert (wrong.output_file_id, wrong.error_file_id) == (None, wrong.error_id)
@@ -68,8 +86,16 @@ def test_a_file_with_a_wrong_line_fails_and_nothing_is_answered(store):
     replicas = Replicas()
     bad, long = submit_batch(store, ["a", "b"], method="GET"), submit_batch(store, "abcd")
     bad, long = finish(store, runner_of(store, replicas, max_lines=3), bad, long)
-    assert bad.status == "failed" and [error["line"] for error in bad.errors["data"]] == [1, 2] and not replicas.begun
-    assert long.errors["data"][0]["code"] == "too_many_lines" and times_of(long) == {"created", "expires", "failed"}
+    assert (
+        bad.status == "failed"
+        and [error["line"] for error in bad.errors["data"]] == [1, 2]
+        and not replicas.begun
+    )
+    assert long.errors["data"][0]["code"] == "too_many_lines" and times_of(long) == {
+        "created",
+        "expires",
+        "failed",
+    }
     assert bad.as_json()["errors"]["data"][0]["code"] == "invalid_method"
 
 
@@ -82,9 +108,13 @@ def test_a_batch_without_its_input_file_fails(store):
 
 def test_line_that_kills_its_replica_fails_and_others_succeed(store):
     replicas = Replicas(seconds=0.005)
-    [record] = finish(store, runner_of(store, replicas), submit_batch(store, [*"abc", "kill", *"defgh"]))
+    [record] = finish(
+        store, runner_of(store, replicas), submit_batch(store, [*"abc", "kill", *"defgh"])
+    )
     done, [failed] = batch_outcome(store, record)
-    assert failed["error"]["code"] == "worker_died" and replicas.begun["kill"] == 3 and len(done) == 8
+    assert (
+        failed["error"]["code"] == "worker_died" and replicas.begun["kill"] == 3 and len(done) == 8
+    )
 
 
 def test_a_runner_that_is_ended_leaves_the_rest_to_the_next_one(store):
@@ -128,19 +158,27 @@ class CountedWrites:
 
 
 def test_runner_killed_before_any_of_its_writes_is_resumed(store, monkeypatch):
-    monkeypatch.setattr(file_store, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(file_store, "UPLOAD_CHUNK_BYTES", 300)
     writes, num_kills, is_killed = CountedWrites(monkeypatch), 0, True
     while is_killed:
         batch = submit_batch(store, ["a", "wrong", "b"])
         writes.num_left = num_kills
-        asyncio.run(run_until(runner_of(store, Replicas()), lambda: writes.num_left == 0 or not store.open_ids()))
+        asyncio.run(
+            run_until(
+                runner_of(store, Replicas()), lambda: writes.num_left == 0 or not store.open_ids()
+            )
+        )
         is_killed, writes.num_left = writes.num_left == 0, None
         asyncio.run(run_until(runner_of(store, Replicas()), lambda: not store.open_ids()))
         record = store.find("all", batch.id)
         done, failed = batch_outcome(store, record)
         assert (record.status, len(done), len(failed)) == ("completed", 2, 1)
         sweep(store)
-        assert [*(store.root / "all" / "work").glob("**/*")] == store.files("all").unfinished_ids() == []
+        assert (
+            [*(store.root / "all" / "work").glob("**/*")]
+            == store.files("all").unfinished_ids()
+            == []
+        )
         num_kills += 1
     assert num_kills > 10
 
@@ -175,7 +213,11 @@ class OneThreadExecutor(ThreadPoolExecutor):
 
 
 def test_runner_ended_during_a_lease_release_releases_the_lease(store):
-    batch, runner, thread = submit_batch(store, "a"), runner_of(store, Replicas()), OneThreadExecutor()
+    batch, runner, thread = (
+        submit_batch(store, "a"),
+        runner_of(store, Replicas()),
+        OneThreadExecutor(),
+    )
 
     async def end_in_the_middle():
         asyncio.get_running_loop().set_default_executor(thread)
@@ -198,7 +240,9 @@ def test_two_runners_share_the_batches_and_answer_no_line_twice(store):
     batches = [submit_batch(store, [f"{name}{i}" for i in range(10)]) for name in "ab"]
 
     async def both():
-        over = [asyncio.ensure_future(run_until(runner_of(store, replicas), is_over)) for _ in range(2)]
+        over = [
+            asyncio.ensure_future(run_until(runner_of(store, replicas), is_over)) for _ in range(2)
+        ]
         await asyncio.gather(*over)
 
     def is_over():
@@ -234,8 +278,14 @@ def test_cancelled_batch_keeps_its_answers_and_names_other_lines(store):
 
 
 def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
-    replicas, late = Replicas(seconds=0.05), SimpleNamespace(time=lambda: time.time() + 120, monotonic=time.monotonic)
-    runner, batch = runner_of(store, replicas, window=1), submit_batch(store, [f"p{i}" for i in range(1000)])
+    replicas, late = (
+        Replicas(seconds=0.05),
+        SimpleNamespace(time=lambda: time.time() + 120, monotonic=time.monotonic),
+    )
+    runner, batch = (
+        runner_of(store, replicas, window=1),
+        submit_batch(store, [f"p{i}" for i in range(1000)]),
+    )
 
     async def expire_in_the_middle():
         await run_until(runner, lambda: num_completed(store, batch) >= 3)
@@ -251,10 +301,17 @@ def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
 
 def test_batches_of_a_revoked_key_wait_and_expire(store):
     replicas, known = Replicas(), {"all"}
-    wait, late = submit_batch(store, "ab", owner="key-1"), submit_batch(store, "cd", owner="key-2", window_s=0)
+    wait, late = (
+        submit_batch(store, "ab", owner="key-1"),
+        submit_batch(store, "cd", owner="key-2", window_s=0),
+    )
     runner = runner_of(store, replicas, knows=known.__contains__)
     mine, late = finish(store, runner, submit_batch(store, "xy"), late)
-    assert mine.status == "completed" and late.status == "expired" and set(replicas.begun) == {"x", "y"}
+    assert (
+        mine.status == "completed"
+        and late.status == "expired"
+        and set(replicas.begun) == {"x", "y"}
+    )
     assert store.find("key-1", wait.id).status == "validating"
 
 

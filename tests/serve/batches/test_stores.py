@@ -59,15 +59,20 @@ def test_a_directory_with_other_files_keeps_its_mode(tmp_path):
 def test_ids_are_ordered_by_time_and_other_texts_are_no_ids():
     began = time.time() - 0.001  # an id has milliseconds
     ids = [new_id(FILE) for _ in range(3)]
-    assert all(is_id(id, FILE) and not is_id(id, BATCH) and began <= made_at(id) <= time.time() for id in ids)
-    assert new_id(BATCH) < f"{BATCH}{int((time.time() + 1) * 1000):011x}" and began <= made_at(new_id(BATCH))
+    assert all(
+        is_id(id, FILE) and not is_id(id, BATCH) and began <= made_at(id) <= time.time()
+        for id in ids
+    )
+    assert new_id(BATCH) < f"{BATCH}{int((time.time() + 1) * 1000):011x}" and began <= made_at(
+        new_id(BATCH)
+    )
     for text in ("file-", "file-../../salt", ids[0] + "/x", ids[0].upper(), ids[0] + "\n"):
         assert not is_id(text, FILE)
 
 
 def test_a_file_is_read_as_it_was_written_in_chunks(root, monkeypatch):
-    monkeypatch.setattr(file_store, "CHUNK_BYTES", 10)
-    monkeypatch.setattr(file_store, "READ_BYTES", 4)
+    monkeypatch.setattr(file_store, "UPLOAD_CHUNK_BYTES", 10)
+    monkeypatch.setattr(file_store, "UPLOAD_READ_BYTES", 4)
     store, lines = FileStore(root, "all"), [b"first line\n", b"second", b" line\n", b"third"]
     file = store.write(lines, "in.jsonl", "batch")
     assert (file.bytes, file.num_chunks) == (len(b"".join(lines)), 3)
@@ -109,10 +114,18 @@ def check_two_writers(first, second, again):
     second.load()
     again.load()
     for log in (first, second, again):
-        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (2, 2, (6, 8, 4, 2))
+        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (
+            2,
+            2,
+            (6, 8, 4, 2),
+        )
     done, failed = ([json.loads(line) for line in again.lines(kind)] for kind in (True, False))
-    assert [line["custom_id"] for line in done] == ["a", "b"] and [line["custom_id"] for line in failed] == ["é", "c"]
-    assert done[0]["response"]["body"]["usage"]["completion_tokens"] == 4 and done[0]["error"] is None
+    assert [line["custom_id"] for line in done] == ["a", "b"] and [
+        line["custom_id"] for line in failed
+    ] == ["é", "c"]
+    assert (
+        done[0]["response"]["body"]["usage"]["completion_tokens"] == 4 and done[0]["error"] is None
+    )
     assert failed[0]["response"]["status_code"] == 400 and failed[1]["response"] is None
     assert failed[1]["error"] == {"code": "batch_expired", "message": "too late"}
     assert done[0]["id"] == json.loads(answer("a").line)["id"] != done[1]["id"]
@@ -142,7 +155,9 @@ def test_fenced_process_writes_no_part_of_a_batch_file(root):
         log.load()
         file = files.write(log.lines(True), "out.jsonl", "batch_output", check=later.check_current)
         with pytest.raises(FencedError):
-            files.write(late.lines(True), "out.jsonl", "batch_output", None, file.id, run.check_current)
+            files.write(
+                late.lines(True), "out.jsonl", "batch_output", None, file.id, run.check_current
+            )
     store.close("all", "batch_1")
     with pytest.raises(FileNotFoundError):
         files.write(late.lines(True), "out.jsonl", "batch_output", None, file.id)
@@ -150,7 +165,10 @@ def test_fenced_process_writes_no_part_of_a_batch_file(root):
 
 
 def test_usage_has_names_of_both_endpoints_and_reads_old_records():
-    details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
+    details = {
+        "input_tokens_details": {"cached_tokens": 2},
+        "output_tokens_details": {"reasoning_tokens": 1},
+    }
     body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
     assert response_answer("batch_1", "a", 200, json.dumps(body).encode()).usage == (3, 4, 2, 1)
     [file] = (OLD / "all" / "batches").glob("batch_1a21cdd036d0*.json")
@@ -163,16 +181,25 @@ def test_usage_has_names_of_both_endpoints_and_reads_old_records():
 
 
 def lines_of(*lines):
-    return b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    return b"\n".join(
+        line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines
+    )
 
 
 def line(id="a", **changes):
-    return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}} | changes
+    return {
+        "custom_id": id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "Hi"},
+    } | changes
 
 
 def checked(root, *lines, max_lines=100):
     store = FileStore(root, "all")
-    return check_lines(store.lines(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
+    return check_lines(
+        store.lines(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines
+    )
 
 
 def test_right_lines_are_counted(root):
@@ -216,20 +243,29 @@ def test_a_record_is_stored_and_shown_as_openais(root):
         store.save(running, run)
     assert store.find("all", made.id) == running
     shown = running.as_json()
-    assert shown["status"] == "in_progress" and shown["in_progress_at"] and shown["completed_at"] is None
-    assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0} and shown["metadata"] == {"a": "b"}
+    assert (
+        shown["status"] == "in_progress"
+        and shown["in_progress_at"]
+        and shown["completed_at"] is None
+    )
+    assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0} and shown[
+        "metadata"
+    ] == {"a": "b"}
     assert shown["output_file_id"] is None and shown["expires_at"] == shown["created_at"] + 60
     at = store.cancel(running)
-    assert running.as_json(store.cancelling_at(running))["status"] == "cancelling" and at == store.cancelling_at(
-        running
-    )
+    assert running.as_json(store.cancelling_at(running))[
+        "status"
+    ] == "cancelling" and at == store.cancelling_at(running)
     over = running.moved("completed", output_file_id=running.output_id)
     with claimed(work := store.work("all", made.id)) as run:
         store.save(over, run)
     store.close("all", made.id)
     assert store.open_ids() == [] and not work.is_directory()
     assert store.cancel(over) and not work.is_directory()
-    assert over.as_json()["output_file_id"] == over.output_id and over.as_json()["error_file_id"] is None
+    assert (
+        over.as_json()["output_file_id"] == over.output_id
+        and over.as_json()["error_file_id"] is None
+    )
 
 
 def test_open_batches_are_limited_by_owner(root):
@@ -248,8 +284,13 @@ def test_open_batches_are_limited_by_owner(root):
 def test_owners_stay_the_same_with_the_stores_salt(root):
     store = BatchStore.open(str(root))
     keys, again = (ApiKeys.of(["one", "two"], store.salt()) for _ in range(2))
-    assert [keys.owner(0), keys.owner(1)] == [again.owner(0), again.owner(1)] and keys.owner(0) != keys.owner(1)
-    assert keys.client_of(again.owner(1)) == 1 and ApiKeys.of(["one"], store.salt()).client_of(keys.owner(1)) is None
+    assert [keys.owner(0), keys.owner(1)] == [again.owner(0), again.owner(1)] and keys.owner(
+        0
+    ) != keys.owner(1)
+    assert (
+        keys.client_of(again.owner(1)) == 1
+        and ApiKeys.of(["one"], store.salt()).client_of(keys.owner(1)) is None
+    )
     assert ApiKeys().owner(0) == "all" and ApiKeys().client_of("all") == 0
     assert b"one" not in keys.owner(0).encode() and keys.digests[0].hex() not in keys.owner(0)
 
