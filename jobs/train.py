@@ -1,7 +1,7 @@
 """Train a draft head: `eagle-ray train` as a script, for `ray job submit`.
 
-python jobs/train.py -c configs/train_demo.yaml
-ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train.py -c configs/train_demo.yaml
+python jobs/train.py -c configs/train_demo.yaml ray job submit --address http://127.0.0.1:8265
+--working-dir . -- python jobs/train.py -c configs/train_demo.yaml
 """
 
 import sys

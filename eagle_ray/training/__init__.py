@@ -1,1 +1,1 @@
-"""What the training recipe of a head is made of: features, packing, losses, optimization."""
+"""Parts of a training recipe for heads: features, packing, losses, optimization."""

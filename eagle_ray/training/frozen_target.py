@@ -1,4 +1,4 @@
-"""What training needs of the target: embeddings, logits over a draft vocabulary, and features.
+"""The frozen target in training: embeddings, logits over a draft vocabulary, and features.
 
     target = FrozenTarget.of(causal_lm, token_ids)
     target.logits(hidden)                # differentiable with respect to hidden, [*, Dv]
@@ -7,8 +7,9 @@
     batch = source.read(PackedBatch.of(documents, indices))
     batch.features, batch.hidden, batch.greedy_ids
 
-The engine's packed kernels have no gradient, so FrozenTarget has the rows of the lm_head as a plain matrix. The pass
-for features is the engine's own prefill: packed documents, without padding, in the target's dtype.
+The engine's packed kernels have no gradient, so FrozenTarget has the rows of the lm_head as a plain
+matrix. The pass for features is the engine's own prefill: packed documents, without padding, in the
+target's dtype.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from eagle_ray.models.supported_models import logits_postprocessor
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.training.packing import PackedBatch
 
-PASS_TOKENS = 2048  # of one pass of the target: enough for its matrix products to be efficient
-MAX_SLOTS = 64  # documents of one pass
-LOGIT_ROWS = 512  # whose logits over the whole vocabulary are in memory at a time
+PASS_TOKENS = 2048  # tokens of one pass of the target, enough for efficient matrix products
+MAX_DOCUMENTS = 64  # documents of one pass
+ROWS_OF_LOGITS = 512  # rows whose logits over the whole vocabulary are in memory at a time
 UNKNOWN = -1  # greedy id of a row whose prediction no loss reads
 
 
@@ -54,7 +55,11 @@ class FrozenTarget:
 
     @classmethod
     def of(cls, causal_lm: CausalLM, token_ids: Sequence[int] | None = None) -> FrozenTarget:
-        """Return the parts of a loaded target. token_ids: the draft vocabulary; None is every token."""
+        """Return the parts of a loaded target.
+
+        Args:
+            token_ids: the draft vocabulary; None is every token.
+        """
         config = causal_lm.config.get_text_config(decoder=True)
         weight, bias = lm_head_weight(causal_lm, config.hidden_size)
         chosen = torch.arange(len(weight)) if token_ids is None else torch.tensor(list(token_ids))
@@ -90,7 +95,9 @@ class FrozenTarget:
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Dv"]:
         """Return the logits over the draft vocabulary, in fp32."""
         logits = hidden.to(self.lm_head.dtype) @ self.lm_head.T
-        return self.postprocess((logits if self.bias is None else logits + self.bias).float())
+        if self.bias is not None:
+            logits = logits + self.bias
+        return self.postprocess(logits.float())
 
     @torch.no_grad()
     def probabilities(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows Dv"]:
@@ -99,12 +106,16 @@ class FrozenTarget:
 
 
 @torch.no_grad()
-def lm_head_weight(causal_lm: CausalLM, hidden_size: int) -> tuple[Float[Tensor, "V H"], Float[Tensor, " V"] | None]:
+def lm_head_weight(
+    causal_lm: CausalLM, hidden_size: int
+) -> tuple[Float[Tensor, "V H"], Float[Tensor, " V"] | None]:
     """Return the lm_head's weight and bias, whatever layout its layer keeps them in.
 
-    The outputs for the identity matrix are the weights exactly, since every product but one is zero.
+    The outputs for the identity matrix are the weights exactly, since every product but one is
+    zero.
     """
-    lm_head, like = causal_lm.get_output_embeddings(), input_embedding(causal_lm).weight
+    lm_head = causal_lm.get_output_embeddings()
+    like = input_embedding(causal_lm).weight
     zeros = torch.zeros(1, hidden_size, dtype=like.dtype, device=like.device)
     bias = lm_head(zeros)[0]
     has_bias = bool(bias.any())
@@ -117,19 +128,23 @@ def lm_head_weight(causal_lm: CausalLM, hidden_size: int) -> tuple[Float[Tensor,
 def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
     """Return the factors that give each number of these features a root mean square of about 1.
 
-    They are powers of two, so that a published head's fc takes them in and gives them back without rounding.
+    They are powers of two, so that a published head's fc takes them in and gives them back without
+    rounding.
     """
-    return features.float().square().mean(0).clamp(min=1e-12).rsqrt().log2().round().exp2()
+    mean_square = features.float().square().mean(0).clamp(min=1e-12)
+    return mean_square.rsqrt().log2().round().exp2()
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
-    """A packed batch and what the target computes for it.
+    """A packed batch, and what the target computes for it.
 
     Attributes:
-        features: what the head reads; the concatenated inputs of the feature layers, or `hidden` itself.
+        features: what the head reads; the concatenated inputs of the feature layers, or `hidden`
+            itself.
         hidden: what the target's lm_head reads.
-        greedy_ids: the token that the target prefers after each row; UNKNOWN unless that token is an answer's.
+        greedy_ids: the token that the target prefers after each row; UNKNOWN unless that token is
+            an answer's.
     """
 
     packed: PackedBatch
@@ -139,7 +154,7 @@ class FeatureBatch:
 
 
 class FeatureSource(Protocol):
-    """Protocol of what reads or computes features."""
+    """Protocol of an object that reads or computes features."""
 
     def read(self, packed: PackedBatch) -> FeatureBatch:
         """Return the batch with the target's features."""
@@ -153,9 +168,13 @@ class ComputedFeatures:
         max_length: tokens of the longest document.
     """
 
-    def __init__(self, causal_lm: CausalLM, feature_layers: tuple[int, ...] | None, max_length: int):
-        kv_tokens = max(PASS_TOKENS, max_length) + 64 * MAX_SLOTS
-        self._target = TargetModel(causal_lm, MAX_SLOTS, max_length + 1, kv_tokens, feature_layers)
+    def __init__(
+        self, causal_lm: CausalLM, feature_layers: tuple[int, ...] | None, max_length: int
+    ):
+        kv_tokens = max(PASS_TOKENS, max_length) + 64 * MAX_DOCUMENTS
+        self._target = TargetModel(
+            causal_lm, MAX_DOCUMENTS, max_length + 1, kv_tokens, feature_layers
+        )
         self.shares_hidden = feature_layers is None
         self.feature_size = self._target.feature_size
         self.hidden_size = self._target.hidden_size
@@ -174,19 +193,24 @@ class ComputedFeatures:
         return FeatureBatch(packed, features, hidden, greedy_ids.clone())
 
     def _run(self, documents: list[list[int]]) -> tuple[Tensor, Tensor]:
-        blocks, slots = self._target.cache.blocks, list(range(len(documents)))
+        """Return the hidden states and the features of one pass."""
+        blocks = self._target.cache.blocks
+        slots = list(range(len(documents)))
         for slot, ids in zip(slots, documents, strict=True):
             if not blocks.reserve(slot, len(ids)):
-                raise RuntimeError(f"the KV cache cannot hold a pass of {sum(map(len, documents))} tokens")
+                raise RuntimeError(
+                    f"the KV cache cannot hold a pass of {sum(map(len, documents))} tokens"
+                )
         out = self._target.prefill(PromptBatch.of(slots, documents, self._target.device))
         for slot in slots:
             blocks.free(slot)
         return out.hidden, out.features
 
     def _greedy_ids(self, hidden: Float[Tensor, "R H"], is_answer: Tensor) -> Int[Tensor, " R"]:
+        """Return the token that the target prefers after each row before an answer's token."""
         greedy_ids = torch.full((len(hidden),), UNKNOWN, device=hidden.device)
         rows = is_answer[1:].nonzero()[:, 0]
-        for part in rows.split(LOGIT_ROWS):
+        for part in rows.split(ROWS_OF_LOGITS):
             greedy_ids[part] = self._target.logits(hidden[part]).argmax(-1)
         return greedy_ids
 
@@ -196,9 +220,10 @@ def _passes(packed: PackedBatch) -> Iterator[list[list[int]]]:
     documents: list[list[int]] = []
     num_tokens = 0
     for ids in packed.ids.cpu().split(packed.lengths):
-        if documents and (num_tokens + len(ids) > PASS_TOKENS or len(documents) == MAX_SLOTS):
+        if documents and (num_tokens + len(ids) > PASS_TOKENS or len(documents) == MAX_DOCUMENTS):
             yield documents
-            documents, num_tokens = [], 0
+            documents = []
+            num_tokens = 0
         documents.append(ids.tolist())
         num_tokens += len(ids)
     if documents:

@@ -10,10 +10,21 @@ import pytest
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.training.job.conversations import TextSource, encode_conversation, prompts_of, user_turn_prefix
+from eagle_ray.training.job.batch_order import BatchOrder, split_evenly
+from eagle_ray.training.job.conversations import (
+    TextSource,
+    encode_conversation,
+    prompts_of,
+    user_turn_prefix,
+)
+from eagle_ray.training.job.document_store import DocumentStore
 from eagle_ray.training.job.published_head import held_out_prompts
-from eagle_ray.training.job.trainer import BatchOrder, split_evenly
-from eagle_ray.training.job.training_data import DocumentStore, answer_vocabulary, count_answers, coverage, split_data
+from eagle_ray.training.job.training_data import (
+    answer_vocabulary,
+    count_answers,
+    coverage,
+    split_data,
+)
 from eagle_ray.training.packing import Document, PackedBatch
 from tests.support.inputs import write_answers
 
@@ -41,7 +52,9 @@ def counted_text(tokenizer: Tokenizer, document: Document) -> str:
 def test_only_answers_and_their_ends_are_counted(tokenizer):
     document = encode_conversation(tokenizer, CHAT)
     assert counted_text(tokenizer, document) == "Hi.<|end|>4<|end|>"
-    assert tokenizer.decode_with_special(document.ids) == tokenizer.render_chat(CHAT, add_generation_prompt=False)
+    assert tokenizer.decode_with_special(document.ids) == tokenizer.render_chat(
+        CHAT, add_generation_prompt=False
+    )
     assert document.ids[: document.is_answer.index(True)] == tokenizer.encode_chat(CHAT[:1])
 
 
@@ -53,7 +66,9 @@ def test_what_follows_the_end_of_an_answer_is_not_counted(tokenizer):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    template = "{% for message in messages %}{{ messages | length }}{{ message['content'] }}{% endfor %}"
+    template = (
+        "{% for message in messages %}{{ messages | length }}{{ message['content'] }}{% endfor %}"
+    )
     rewriting = Tokenizer(tokenizer.hf_tokenizer, template, tokenizer.eos_ids)
     with pytest.raises(RequestError, match="renders a turn otherwise"):
         encode_conversation(rewriting, CHAT)
@@ -65,12 +80,17 @@ def test_a_users_words_begin_after_the_prefix(tokenizer):
 
 def write(directory: Path, name: str, lines: list[object]) -> str:
     path = directory / name
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return str(path)
 
 
 def test_openai_and_sharegpt_rows_are_the_same_document(tokenizer, tmp_path):
-    turns = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
+    turns = [
+        {"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]}
+        for t in CHAT
+    ]
     parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
     rows = [{"messages": CHAT}, {"conversations": turns, "id": 3}, {"messages": parts}]
     one, other, third = TextSource([write(tmp_path, "chats.jsonl", rows)]).documents(tokenizer)
@@ -80,13 +100,27 @@ def test_openai_and_sharegpt_rows_are_the_same_document(tokenizer, tmp_path):
 def test_every_token_of_a_text_counts(tokenizer, tmp_path):
     texts = write(tmp_path, "a.txt", ["A line of text here", "Another line"])
     rows = write(tmp_path, "b.jsonl", [{"text": "A line of text here"}, {"text": "Another line"}])
-    assert list(TextSource([texts]).documents(tokenizer)) == list(TextSource([rows]).documents(tokenizer))
-    assert all(document.is_answer == [True] * len(document) for document in TextSource([texts]).documents(tokenizer))
+    assert list(TextSource([texts]).documents(tokenizer)) == list(
+        TextSource([rows]).documents(tokenizer)
+    )
+    assert all(
+        document.is_answer == [True] * len(document)
+        for document in TextSource([texts]).documents(tokenizer)
+    )
 
 
 def test_rows_that_cannot_be_used_are_counted_by_reason(tokenizer, tmp_path):
-    rows = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"other": 1}, {"messages": [{"role": "robot", "content": "x"}]}]
-    rows += [{"messages": [{"role": "user"}]}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": 5}]
+    rows = [
+        {"messages": CHAT},
+        {"messages": CHAT[:1]},
+        {"other": 1},
+        {"messages": [{"role": "robot", "content": "x"}]},
+    ]
+    rows += [
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": 5},
+    ]
     source = TextSource([write(tmp_path, "chats.jsonl", rows)])
     assert len(list(source.documents(tokenizer))) == 1
     assert source.skipped == {"no_answer": 1, "no_text": 1, "unknown_role": 2, "bad_type": 2}
@@ -100,7 +134,9 @@ def test_a_run_needs_no_tokenizer_if_it_holds_token_ids(tmp_path):
     assert all(document.is_answer[:4] == [False, False, False, True] for document in documents)
 
 
-@pytest.mark.parametrize("name, kind", [("data/part-001-000000.parquet", FileDamaged), ("mine.parquet", ConfigError)])
+@pytest.mark.parametrize(
+    "name, kind", [("data/part-001-000000.parquet", FileDamaged), ("mine.parquet", ConfigError)]
+)
 def test_a_damaged_parquet_file_is_named(tmp_path, name, kind):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -119,9 +155,18 @@ def test_wrong_files_are_refused_by_name(tokenizer, tmp_path):
 
 
 def test_prompts_end_with_the_last_question():
-    rows = [{"messages": CHAT}, {"prompt": "Once"}, {"prompt_token_ids": [1, 2]}, {"text": "no prompt"}]
+    rows = [
+        {"messages": CHAT},
+        {"prompt": "Once"},
+        {"prompt_token_ids": [1, 2]},
+        {"text": "no prompt"},
+    ]
     first, second, third = prompts_of(rows)
-    assert first["messages"] == CHAT[:3] and second["prompt"] == "Once" and third["prompt_token_ids"] == [1, 2]
+    assert (
+        first["messages"] == CHAT[:3]
+        and second["prompt"] == "Once"
+        and third["prompt_token_ids"] == [1, 2]
+    )
     assert len({first["id"], second["id"], third["id"]}) == 3
 
 
@@ -143,7 +188,9 @@ def test_lines_end_at_line_feeds_alone(tmp_path, encoding, end):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
 def test_another_encoding_is_named(tmp_path, encoding):
     (tmp_path / "rows.jsonl").write_text('{"text": "Hi"}\n', encoding)
-    with pytest.raises(ConfigError, match=rf"rows\.jsonl cannot be read: it is {encoding[:6].upper()} text\. Write"):
+    with pytest.raises(
+        ConfigError, match=rf"rows\.jsonl cannot be read: it is {encoding[:6].upper()} text\. Write"
+    ):
         list(TextSource([str(tmp_path / "rows.jsonl")]).rows())
 
 
@@ -169,7 +216,8 @@ def test_shards_of_a_step_are_about_as_large():
 
 def test_pairs_stay_within_their_document():
     batch = PackedBatch.of(
-        [Document([1, 2, 3, 4], [False, False, True, True]), Document([5, 6, 7], [True] * 3)], [0, 1]
+        [Document([1, 2, 3, 4], [False, False, True, True]), Document([5, 6, 7], [True] * 3)],
+        [0, 1],
     )
     pairs = batch.pairs
     assert pairs.rows.tolist() == [0, 1, 2, 4, 5] and pairs.positions.tolist() == [0, 1, 2, 0, 1]
@@ -180,8 +228,12 @@ def test_pairs_stay_within_their_document():
 def test_held_out_documents_are_not_trained_on():
     store = DocumentStore.write([*documents(20), Document([1, 2, 3], [True, True, False])])
     data = split_data(store, held_out=4, seed=0)
-    assert len(data.held_out) == 4 and len(data.documents) == 16  # without the one that has no answer
-    assert sorted(d.ids for d in [*data.held_out, *data.documents]) == sorted(d.ids for d in documents(20))
+    assert (
+        len(data.held_out) == 4 and len(data.documents) == 16
+    )  # without the one that has no answer
+    assert sorted(d.ids for d in [*data.held_out, *data.documents]) == sorted(
+        d.ids for d in documents(20)
+    )
     assert split_data(store, 4, 0) == data != split_data(store, 4, 1)
     assert split_data(DocumentStore.write([Document([1, 2, 3], [True, True, False])]), 4, 0) is None
 
@@ -190,7 +242,9 @@ def test_a_store_returns_its_documents():
     written = documents(7)
     store = DocumentStore.write(iter(written))
     assert list(store) == written and [store[i] for i in range(7)] == written
-    assert list(store.select([5, 0])) == [written[5], written[0]] == list(store.select([3, 5, 0])[1:])
+    assert (
+        list(store.select([5, 0])) == [written[5], written[0]] == list(store.select([3, 5, 0])[1:])
+    )
     assert store.lengths == list(map(len, written)) and store.select([6, 2]).lengths == [
         len(written[6]),
         len(written[2]),
@@ -199,11 +253,19 @@ def test_a_store_returns_its_documents():
 
 
 def test_held_out_prompt_ends_before_the_answer_or_inside_a_text():
-    chat, text = Document([1, 2, 3, 4], [False, False, True, True]), Document(list(range(10)), [True] * 10)
+    chat, text = (
+        Document([1, 2, 3, 4], [False, False, True, True]),
+        Document(list(range(10)), [True] * 10),
+    )
     assert held_out_prompts([chat, text], 2) == [[1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_answer_vocabulary_begins_with_the_most_frequent_tokens():
     counts = count_answers([Document([3, 4, 4, 9], [False, True, True, True])])
-    assert answer_vocabulary(counts, 2, 10) == [4, 9] and answer_vocabulary(counts, 4, 10) == [4, 9, 0, 1]
+    assert answer_vocabulary(counts, 2, 10) == [4, 9] and answer_vocabulary(counts, 4, 10) == [
+        4,
+        9,
+        0,
+        1,
+    ]
     assert coverage(counts, [4]) == pytest.approx(2 / 3)

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from eagle_ray.training.optimization import Clipping, GradientDescent, Losses, Schedule, muon
+from eagle_ray.training.head_recipe import Losses
+from eagle_ray.training.optimization import Clipping, GradientDescent, Schedule, muon
 
 
 def regression(num_threads: int, num_steps: int = 60) -> tuple[nn.Module, list[float]]:
@@ -33,7 +34,9 @@ def test_the_loss_falls():
 
 def test_two_threads_do_what_one_does():
     one, two = regression(num_threads=1, num_steps=5)[0], regression(num_threads=2, num_steps=5)[0]
-    torch.testing.assert_close(one.weight, two.weight, rtol=0.02, atol=1e-3)  # Muon orthogonalizes in bf16
+    torch.testing.assert_close(
+        one.weight, two.weight, rtol=0.02, atol=1e-3
+    )  # Muon orthogonalizes in bf16
 
 
 def test_a_run_repeats_exactly():
@@ -63,4 +66,6 @@ def test_gradients_are_clipped_by_value_and_by_norm():
     slopes = torch.tensor([[0.1, 30.0, 40.0]])
     _, norm = descent.step(0, [slopes], lambda shard: Losses((model.weight * shard).sum(), {}))
     assert abs(norm - 50.0) < 0.01
-    torch.testing.assert_close(before - model.weight, torch.tensor([[0.01, 0.5, 0.5]]), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        before - model.weight, torch.tensor([[0.01, 0.5, 0.5]]), rtol=1e-3, atol=1e-4
+    )

@@ -12,11 +12,17 @@ from torch import Tensor
 from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
+from eagle_ray.methods.eagle.recipe import (
+    NOISE_LENGTH,
+    Eagle3Recipe,
+    EagleLoss,
+    EagleRecipe,
+    UnrolledLoss,
+)
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch, FrozenTarget
-from eagle_ray.training.optimization import HeadRecipe
+from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
 from tests.support.checkpoints import MASK, deepspec_config, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama
@@ -55,7 +61,9 @@ def eagle3(model) -> Eagle3Recipe:
     torch.manual_seed(1)
     scale = torch.rand(3 * LLAMA["hidden_size"]) + 0.5
     raw = RAW | {"draft_vocab_size": len(DRAFTED)}
-    return Eagle3Recipe(FrozenTarget.of(model, DRAFTED), raw, scale, UnrolledLoss(4, 0.8), torch.float32)
+    return Eagle3Recipe(
+        FrozenTarget.of(model, DRAFTED), raw, scale, UnrolledLoss(4, 0.8), torch.float32
+    )
 
 
 def gradients(recipe: HeadRecipe, loss: Tensor) -> list[Tensor]:
@@ -90,7 +98,9 @@ def test_features_are_those_of_each_document_alone(model, documents):
         strict=True,
     ):
         states = hidden_states(model, document)
-        torch.testing.assert_close(got, torch.cat([states[i] for i in LAYERS], -1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            got, torch.cat([states[i] for i in LAYERS], -1), rtol=1e-4, atol=1e-4
+        )
         torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-4)
         wanted = model.lm_head(states[-1]).argmax(-1)
         for i in range(len(document) - 1):
@@ -109,7 +119,9 @@ def test_eagle_equals_drafting_from_every_position(model, documents, token_ids, 
 def obvious_eagle(recipe, model, documents, token_ids, seed: int, num_passes: int) -> Tensor:
     """Draft from one position at a time, over the noisy pairs up to it and the head's own outputs."""
     chosen = token_ids or list(range(VOCAB))
-    noise = torch.rand(sum(map(len, documents)) - len(documents), 32, generator=torch.Generator().manual_seed(seed))
+    noise = torch.rand(
+        sum(map(len, documents)) - len(documents), 32, generator=torch.Generator().manual_seed(seed)
+    )
     feature_losses, token_losses = ([[] for _ in range(num_passes)] for _ in range(2))
     row = 0
     for document in documents:
@@ -123,7 +135,9 @@ def obvious_eagle(recipe, model, documents, token_ids, seed: int, num_passes: in
                 if i + 2 + s >= length:
                     break
                 positions = torch.arange(i + 1 + s)
-                output = recipe.head(embedded[None, 1 : i + 2 + s], inputs[None], positions[None])[0, -1]
+                output = recipe.head(embedded[None, 1 : i + 2 + s], inputs[None], positions[None])[
+                    0, -1
+                ]
                 inputs = torch.cat([inputs, output[None]])
                 if not document.is_answer[i + 2 + s]:
                     continue
@@ -144,7 +158,9 @@ def test_eagle3_equals_drafting_from_every_position(model, documents):
     """The obvious way drafts from one position at a time, over the true pairs up to it and its own outputs."""
     recipe = eagle3(model)
     batch = features(model, documents, LAYERS).read(PackedBatch.of(documents, range(4)))
-    assert_equal(recipe, total(recipe, [batch]), obvious_eagle3(recipe, model, documents, num_passes=4))
+    assert_equal(
+        recipe, total(recipe, [batch]), obvious_eagle3(recipe, model, documents, num_passes=4)
+    )
 
 
 def obvious_eagle3(recipe, model, documents, num_passes: int) -> Tensor:
@@ -176,17 +192,24 @@ def test_medusa_equals_one_position_at_a_time(model, documents, kind):
     recipe = MedusaRecipe(FrozenTarget.of(model), heads, 0.8, torch.float32)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+            )
     batch = features(model, documents, None).read(PackedBatch.of(documents, range(4)))
     losses = [[] for _ in range(3)]
     for document in documents:
-        hidden, embedded = hidden_states(model, document)[-1], model.model.embed_tokens(torch.tensor(document.ids))
+        hidden, embedded = (
+            hidden_states(model, document)[-1],
+            model.model.embed_tokens(torch.tensor(document.ids)),
+        )
         for level in range(3):
             for i in range(len(document) - level - 2):
                 if document.is_answer[i + level + 2]:
                     path = embedded[i + 1 : i + level + 2]
                     logits = heads.logits(level, hidden[i : i + 1], path[None, None], None)[0, 0]
-                    losses[level].append(F.cross_entropy(logits, torch.tensor(document.ids[i + level + 2])))
+                    losses[level].append(
+                        F.cross_entropy(logits, torch.tensor(document.ids[i + level + 2]))
+                    )
     obvious = sum(0.8**level * torch.stack(losses[level]).mean() for level in range(3))
     assert_equal(recipe, total(recipe, [batch]), obvious)
 
@@ -199,7 +222,11 @@ def dflash(
     if markov and token_ids is None:
         raw = deepspec_config(ids=(1, 3), num_target_layers=8, **keys)
     elif markov:
-        own = {"draft_vocab_size": len(token_ids), "sample_from_anchor": False, "confidence_head_with_markov": False}
+        own = {
+            "draft_vocab_size": len(token_ids),
+            "sample_from_anchor": False,
+            "confidence_head_with_markov": False,
+        }
         raw = speculators_config(ids=(2, 4), speculators_model_type="dspark", **keys, **own)
     elif token_ids is None:
         raw = zlab_config(ids=(1, 3), num_target_layers=8, causal_head=causal)
@@ -208,7 +235,9 @@ def dflash(
     size = token_ids and len(token_ids)
     head = DFlashHead(layer_config(raw), block_of(raw, model.config), draft_vocab_size=size)
     target, scale = FrozenTarget.of(model, token_ids), torch.rand(2 * LLAMA["hidden_size"]) + 0.5
-    recipe = DFlashRecipe(target, head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
+    recipe = DFlashRecipe(
+        target, head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32
+    )
     if markov:
         assert not head.markov_head.markov_w2.weight.any()
         torch.nn.init.normal_(head.markov_head.markov_w2.weight)
@@ -236,7 +265,9 @@ def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids, 
     losses = [[] for _ in range(num_levels)]
     for index, document in enumerate(documents):
         states, length = hidden_states(model, document), len(document)
-        context = recipe.head.project_features(torch.cat([states[2], states[4]], -1) * recipe.feature_scale)
+        context = recipe.head.project_features(
+            torch.cat([states[2], states[4]], -1) * recipe.feature_scale
+        )
         for anchor in range(1, length - 1):
             if not document.is_answer[anchor + 1] or anchor % 2 != index % 2:
                 continue
@@ -251,13 +282,22 @@ def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids, 
             )[0][-num_levels:]
             for k in range(1, num_levels + 1):
                 logits = model.lm_head(states[-1][anchor + k - 1]) if anchor + k < length else None
-                if logits is not None and document.is_answer[anchor + k] and int(logits.argmax()) in chosen:
-                    drafted = (model.lm_head if token_ids is None else recipe.head.lm_head)(out[k - 1])
+                if (
+                    logits is not None
+                    and document.is_answer[anchor + k]
+                    and int(logits.argmax()) in chosen
+                ):
+                    drafted = (model.lm_head if token_ids is None else recipe.head.lm_head)(
+                        out[k - 1]
+                    )
                     if markov:
                         known = document.ids[anchor : anchor + k]
                         drafted = drafted + markov_bias(recipe.head, markov, known, out)
                     losses[k - 1].append(F.cross_entropy(drafted, logits[chosen].softmax(-1)))
-    assert recipe.counts(batch).tolist() == [len(level) for level in losses] and min(map(len, losses)) > 0
+    assert (
+        recipe.counts(batch).tolist() == [len(level) for level in losses]
+        and min(map(len, losses)) > 0
+    )
     obvious = sum(math.exp(-k / 3.0) * torch.stack(level).mean() for k, level in enumerate(losses))
     assert_equal(recipe, total(recipe, [batch]), obvious)
 
@@ -271,7 +311,9 @@ def markov_bias(head: DFlashHead, kind: str, known: list[int], rows: torch.Tenso
     if kind == "rnn":
         state = torch.zeros(5)
         for token, each in zip(known, rows, strict=False):
-            gate, candidate, output = head.markov_head.joint_proj(torch.cat([state, w1[token], each])).split(5)
+            gate, candidate, output = head.markov_head.joint_proj(
+                torch.cat([state, w1[token], each])
+            ).split(5)
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
             latent = output.tanh()
     return w2 @ latent
@@ -284,7 +326,9 @@ def test_a_markov_head_is_written_in_a_published_layout(model, tmp_path, token_i
     published = load_dflash(tmp_path, model.config)
     assert published.block == recipe.head.block and published.block.from_root == (token_ids is None)
     for name in ("markov_w1", "markov_w2"):
-        found, wanted = (getattr(head.markov_head, name).weight for head in (published, recipe.head))
+        found, wanted = (
+            getattr(head.markov_head, name).weight for head in (published, recipe.head)
+        )
         torch.testing.assert_close(found, wanted.bfloat16().float())
         assert not any(parameter is wanted for parameter in recipe.matrices())
     rows = model.lm_head.weight if token_ids is None else model.lm_head.weight[token_ids]
@@ -306,11 +350,15 @@ def test_dflash_head_over_a_draft_vocab_has_its_lm_head_rows(model, tmp_path):
     recipe.save(tmp_path)
     published = load_dflash(tmp_path, model.config)
     assert published.token_ids.tolist() == DRAFTED and published.block == recipe.head.block
-    torch.testing.assert_close(published.lm_head.weight, model.lm_head.weight[DRAFTED].bfloat16().float())
+    torch.testing.assert_close(
+        published.lm_head.weight, model.lm_head.weight[DRAFTED].bfloat16().float()
+    )
     assert not any(parameter is recipe.head.lm_head.weight for parameter in recipe.matrices())
 
 
-@pytest.mark.parametrize("make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"])
+@pytest.mark.parametrize(
+    "make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"]
+)
 def test_a_step_is_the_same_in_one_shard_or_several(model, documents, make):
     recipe = make(model)
     recipe.loss = EagleLoss(0.7, 0.3, 0.0) if isinstance(recipe, EagleRecipe) else recipe.loss

@@ -31,19 +31,38 @@ from eagle_ray.training.packing import MIN_DOCUMENT_LENGTH, Document
 
 log = logging.getLogger("eagle_ray")
 Row = dict[str, Any]
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+TRAINING_ROLES = ("system", "user", "assistant")
 RUN_DATA = "data"  # directory of a run's Parquet files
 RUN_PART = "part-"  # how their names begin
-RUN_COLUMNS = ("prompt", "prompt_token_ids", "output_token_ids", "text", "status", "messages", "prompt_tokens")
-DOCUMENT_COLUMNS = ("ids", "is_answer")  # of documents that are encoded already
+RUN_COLUMNS = (
+    "prompt",
+    "prompt_token_ids",
+    "output_token_ids",
+    "text",
+    "status",
+    "messages",
+    "prompt_tokens",
+)
+DOCUMENT_COLUMNS = ("ids", "is_answer")  # columns of documents that are encoded already
 PARQUET_ROWS = 1024  # read at a time
-EMBEDDED = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.jsonl"}
+EMBEDDED_CHATS = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.jsonl"}
 
 
 @dataclass
 class TextSource:
-    """The rows of data.path. format: as of the configuration. skipped: unusable rows, by reason."""
+    """The rows of data.path.
+
+    Attributes:
+        format: as in the configuration.
+        skipped: number of unusable rows, by reason.
+    """
 
     paths: Sequence[str]
     format: str = "auto"
@@ -76,7 +95,9 @@ class TextSource:
             yield from files
 
     def _lines(self, file: StoragePath) -> Iterator[Row]:
-        is_json = self.format == "chat" or (self.format != "text" and _ends_in(file, ".jsonl", ".json"))
+        is_json = self.format == "chat" or (
+            self.format != "text" and _ends_in(file, ".jsonl", ".json")
+        )
         try:
             for number, line in enumerate(_text_lines(file, "jsonl" if is_json else "text"), 1):
                 if line.strip():
@@ -88,7 +109,8 @@ class TextSource:
 def _text_lines(file: StoragePath, format_: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which end at line feeds alone: a text may hold any other separator."""
     with file.open() as stream:
-        if (kind := foreign_kind(stream.read(START_BYTES), format_)) is not None:
+        kind = foreign_kind(stream.read(START_BYTES), format_)
+        if kind is not None:
             raise ConfigError(f"data.path: {file} cannot be read: {advice(kind, file)}")
         stream.seek(0)
         for number, line in enumerate(stream):
@@ -112,7 +134,9 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
     if isinstance(row.get("text"), str):
         ids = tokenizer.encode(row["text"])
         return Document(ids, [True] * len(ids))
-    raise RequestError("no_text", "the row has none of messages, conversations, text and output_token_ids")
+    raise RequestError(
+        "no_text", "the row has none of messages, conversations, text and output_token_ids"
+    )
 
 
 def conversation_of(row: Row) -> list[Row] | None:
@@ -122,7 +146,10 @@ def conversation_of(row: Row) -> list[Row] | None:
         turns = [{"role": "user", "content": turns}]
     if turns is None and isinstance(row.get("conversations"), list):
         turns = [
-            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _content(turn)}
+            {
+                "role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""),
+                "content": _content(turn),
+            }
             for turn in row["conversations"]
         ]
     if turns is None:
@@ -134,7 +161,7 @@ def conversation_of(row: Row) -> list[Row] | None:
     except WrongMessage as error:
         code = "unknown_role" if error.code == "bad_role" else error.code
         raise RequestError(code, f"{error.place('messages')}{error.problem}") from None
-    if not all(message["role"] in ROLES for message in messages):
+    if not all(message["role"] in TRAINING_ROLES for message in messages):
         raise RequestError("unknown_role", "a turn's role is none of system, user and assistant")
     return [{"role": message["role"], "content": message.get("content")} for message in messages]
 
@@ -158,8 +185,12 @@ def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _up_to_last_question(messages: list[Row]) -> list[Row]:
-    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    return messages[: last + 1]
+    """Return the messages up to the last one of the user; none if there is no such message."""
+    end = 0
+    for i, message in enumerate(messages, 1):
+        if message["role"] == "user":
+            end = i
+    return messages[:end]
 
 
 def _content(turn: Row) -> Any:
@@ -171,13 +202,17 @@ def _generated(row: Row, tokenizer: Tokenizer | None) -> Document:
     prompt = row.get("prompt_token_ids")
     if prompt is None:
         if tokenizer is None:
-            raise RequestError("no_tokenizer", "the target has no tokenizer: the run must hold prompt_token_ids")
+            raise RequestError(
+                "no_tokenizer", "the target has no tokenizer: the run must hold prompt_token_ids"
+            )
         if isinstance(row.get("prompt"), str):
             prompt = _encode_prompt(tokenizer, row["prompt"], row.get("prompt_tokens"))
         else:
             messages = conversation_of(row)
             if messages is None:
-                raise RequestError("no_prompt", "the row holds an output and no prompt (output.store_prompt)")
+                raise RequestError(
+                    "no_prompt", "the row holds an output and no prompt (output.store_prompt)"
+                )
             prompt = tokenizer.encode_chat(messages)
     output = row["output_token_ids"]
     return Document([*prompt, *output], [False] * len(prompt) + [True] * len(output))
@@ -186,7 +221,8 @@ def _generated(row: Row, tokenizer: Tokenizer | None) -> Document:
 def _encode_prompt(tokenizer: Tokenizer, prompt: str, num_tokens: int | None) -> list[int]:
     """Return the ids of a stored prompt: a rendered chat, or raw text that was encoded with special tokens.
 
-    num_tokens: how many the run counted, which tells the two apart.
+    Args:
+        num_tokens: how many the run counted, which tells the two apart.
     """
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     return ids if num_tokens in (None, len(ids)) else tokenizer.encode(prompt)
@@ -194,7 +230,7 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: str, num_tokens: int | None) ->
 
 def _find(name: str) -> list[StoragePath]:
     """Return the files that a name stands for: a file, a run, a directory, or a glob."""
-    path = StoragePath.of(EMBEDDED.get(name, name))
+    path = StoragePath.of(EMBEDDED_CHATS.get(name, name))
     if path.exists():
         return [path]
     if any(mark in name for mark in "*?["):
@@ -204,7 +240,10 @@ def _find(name: str) -> list[StoragePath]:
     if data or not path.is_directory():
         return data
     files = path.glob("*")
-    return [file for ending in (".parquet", ".jsonl", ".json", ".txt") for file in files if _ends_in(file, ending)]
+    readable: list[StoragePath] = []
+    for ending in (".parquet", ".jsonl", ".json", ".txt"):
+        readable += [file for file in files if _ends_in(file, ending)]
+    return readable
 
 
 def _ends_in(file: StoragePath, *extensions: str) -> bool:
@@ -216,7 +255,9 @@ def _parquet_rows(file: StoragePath) -> Iterator[Row]:
     try:
         with open_parquet(file) as parquet:
             names = parquet.schema_arrow.names
-            columns = [name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in names]
+            columns = [
+                name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in names
+            ]
             for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 yield from batch.to_pylist()
     except Exception as error:
@@ -224,14 +265,18 @@ def _parquet_rows(file: StoragePath) -> Iterator[Row]:
             raise
         if file.name.startswith(RUN_PART):
             raise FileDamaged(damage_text(file, error)) from None
-        raise ConfigError(f"data.path: {file} cannot be read ({one_line(error)}): write it again") from None
+        raise ConfigError(
+            f"data.path: {file} cannot be read ({one_line(error)}): write it again"
+        ) from None
 
 
 def _json_row(line: str, place: str) -> Row:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"data.path: {place} is not JSON: {error}. Give JSONL, or set data.format: text") from None
+        raise ConfigError(
+            f"data.path: {place} is not JSON: {error}. Give JSONL, or set data.format: text"
+        ) from None
     if not isinstance(row, dict):
         raise ConfigError(f"data.path: {place} is not a JSON object")
     return row
@@ -240,21 +285,25 @@ def _json_row(line: str, place: str) -> Row:
 def log_skipped(skipped: Counter[str]) -> None:
     """Log how many rows were not used, and why."""
     if skipped:
-        log.info("rows not used: %s", ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()))
+        log.info(
+            "rows not used: %s",
+            ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()),
+        )
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Row]) -> Document:
     """Return the conversation up to its last answer, with the answers counted.
 
-    <user> question <end> <assistant>    answer <end>    <user> question <end> <assistant>    answer <end>
-    -------- prompt, not counted ---- -- counted --- ...
+        <user> question <end> <assistant>    answer <end>    <user> question <end> <assistant>    answer <end>
+        -------- prompt, not counted ----    - counted --    ...
 
-    The text up to an answer is what the template renders for the messages before it, with the generation prompt; the
-    answer's text is what it adds for the assistant's message. Both are encoded separately, as in the engine, where the
-    prompt's last token is never merged with the answer's first. After the token that ends an answer nothing is counted.
+    The text up to an answer is what the template renders for the messages before it, with the
+    generation prompt; the answer's text is what it adds for the assistant's message. Both are
+    encoded separately, as in the engine, where the prompt's last token is never merged with the
+    answer's first. After the token that ends an answer nothing is counted.
 
-    Raises RequestError if there is no answer, or if the template renders an earlier turn otherwise once later ones
-    follow.
+    Raises RequestError if there is no answer, or if the template renders an earlier turn otherwise
+    once later ones follow.
     """
     ids: list[int] = []
     is_answer: list[bool] = []
@@ -270,10 +319,13 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Row]) -> Docume
                 "the chat template renders a turn otherwise once others follow, so answers cannot be told from "
                 "prompts: give single turns, or a run's Parquet",
             )
-        question, answer = _encode(tokenizer, prompt[len(done) :]), _encode(tokenizer, whole[len(prompt) :])
+        question = _encode(tokenizer, prompt[len(done) :])
+        answer = _encode(tokenizer, whole[len(prompt) :])
         ids += question + answer
         num_counted = _answer_length(answer, tokenizer.eos_ids)
-        is_answer += [False] * len(question) + [True] * num_counted + [False] * (len(answer) - num_counted)
+        is_answer += [False] * len(question)
+        is_answer += [True] * num_counted
+        is_answer += [False] * (len(answer) - num_counted)
         done = whole
     if not any(is_answer):
         raise RequestError("no_answer", "the conversation holds no answer of the assistant")
@@ -286,9 +338,14 @@ def user_turn_prefix(tokenizer: Tokenizer) -> str:
     Raises RequestError if the template hides where they begin.
     """
     mark = "\u2063user turn\u2063"
-    before, separator, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
+    before, separator, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(
+        mark
+    )
     if not separator:
-        raise RequestError("no_user_turn", "the chat template changes a user's words, so no prompt can end before them")
+        raise RequestError(
+            "no_user_turn",
+            "the chat template changes a user's words, so no prompt can end before them",
+        )
     return before
 
 
@@ -297,5 +354,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _answer_length(ids: Sequence[int], eos_ids: frozenset[int]) -> int:
-    """Return the tokens up to the last one that ends an answer; all of them if there is none."""
-    return next((i + 1 for i in reversed(range(len(ids))) if ids[i] in eos_ids), len(ids))
+    """Return the number of tokens up to the last one that ends an answer, or all of them."""
+    for length in range(len(ids), 0, -1):
+        if ids[length - 1] in eos_ids:
+            return length
+    return len(ids)

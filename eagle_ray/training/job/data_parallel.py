@@ -3,7 +3,8 @@
     encode    Ray Data reads the files and encodes their rows, one task per file
     train     TorchTrainer: each worker trains on its shards of every step; gradients are summed (NCCL, or gloo on CPUs)
 
-A worker that dies ends the attempt; Ray Train starts the workers again, and they resume from the newest checkpoint.
+A worker that dies ends the attempt; Ray Train starts the workers again, and they resume from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging
 from eagle_ray.storage.path import StoragePath, read_json_object
 from eagle_ray.training.job.conversations import TextSource
-from eagle_ray.training.job.train_head import RECORD, HeadTraining, prepare_output
+from eagle_ray.training.job.train_head import TRAINING_RECORD, HeadTraining, prepare_output
 from eagle_ray.training.packing import Document
 
 log = logging.getLogger("eagle_ray")
-MAX_FAILURES = 3  # attempts after lost workers
+MAX_LOST_ATTEMPTS = 3  # attempts after lost workers
 DOCUMENTS = "documents"
 
 
@@ -52,8 +53,10 @@ class DistributedWorkers:
             tensor.copy_(part.view_as(tensor))
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors if self.rank else ():
-            tensor.zero_()
+        # The sum of worker 0's numbers and zeros.
+        if self.rank != 0:
+            for tensor in tensors:
+                tensor.zero_()
         self.sum(tensors)
 
 
@@ -62,46 +65,60 @@ def train_on_workers(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any
     finished = prepare_output(config)
     if finished is not None:
         return finished
-    load_tokenizer(config.model.model_config_for(draft=None))  # refuses a target here, not in every worker
+    # A target that is refused is refused here, not in every worker.
+    load_tokenizer(config.model.model_config_for(draft=None))
     num_gpus = ray.cluster_resources().get("GPU", 0)
     if config.model.device == "cuda" and num_gpus < config.training.workers:
         raise ConfigError(
             f"model.device: cuda, and the cluster has {num_gpus:g} GPUs for {config.training.workers} workers. Set "
             "training.workers to less, or model.device to auto."
         )
+
     output = StoragePath.of(config.output.path)
     documents = encode_on_cluster(config, paths, output / DOCUMENTS)
     use_gpu = config.model.device != "cpu" and num_gpus >= config.training.workers
+    # Ray Train's own state is kept for this run only: checkpoints are ours.
+    ray_storage = tempfile.mkdtemp(prefix="eagle-ray-train-")
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"config": config.model_dump(mode="json"), "paths": [documents]},
-        scaling_config=ray.train.ScalingConfig(num_workers=config.training.workers, use_gpu=use_gpu),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.training.workers, use_gpu=use_gpu
+        ),
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
         run_config=ray.train.RunConfig(
             name=config.name,
-            storage_path=tempfile.mkdtemp(prefix="eagle-ray-train-"),  # of Ray Train's own state: checkpoints are ours
-            failure_config=ray.train.FailureConfig(max_failures=MAX_FAILURES),
+            storage_path=ray_storage,
+            failure_config=ray.train.FailureConfig(max_failures=MAX_LOST_ATTEMPTS),
         ),
     )
-    log.info("training on %d workers with %s", config.training.workers, "NCCL" if use_gpu else "gloo on CPUs")
+    log.info(
+        "training on %d workers with %s",
+        config.training.workers,
+        "NCCL" if use_gpu else "gloo on CPUs",
+    )
     trainer.fit()
-    record = read_json_object(output / RECORD)
+    record = read_json_object(output / TRAINING_RECORD)
     if record is None:
-        raise RuntimeError(f"the workers ended without {RECORD} in {output}")
+        raise RuntimeError(f"the workers ended without {TRAINING_RECORD} in {output}")
     return record
 
 
 def encode_on_cluster(config: TrainConfig, paths: Sequence[str], directory: StoragePath) -> str:
     """Encode every row of the files as a document, and return a directory of Parquet files.
 
-    Documents keep the number of their file and row, so that their order does not depend on the cluster.
+    Documents keep the number of their file and row, so that their order does not depend on the
+    cluster.
     """
+    # One task per file.
     files = [str(file) for file in TextSource(paths, config.data.format).files()]
     items = [{"number": number, "file": file} for number, file in enumerate(files)]
     encode = partial(_encode_file, config=config.model_dump(mode="json"))
     rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(encode)
-    for old in directory.glob("*.parquet") if directory.is_directory() else ():
-        old.remove()
+
+    if directory.is_directory():
+        for old in directory.glob("*.parquet"):
+            old.remove()
     rows.sort(["file", "row"]).write_parquet(str(directory))
     return str(directory)
 

@@ -35,13 +35,17 @@ from eagle_ray.training.packing import Document, PackedBatch
 log = logging.getLogger("eagle_ray")
 SHARD_BYTES = 256 << 20
 PASS_DOCUMENTS = 16  # documents computed between two writes
-FREE_SHARE = 0.9  # of the file system's free bytes that the cache may take
+FREE_SHARE = 0.9  # share of the file system's free bytes that the cache may take
 IDENTITY = "cache.json"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Widths and dtype of a row. hidden_size is None if the features are the hidden states."""
+    """Widths and dtype of a row.
+
+    Attributes:
+        hidden_size: None if the features are the hidden states.
+    """
 
     feature_size: int
     hidden_size: int | None
@@ -55,24 +59,38 @@ class _Layout:
 class FeatureCache:
     """Fulfils FeatureSource from the files that `open` made."""
 
-    def __init__(self, directory: Path, layout: _Layout, lengths: Sequence[int], device: torch.device | str):
-        self._layout, self._lengths, self._device = layout, lengths, device
-        self._shards = [_Shard.open(directory, number, layout) for number in range(_num_shards(directory))]
+    def __init__(
+        self, directory: Path, layout: _Layout, lengths: Sequence[int], device: torch.device | str
+    ):
+        self._layout = layout
+        self._lengths = lengths
+        self._device = device
+        self._shards = [
+            _Shard.open(directory, number, layout) for number in range(_num_shards(directory))
+        ]
         self._place: dict[int, tuple[int, int]] = {}  # shard and first row of each document
         for number, shard in enumerate(self._shards):
             starts = accumulate(lengths[shard.first : shard.end], initial=0)
             self._place |= {
-                shard.first + i: (number, start) for i, start in zip(range(shard.size), starts, strict=False)
+                shard.first + i: (number, start)
+                for i, start in zip(range(shard.size), starts, strict=False)
             }
 
     @classmethod
     def open(
-        cls, directory: Path, source: ComputedFeatures, documents: Sequence[Document], identity: dict[str, Any]
+        cls,
+        directory: Path,
+        source: ComputedFeatures,
+        documents: Sequence[Document],
+        identity: dict[str, Any],
     ) -> FeatureCache:
         """Return the cache, after computing the shards that are missing.
 
-        identity: what the features depend on, as JSON. Raises EngineError if the directory holds features of something
-        else, or if the file system lacks the space.
+        Raises EngineError if the directory holds features of something else, or if the file system
+        lacks the space.
+
+        Args:
+            identity: what the features depend on, as JSON.
         """
         layout = _layout_of(source)
         lengths = [len(document) for document in documents]
@@ -82,15 +100,21 @@ class FeatureCache:
         return cls(directory, layout, lengths, source.device)
 
     def read(self, packed: PackedBatch) -> FeatureBatch:
-        parts = [
-            self._read_document(index, length) for index, length in zip(packed.indices, packed.lengths, strict=True)
-        ]
-        features, hidden, greedy_ids = (torch.cat(part).to(self._device) for part in zip(*parts, strict=True))
-        return FeatureBatch(packed, features, hidden, greedy_ids)
-
-    def _read_document(self, index: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        number, start = self._place[index]
-        return self._shards[number].rows(start, start + length)
+        features = []
+        hidden = []
+        greedy_ids = []
+        for index, length in zip(packed.indices, packed.lengths, strict=True):
+            number, start = self._place[index]
+            rows = self._shards[number].rows(start, start + length)
+            features.append(rows[0])
+            hidden.append(rows[1])
+            greedy_ids.append(rows[2])
+        return FeatureBatch(
+            packed=packed,
+            features=torch.cat(features).to(self._device),
+            hidden=torch.cat(hidden).to(self._device),
+            greedy_ids=torch.cat(greedy_ids).to(self._device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +132,14 @@ class _Shard:
         facts = json.loads((directory / f"shard-{number:05d}.json").read_text())
 
         def mapped(name: str, width: int, dtype: torch.dtype) -> Tensor:
-            path, size = directory / f"{name}-{number:05d}.bin", facts["rows"] * width
+            path = directory / f"{name}-{number:05d}.bin"
+            size = facts["rows"] * width
             return torch.from_file(str(path), shared=False, size=size, dtype=dtype).view(-1, width)
 
         features = mapped("features", layout.feature_size, layout.dtype)
-        hidden = features if layout.hidden_size is None else mapped("hidden", layout.hidden_size, layout.dtype)
+        hidden = features
+        if layout.hidden_size is not None:
+            hidden = mapped("hidden", layout.hidden_size, layout.dtype)
         greedy_ids = mapped("greedy", 1, torch.int32)[:, 0]
         return cls(facts["first"], facts["documents"], features, hidden, greedy_ids)
 
@@ -137,16 +164,21 @@ def _check_identity(directory: Path, identity: dict[str, Any]) -> None:
     file = StoragePath.of(directory) / IDENTITY
     there = read_json_object(file)
     if there is not None and there != json.loads(dump_json(identity)):
-        raise EngineError(f"{directory}: holds features of another target or other data. Delete it or name another")
+        raise EngineError(
+            f"{directory}: holds features of another target or other data. Delete it or name another"
+        )
     write_json(file, identity)
 
 
-def _write_missing(directory: Path, layout: _Layout, source: ComputedFeatures, documents: Sequence[Document]) -> None:
+def _write_missing(
+    directory: Path, layout: _Layout, source: ComputedFeatures, documents: Sequence[Document]
+) -> None:
     done = sum(json.loads(file.read_text())["documents"] for file in directory.glob("shard-*.json"))
     num_rows = sum(len(document) for document in documents[done:])
     if not num_rows:
         return
-    size, free = num_rows * layout.row_bytes, shutil.disk_usage(directory).free
+    size = num_rows * layout.row_bytes
+    free = shutil.disk_usage(directory).free
     log.info(
         "feature cache: %s tokens x %s bytes = %.2f GB into %s",
         f"{num_rows:,}",
@@ -167,7 +199,8 @@ def _write_missing(directory: Path, layout: _Layout, source: ComputedFeatures, d
 
 
 def _shard_end(documents: Sequence[Document], begin: int, layout: _Layout) -> int:
-    num_bytes, end = 0, begin
+    num_bytes = 0
+    end = begin
     while end < len(documents) and (end == begin or num_bytes < SHARD_BYTES):
         num_bytes += len(documents[end]) * layout.row_bytes
         end += 1
@@ -184,15 +217,22 @@ def _write_shard(
     end: int,
 ) -> None:
     """Write the documents begin .. end - 1."""
-    names = ("features", "greedy") if layout.hidden_size is None else ("features", "greedy", "hidden")
+    names = (
+        ("features", "greedy") if layout.hidden_size is None else ("features", "greedy", "hidden")
+    )
     files = {name: (directory / f"{name}-{number:05d}.bin").open("wb") for name in names}
     try:
         for first in range(begin, end, PASS_DOCUMENTS):
             indices = range(first, min(end, first + PASS_DOCUMENTS))
             batch = source.read(PackedBatch.of(documents, indices))
-            tensors = {"features": batch.features, "greedy": batch.greedy_ids.int(), "hidden": batch.hidden}
+            tensors = {
+                "features": batch.features,
+                "greedy": batch.greedy_ids.int(),
+                "hidden": batch.hidden,
+            }
             for name, file in files.items():
-                file.write(tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                numbers = tensors[name].cpu().contiguous()
+                file.write(numbers.view(torch.uint8).numpy().tobytes())
     finally:
         for file in files.values():
             file.close()

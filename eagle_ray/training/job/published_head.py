@@ -1,8 +1,10 @@
 """Heads in their published layout: the one to start from, the trained one, and its tau.
 
-config.json          keys that our loader, vLLM's and SGLang's read
-model.safetensors    bf16, in the published names
-draft_vocab.txt      of an EAGLE-1/2 head that was trained for part of the vocabulary
+The trained head's directory has:
+
+    config.json          keys that our loader, vLLM's and SGLang's read
+    model.safetensors    bf16, in the published names
+    draft_vocab.txt      of an EAGLE-1/2 head that was trained for part of the vocabulary
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.optimization import HeadRecipe, StartHead
+from eagle_ray.training.head_recipe import HeadRecipe, StartHead
 from eagle_ray.training.packing import Document
 
-MAX_SLOTS = 8
+MAX_CHECKED_SLOTS = 8
 MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
 
 
@@ -50,11 +52,15 @@ def temporary_head(recipe: HeadRecipe) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def publish_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, output: StoragePath) -> None:
+def publish_head(
+    recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, output: StoragePath
+) -> None:
     """Write the head's files into the output directory, local or in S3; each file appears whole."""
     with temporary_head(recipe) as directory:
         if config.head.method == "eagle2" and config.head.layout == "sglang":
-            rewrite_for_sglang(directory, target.embed(torch.arange(target.vocab_size, device=target.device)))
+            rewrite_for_sglang(
+                directory, target.embed(torch.arange(target.vocab_size, device=target.device))
+            )
         for file in sorted(directory.iterdir()):
             (output / file.name).write_atomic(file.read_bytes())
 
@@ -77,7 +83,9 @@ def load_start(config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
         raise ConfigError(f"head.start: only {' and '.join(names)} heads are trained further")
     for key in ("draft_vocab_size", "intermediate_size"):
         if getattr(config.head, key) is not None:
-            raise ConfigError(f"head.{key}: leave it out, since the head that head.start names has its own")
+            raise ConfigError(
+                f"head.{key}: leave it out, since the head that head.start names has its own"
+            )
     try:
         path = download(config.head.start, "draft")
         return recipe.start_from(path, causal_lm.config.get_text_config(decoder=True))
@@ -105,23 +113,33 @@ def _prompt_of(document: Document) -> list[int]:
 
 
 def held_out_tau(
-    causal_lm: CausalLM, draft: Path, method: str, prompts: Sequence[list[int]], settings: EvaluationConfig
+    causal_lm: CausalLM,
+    draft: Path,
+    method: str,
+    prompts: Sequence[list[int]],
+    settings: EvaluationConfig,
 ) -> HeldOutResult:
     """Decode the prompts greedily with the head in `draft` and return the pooled tau.
 
     tau depends on the text and on the tree, so it is always reported with both.
 
-    causal_lm: as the engine loads it.
+    Args:
+        causal_lm: as the engine loads it.
     """
     speculative = evaluation_tree(method, draft, settings)
     model = ModelConfig(target=str(draft), draft=str(draft))
     weights = load_draft(model, speculative, causal_lm)
     max_model_len = max(map(len, prompts)) + settings.max_tokens + 1
     engine = build_engine(
-        causal_lm, weights, speculative, EngineArgs(min(MAX_SLOTS, len(prompts)), max_model_len, kv_tokens=None)
+        causal_lm,
+        weights,
+        speculative,
+        EngineArgs(min(MAX_CHECKED_SLOTS, len(prompts)), max_model_len, kv_tokens=None),
     )
     params = SamplingParams(max_tokens=settings.max_tokens)
-    sequences = [engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)]
+    sequences = [
+        engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)
+    ]
     for sequence in sequences:
         engine.add(sequence)
     total = AcceptanceStats.empty(settings.max_depth)
@@ -130,7 +148,9 @@ def held_out_tau(
             total = total.merge(sequence.stats or AcceptanceStats.empty(settings.max_depth))
     steps = max(1, total.num_steps)
     return HeldOutResult(
-        total.mean_acceptance_length, [count / steps for count in total.accepted_by_depth], total.num_steps
+        total.mean_acceptance_length,
+        [count / steps for count in total.accepted_by_depth],
+        total.num_steps,
     )
 
 

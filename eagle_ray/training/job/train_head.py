@@ -21,14 +21,28 @@ import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.load_models import check_device, device_type, load_target, why_no_room
-from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
+from eagle_ray.config import ModelConfig
+from eagle_ray.config.head_training import (
+    NOT_COMPARED,
+    TrainConfig,
+    num_warmup_steps,
+    peak_rate,
+    schedule_kind,
+)
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
-from eagle_ray.models.loader import bf16_unit, input_embedding
+from eagle_ray.models.loader import CausalLM, bf16_unit, input_embedding
 from eagle_ray.models.runtime import tune_malloc
 from eagle_ray.report.html import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
-from eagle_ray.training.frozen_target import ComputedFeatures, FeatureSource, FrozenTarget, feature_scale
+from eagle_ray.training.frozen_target import (
+    ComputedFeatures,
+    FeatureSource,
+    FrozenTarget,
+    feature_scale,
+)
+from eagle_ray.training.head_recipe import HeadRecipe
+from eagle_ray.training.job.batch_order import BatchOrder
 from eagle_ray.training.job.feature_cache import FeatureCache
 from eagle_ray.training.job.published_head import (
     held_out_prompts,
@@ -38,12 +52,17 @@ from eagle_ray.training.job.published_head import (
     temporary_head,
     usage_line,
 )
-from eagle_ray.training.job.trainer import BatchOrder, StepReport, Trainer, TrainState, checkpoints
-from eagle_ray.training.job.training_data import answer_vocabulary, count_answers, coverage, load_data
+from eagle_ray.training.job.train_state import TrainState, checkpoints
+from eagle_ray.training.job.trainer import StepReport, Trainer
+from eagle_ray.training.job.training_data import (
+    answer_vocabulary,
+    count_answers,
+    coverage,
+    load_data,
+)
 from eagle_ray.training.optimization import (
     Clipping,
     GradientDescent,
-    HeadRecipe,
     OneWorker,
     Schedule,
     TrainingWorkers,
@@ -53,18 +72,24 @@ from eagle_ray.training.optimization import (
 from eagle_ray.training.packing import PackedBatch
 
 log = logging.getLogger("eagle_ray")
-RECORD, REPORT = "training.json", "report.html"
-SCALE_DOCUMENTS = 32  # whose features give the scale of a head's inputs
+TRAINING_RECORD = "training.json"
+REPORT = "report.html"
+SCALE_DOCUMENTS = 32  # documents whose features give the scale of a head's inputs
 CLIP = 0.5
 
 
 def train_head(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any]:
     """Train and publish a head, or finish the run that the output directory holds. Return its record as JSON.
 
-    paths: files of the data; those of the target's own answers if it wrote them. Raises ConfigError.
+    Raises ConfigError.
+
+    Args:
+        paths: files of the data; those of the target's own answers if it wrote them.
     """
     finished = prepare_output(config)
-    return HeadTraining(config, paths, OneWorker()).run() if finished is None else finished
+    if finished is not None:
+        return finished
+    return HeadTraining(config, paths, OneWorker()).run()
 
 
 def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
@@ -73,9 +98,11 @@ def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
     Raises ConfigError if output.if_exists forbids it.
     """
     output = StoragePath.of(config.output.path)
-    record = read_json_object(output / RECORD)
+    record = read_json_object(output / TRAINING_RECORD)
     if record is not None and config.output.if_exists == "fail":
-        raise ConfigError(f"output.path: {output} holds a head already. Name another directory, or --overwrite")
+        raise ConfigError(
+            f"output.path: {output} holds a head already. Name another directory, or --overwrite"
+        )
     if config.output.if_exists == "overwrite":
         for file in checkpoints(output):
             file.remove()
@@ -87,34 +114,45 @@ def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
 
 
 class HeadTraining:
-    """One run: its models, data and trainer. workers: of which this process is one."""
+    """One run: its models, data and trainer.
+
+    Args:
+        workers: the workers of the run, of which this process is one.
+    """
 
     def __init__(self, config: TrainConfig, paths: Sequence[str], workers: TrainingWorkers):
-        self.config, self.workers = config, workers
+        self.config = config
+        self.workers = workers
         self.output = StoragePath.of(config.output.path)
+
+        # The target and the data.
         model = config.model.model_config_for(draft=None)
-        threads = torch.get_num_threads()
-        check_device(model)
-        if device_type(model) == "cuda" and (reason := why_no_room(model)) is not None:
-            raise ConfigError(f"model.target: {reason}; training does not split it over GPUs. Take a smaller one.")
-        self.causal_lm = load_target(model)
-        torch.set_num_threads(threads)  # a pass over thousands of tokens gains from all of them
-        tune_malloc()
+        self.causal_lm = _load_target(model)
         self.data = load_data(config, load_tokenizer(model), paths)
-        self.identity = {"config": identity_of(config), "data": self.data.digest, "workers": workers.size}
+        self.prompts = held_out_prompts(self.data.held_out, config.evaluation.prompts)
+        self.identity = {
+            "config": identity_of(config),
+            "data": self.data.digest,
+            "workers": workers.size,
+        }
         self.device = input_embedding(self.causal_lm).weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
+
+        # What the head reads of the target.
         self.start = load_start(config, self.causal_lm)
         self.kind = METHODS[config.head.method].recipe_class()
         self.target = self._target()
         self.layers = self._layers()
         self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)
+
+        # The head, new or resumed, and its steps.
         self.state = self._resumed()
         self.recipe = self._recipe()
-        self.order = BatchOrder(self.data.documents.lengths, config.training.batch_tokens, config.training.seed)
-        self.num_steps = config.training.steps or self.order.num_steps(config.training.epochs)
+        training = config.training
+        lengths = self.data.documents.lengths
+        self.order = BatchOrder(lengths, training.batch_tokens, training.seed)
+        self.num_steps = training.steps or self.order.num_steps(training.epochs)
         self._saved_at = time.monotonic()
-        self.prompts = held_out_prompts(self.data.held_out, config.evaluation.prompts)
 
     def run(self) -> dict[str, Any]:
         """Train the remaining steps, publish the head and return the record."""
@@ -126,7 +164,8 @@ class HeadTraining:
 
         def on_step(report: StepReport) -> None:
             curves.setdefault("steps", []).append([report.step, report.means, report.gradient_norm])
-            if self._is_due(report.step, self.config.evaluation.every) and report.step < self.num_steps:
+            is_last = report.step >= self.num_steps  # which `_publish` evaluates
+            if self._is_due(report.step, self.config.evaluation.every) and not is_last:
                 self._evaluate(report.step, curves)
             if self._is_checkpoint_due(report.step):
                 self._save(report.step, trainer, curves)
@@ -146,8 +185,14 @@ class HeadTraining:
             return FrozenTarget.of(self.causal_lm)
         counts = count_answers(self.data.documents)
         chosen = answer_vocabulary(counts, size, vocab_size)
-        log.info("draft vocabulary: %s tokens are %.2f %% of the answers", f"{size:,}", 100 * coverage(counts, chosen))
-        return FrozenTarget.of(self.causal_lm, sorted(chosen) if self.kind.scales_features else chosen)
+        log.info(
+            "draft vocabulary: %s tokens are %.2f %% of the answers",
+            f"{size:,}",
+            100 * coverage(counts, chosen),
+        )
+        if self.kind.scales_features:
+            chosen = sorted(chosen)
+        return FrozenTarget.of(self.causal_lm, chosen)
 
     def _layers(self) -> tuple[int, ...] | None:
         """Return the target's layers that the head reads; None is what the lm_head reads."""
@@ -170,14 +215,19 @@ class HeadTraining:
         return state
 
     def _recipe(self) -> HeadRecipe:
+        """Return the recipe with its head, drawn from the seed."""
         scale = None
         if self.kind.scales_features:
-            scale = None if self.state is None else self.state.extra["feature_scale"]
-            scale = self._feature_scale() if scale is None else scale
+            if self.state is not None:
+                scale = self.state.extra["feature_scale"]
+            if scale is None:
+                scale = self._feature_scale()
         self.feature_scale = scale
         torch.manual_seed(self.config.training.seed % 2**63)
         target_config = self.causal_lm.config.get_text_config(decoder=True)
-        return self.kind.make(self.config, target_config, self.target, scale, self.dtype, self.start)
+        return self.kind.make(
+            self.config, target_config, self.target, scale, self.dtype, self.start
+        )
 
     def _feature_scale(self) -> torch.Tensor:
         """Return the factors of the features that the head reads, from the first documents."""
@@ -193,7 +243,9 @@ class HeadTraining:
         descent = GradientDescent(
             optimizers=self._optimizers(),
             schedule=Schedule(
-                schedule_kind(self.config), self.num_steps, num_warmup_steps(self.config, self.num_steps)
+                schedule_kind(self.config),
+                self.num_steps,
+                num_warmup_steps(self.config, self.num_steps),
             ),
             clipping=_clipping(self.config),
             threads=torch.get_num_threads() if threads == "auto" else threads,
@@ -212,8 +264,9 @@ class HeadTraining:
         )
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizer, rate = self.config.optimizer, peak_rate(self.config)
-        parameters = [parameter for parameter in self.recipe.head.parameters() if parameter.requires_grad]
+        optimizer = self.config.optimizer
+        rate = peak_rate(self.config)
+        parameters = [p for p in self.recipe.head.parameters() if p.requires_grad]
         if optimizer.kind == "adamw":
             return adamw(parameters, rate, optimizer.betas, optimizer.weight_decay)
         matrices = self.recipe.matrices()
@@ -254,9 +307,9 @@ class HeadTraining:
 
     def _is_checkpoint_due(self, step: int) -> bool:
         training = self.config.training
-        return self._is_due(step, training.checkpoint_every) or (
-            time.monotonic() - self._saved_at > training.checkpoint_every_s
-        )
+        if self._is_due(step, training.checkpoint_every):
+            return True
+        return time.monotonic() - self._saved_at > training.checkpoint_every_s
 
     def _save(self, step: int, trainer: Trainer, curves: dict[str, list[Any]]) -> None:
         if self.workers.rank != 0:
@@ -278,7 +331,11 @@ class HeadTraining:
             return
         with temporary_head(self.recipe) as directory:
             result = held_out_tau(
-                self.causal_lm, directory, self.config.head.method, self.prompts, self.config.evaluation
+                self.causal_lm,
+                directory,
+                self.config.head.method,
+                self.prompts,
+                self.config.evaluation,
             )
         curves.setdefault("held_out", []).append([step, asdict(result)])
 
@@ -300,7 +357,7 @@ class HeadTraining:
         if self.workers.rank == 0:
             publish_head(self.recipe, self.target, self.config, self.output)
             (self.output / REPORT).write_atomic(training_page(record).encode())
-            write_json(self.output / RECORD, record)
+            write_json(self.output / TRAINING_RECORD, record)
         return record
 
 
@@ -309,20 +366,29 @@ class TrainProgress:
 
     def __init__(self, config: TrainConfig, num_steps: int, begin: int):
         self._every_s = config.logging.progress_every_s
-        self._num_steps, self._begin = num_steps, begin
-        self._started = self._shown = time.monotonic()
+        self._num_steps = num_steps
+        self._begin = begin
+        self._started = time.monotonic()
+        self._shown = self._started
         self._num_tokens = 0
 
     def show(self, report: StepReport, curves: dict[str, list[Any]]) -> None:
+        """Log a line if one is due."""
         now = time.monotonic()
         self._num_tokens += report.num_tokens
         if now - self._shown < self._every_s and report.step < self._num_steps:
             return
-        self._shown, elapsed = now, now - self._started
+        self._shown = now
+        elapsed = now - self._started
         remaining = elapsed / (report.step - self._begin) * (self._num_steps - report.step)
-        agreement = [f"{value:.3f}" for name, value in report.means.items() if name.startswith("agreement")]
+        agreement = [
+            f"{value:.3f}" for name, value in report.means.items() if name.startswith("agreement")
+        ]
         evaluated = curves.get("held_out", [])
-        tau = f", tau {evaluated[-1][1]['tau']:.2f} at step {evaluated[-1][0]}" if evaluated else ""
+        tau = ""
+        if evaluated:
+            step, result = evaluated[-1]
+            tau = f", tau {result['tau']:.2f} at step {step}"
         log.info(
             "step %d/%d: loss %.4f, agreement by depth %s%s, %s tokens/s, %s left",
             report.step,
@@ -347,18 +413,38 @@ def identity_of(config: TrainConfig) -> dict[str, Any]:
     return dump
 
 
+def _load_target(model: ModelConfig) -> CausalLM:
+    """Return the target. Raises ConfigError if a GPU has no memory for it."""
+    threads = torch.get_num_threads()
+    check_device(model)
+    if device_type(model) == "cuda":
+        reason = why_no_room(model)
+        if reason is not None:
+            raise ConfigError(
+                f"model.target: {reason}; training does not split it over GPUs. Take a smaller one."
+            )
+    causal_lm = load_target(model)
+    torch.set_num_threads(threads)  # a pass over thousands of tokens gains from all of them
+    tune_malloc()
+    return causal_lm
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the head's matrix products. auto: bf16 if the device multiplies it."""
+    """Return the dtype of the head's matrix products; auto is bf16 if the device multiplies it."""
     if name != "auto":
         return torch.bfloat16 if name == "bfloat16" else torch.float32
-    return torch.bfloat16 if device.type != "cpu" or bf16_unit() else torch.float32
+    has_bf16 = device.type != "cpu" or bf16_unit()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def _clipping(config: TrainConfig) -> Clipping:
     """Return the limits: auto is by value for AdamW, as published, and by norm for Muon."""
     optimizer = config.optimizer
-    value, norm = (CLIP, None) if optimizer.kind == "adamw" else (None, CLIP)
-    return Clipping(
-        value if optimizer.clip_value == "auto" else optimizer.clip_value,
-        norm if optimizer.clip_norm == "auto" else optimizer.clip_norm,
-    )
+    is_adamw = optimizer.kind == "adamw"
+    value = optimizer.clip_value
+    if value == "auto":
+        value = CLIP if is_adamw else None
+    norm = optimizer.clip_norm
+    if norm == "auto":
+        norm = None if is_adamw else CLIP
+    return Clipping(value, norm)

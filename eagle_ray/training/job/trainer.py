@@ -1,33 +1,33 @@
-"""Trainer: the loop over steps, their order and the checkpoints between them. One step is
+"""Trainer: the loop over steps.
 
-documents   of the step, by the order            the same on every worker
-shards      of this worker                        split evenly by tokens
-features    of each shard                         from the target, or from a cache
-counts      of the whole step                     summed over workers
-gradients   of each shard's part of the mean      summed over threads and workers
+What one step makes, in this order:
+
+    documents   of the step, by the order (`batch_order.py`)      the same on every worker
+    shards      of this worker                                    split evenly by tokens
+    features    of each shard                                     from the target, or from a cache
+    counts      of the whole step                                 summed over workers
+    gradients   of each shard's part of the mean                  summed over threads and workers
+
+Between two steps `train_state.py` writes checkpoints.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from eagle_ray.core.errors import EngineError
-from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FeatureBatch, FeatureSource
-from eagle_ray.training.optimization import GradientDescent, HeadRecipe, Losses
+from eagle_ray.training.head_recipe import HeadRecipe, Losses
+from eagle_ray.training.job.batch_order import BatchOrder, split_evenly
+from eagle_ray.training.optimization import GradientDescent
 from eagle_ray.training.packing import Document, PackedBatch
 
 SEED_STRIDE = 4096  # more shards than a step ever has
-CHECKPOINTS = "checkpoints"  # directory of a run
-Curves = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class StepReport:
         step: finished steps, this one included.
         means: loss, its parts and agreement by depth, over the step.
         num_tokens: number of tokens of the step, over all workers.
-        seconds: seconds of the step; feature_seconds of them for features.
+        seconds: seconds of the step.
+        feature_seconds: seconds of it for features.
     """
 
     step: int
@@ -74,7 +75,11 @@ class Trainer:
         self._lengths = [len(document) for document in self.documents]
 
     def run(self, begin: int, end: int, on_step: Callable[[StepReport], None]) -> None:
-        """Run the steps begin .. end - 1. on_step: called after each."""
+        """Run the steps begin .. end - 1.
+
+        Args:
+            on_step: called after each.
+        """
         for step in range(begin, end):
             on_step(self.step(step))
 
@@ -102,7 +107,8 @@ class Trainer:
 
     def _shards(self, indices: list[int]) -> list[PackedBatch]:
         """Return this worker's shards of a step."""
-        workers, threads = self.descent.workers, self.descent.threads
+        workers = self.descent.workers
+        threads = self.descent.threads
         passes = math.ceil(self.batch_tokens / (workers.size * self.shard_tokens))
         per_worker = math.ceil(passes / threads) * threads
         shards = split_evenly(indices, self._lengths, workers.size * per_worker)
@@ -110,6 +116,7 @@ class Trainer:
         return [PackedBatch.of(self.documents, shard, self.device) for shard in mine]
 
     def _counts(self, shards: Sequence[FeatureBatch]) -> torch.Tensor:
+        """Return the counts of the whole step."""
         counts = torch.zeros(self.recipe.num_counts, dtype=torch.float64)
         for shard in shards:
             counts += self.recipe.counts(shard)
@@ -127,120 +134,3 @@ class Trainer:
         values = torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64)
         self.descent.workers.sum([values])
         return dict(zip(names, values.tolist(), strict=True))
-
-
-class BatchOrder:
-    """Which documents each step reads, as a function of the seed and the step alone.
-
-        order = BatchOrder(lengths, batch_tokens=8192, seed=0)
-        order.batch(step)                    # equal documents in every run, also after a resume
-        split_evenly(indices, lengths, 4)    # shards of one step, for threads and workers
-
-    Every epoch is a new permutation. A step takes documents until the next one would exceed batch_tokens.
-
-    Args:
-        lengths: tokens of each document.
-        batch_tokens: maximum tokens of a step; a longer document is a step of its own.
-        seed: seed of the permutations.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int):
-        self._lengths, self._batch_tokens, self._seed = lengths, batch_tokens, seed
-        self._first_steps = [0]  # of each epoch
-        self._epochs: dict[int, list[list[int]]] = {}
-
-    def batch(self, step: int) -> list[int]:
-        """Return the documents of a step."""
-        epoch = self.epoch_of(step)
-        return self._batches(epoch)[step - self._first_steps[epoch]]
-
-    def epoch_of(self, step: int) -> int:
-        """Return the number of whole passes over the data before this step."""
-        while step >= self._first_steps[-1]:
-            self._first_steps.append(self._first_steps[-1] + len(self._batches(len(self._first_steps) - 1)))
-        return bisect_right(self._first_steps, step) - 1
-
-    def num_steps(self, num_epochs: int) -> int:
-        """Return the steps of the first num_epochs epochs."""
-        while len(self._first_steps) <= num_epochs:
-            self._first_steps.append(self._first_steps[-1] + len(self._batches(len(self._first_steps) - 1)))
-        return self._first_steps[num_epochs]
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._epochs:
-            self._epochs = {epoch: self._shuffle(epoch)}
-        return self._epochs[epoch]
-
-    def _shuffle(self, epoch: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        batches: list[list[int]] = []
-        num_tokens = self._batch_tokens
-        for index in torch.randperm(len(self._lengths), generator=generator).tolist():
-            if num_tokens + self._lengths[index] > self._batch_tokens:
-                batches.append([])
-                num_tokens = 0
-            batches[-1].append(index)
-            num_tokens += self._lengths[index]
-        return batches
-
-
-def split_evenly(indices: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[list[int]]:
-    """Split the documents of a step into shards of about as many tokens: the longest first, to the smallest shard."""
-    shards: list[list[int]] = [[] for _ in range(num_shards)]
-    sizes = [0] * num_shards
-    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
-        smallest = sizes.index(min(sizes))
-        shards[smallest].append(index)
-        sizes[smallest] += lengths[index]
-    return shards
-
-
-@dataclass
-class TrainState:
-    """State between two steps: everything that the next step depends on, in one file, local or in S3.
-
-        checkpoints/step-00000200.pt     head, optimizers, step, curves so far
-
-    The position in the data is the step, since the order of the data is a function of the seed and the step. Noise is
-    drawn from the seed and the step as well, so a resumed run repeats the numbers of one that was never stopped, bit
-    for bit.
-
-    Attributes:
-        step: finished steps.
-        head, optimizers: their state_dicts.
-        extra: tensors of the recipe that are made from the data at the start.
-        curves: lists of numbers for the report.
-        identity: what a resumed run must have in common with this one, as JSON.
-    """
-
-    step: int
-    head: dict[str, Any]
-    optimizers: list[dict[str, Any]]
-    extra: dict[str, Any] = field(default_factory=dict)
-    curves: Curves = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
-
-    def save(self, output: StoragePath, keep: int) -> None:
-        """Write the checkpoint, then delete all but the newest `keep`."""
-        buffer = io.BytesIO()
-        torch.save(vars(self), buffer)
-        (output / CHECKPOINTS / f"step-{self.step:08d}.pt").write_atomic(buffer.getvalue())
-        for old in checkpoints(output)[:-keep]:
-            old.remove()
-
-    @classmethod
-    def load(cls, file: StoragePath) -> TrainState:
-        """Return a checkpoint's state, on the CPU. Raises EngineError if the file is damaged."""
-        try:
-            values = torch.load(io.BytesIO(file.read_bytes()), map_location="cpu", weights_only=True)
-            return cls(**values)
-        except (RuntimeError, EOFError, ValueError, TypeError, KeyError) as error:
-            raise EngineError(
-                f"{file}: damaged checkpoint ({error}). Delete it to resume from the one before"
-            ) from error
-
-
-def checkpoints(output: StoragePath) -> list[StoragePath]:
-    """Return the checkpoints of a run, the oldest first."""
-    directory = output / CHECKPOINTS
-    return directory.glob("step-*.pt") if directory.is_directory() else []
