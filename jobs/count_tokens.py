@@ -4,9 +4,10 @@
     python jobs/count_tokens.py corpus.txt runs/yesterday --target org/model --out vocab.txt
     eagle-ray run ... --set speculative.draft_vocab=vocab.txt       # draft_vocab_size: the first ones only
 
-Counts outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other file as text, line by
-line, with the target's tokenizer. What the target itself wrote is the best measure of what it will write: a text says
-nothing of the tokens that end an answer. Prints which share of all tokens the first ids are.
+Counts outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other
+file as text, line by line, with the target's tokenizer. What the target itself wrote is the best
+measure of what it will write: a text says nothing of the tokens that end an answer. Prints which
+share of all tokens the first ids are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.draft_vocab import write_draft_vocab
-from eagle_ray.storage.checked_parquet import columns_of
+from eagle_ray.storage.datastore import columns_of
 from eagle_ray.text.tokenizer import Tokenizer
 
 
@@ -71,7 +72,9 @@ def counted(source: str, target: str | None) -> Iterator[Counter[int]]:
 
 def tokenizer_of(target: str | None, source: str) -> Tokenizer:
     if target is None:
-        raise ConfigError(f"--target: missing; its tokenizer reads {source}, which is no run and no Parquet file")
+        raise ConfigError(
+            f"--target: missing; its tokenizer reads {source}, which is no run and no Parquet file"
+        )
     text = load_tokenizer(ModelConfig(target=target, draft=None))
     if text is None:
         raise ConfigError(f"--target: {target} has no tokenizer")
@@ -84,10 +87,16 @@ def sizes(most: int) -> list[int]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", nargs="+", help="a run directory, a Parquet file of token ids, or a text file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source", nargs="+", help="a run directory, a Parquet file of token ids, or a text file"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the file to write, one id a line")
-    parser.add_argument("--target", help="whose tokenizer reads text: embedded:tiny, a directory or a hub id")
+    parser.add_argument(
+        "--target", help="whose tokenizer reads text: embedded:tiny, a directory or a hub id"
+    )
     return parser.parse_args()
 
 

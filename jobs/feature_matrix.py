@@ -4,8 +4,9 @@
     claim_of(feature, method)   # "exact": outputs are plain decoding's; "refused"; "eager"; "untested"
     matrix_page()               # eagle_ray/methods/FEATURES.md, written by python -m jobs.reference_tables
 
-The rows come from the tables of parameters and the columns from METHODS. So a new parameter without an example is an
-untested one, and a new method is a drafter; tests/engine/test_feature_matrix.py runs every example with every method.
+The rows come from the tables of parameters and the columns from METHODS. So a new parameter without
+an example is an untested one, and a new method is a drafter; tests/engine/test_feature_matrix.py
+runs every example with every method.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ PLAIN = "none"
 PRE_EMPTION, REPLAYED = "pre-emption", "replayed steps"
 # Drafters whose steps are not replayed as CUDA graphs, because they work on the host.
 EAGER_METHODS = frozenset(["medusa", "hydra", "recycling", "lookahead"])
-KINDS = {"dflash": ("DSpark", "DFlash2", "Domino")}  # of heads that a method reads besides its own, columns each
+KINDS = {
+    "dflash": ("DSpark", "DFlash2", "Domino")
+}  # of heads that a method reads besides its own, columns each
 
 _SCHEMA = {
     "type": "object",
@@ -39,11 +42,14 @@ _SCHEMA = {
 }
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}
 _CHAT = {"messages": [{"role": "user", "content": "2 + 3?"}]}
-_THINKING, _NOT_THINKING = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (True, False))
+_THINKING, _NOT_THINKING = (
+    {"chat_template_kwargs": {"enable_thinking": value}} for value in (True, False)
+)
 _CALLING = {**_CHAT, **_NOT_THINKING, "tools": [_TOOL], "tool_choice": "required", "max_tokens": 48}
 _SAMPLED = {"temperature": 1.0}
 _ENDING = {"logit_bias": {"2": 5.0}}  # the end of the sequence is likely
-# Rows of a job that use a parameter. What a row leaves open is tried in several ways: prompt, temperature and seed.
+# Rows of a job that use a parameter. What a row leaves open is tried in several ways: prompt,
+# temperature and seed.
 EXAMPLES: Mapping[str, Row] = {
     "temperature": {"temperature": 0.7},
     "top_p": {**_SAMPLED, "top_p": 0.7},
@@ -73,6 +79,9 @@ EXAMPLES: Mapping[str, Row] = {
     "json_object": {"json_object": True},
     "regex": {"regex": "[a-n]{3}(12)+x?"},
     "choice": {"choice": ["name", "na12", "ab"]},
+    "continuations": {"continuations": [[7, 9], [7, 11, 2], [5]], "max_tokens": 0},
+    "score_text": {"score_text": True, "max_tokens": 0},
+    "score_stride": {"score_text": True, "score_stride": 5, "max_tokens": 0},
     "grammar": {"grammar": 'start: pair ("," pair)*\npair: /[a-d]{1,3}/ ":" /[1-9][0-9]?/'},
     "response_format": {"response_format": {"type": "json_object"}},
     "tools": {**_CHAT, **_NOT_THINKING, "tools": [_TOOL]},
@@ -113,7 +122,8 @@ class Feature:
 
     Attributes:
         name: of a parameter, a condition of the engine or a contradiction.
-        example: a row of a job that uses it; None for what an engine does, and for a parameter without one.
+        example: a row of a job that uses it; None for what an engine does, and for a parameter
+            without one.
         refusal: the error of a contradiction.
     """
 
@@ -136,7 +146,11 @@ def features() -> Iterator[Feature]:
 def methods() -> list[str]:
     """Return the columns: all sources of drafts in one tree, which is the default, and every method that drafts."""
     names = [AUTO, *(name for name in METHODS if name != PLAIN)]
-    return [column for name in names for column in (name, *(f"{name}, {kind}" for kind in KINDS.get(name, ())))]
+    return [
+        column
+        for name in names
+        for column in (name, *(f"{name}, {kind}" for kind in KINDS.get(name, ())))
+    ]
 
 
 def claim_of(feature: Feature, method: str) -> str:

@@ -1,7 +1,7 @@
 """Generate completions for every row of an input: `eagle-ray run` as a script, for `ray job submit`.
 
-python jobs/generate.py -c configs/demo.yaml
-ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/generate.py -c configs/demo.yaml
+python jobs/generate.py -c configs/demo.yaml ray job submit --address http://127.0.0.1:8265
+--working-dir . -- python jobs/generate.py -c configs/demo.yaml
 """
 
 import sys

@@ -1,10 +1,11 @@
 """Compare tau of coupled ranking with EAGLE-2's own on equal trees: python -m jobs.bench.coupled
 
-On the embedded pair and held-out prompts of its six categories, at several temperatures, with and without top-p. Both
-arms answer the same prompts with the same seeds and verify the same number of nodes for each sequence at each step; the
-coupled arm starts unfitted in every cell and calibrates. Every output is compared with plain decoding's. Intervals are
-95 %, of the paired difference of pooled tau, by bootstrap over prompts. Prints Markdown. The pair's acceptance is its
-toy world's own and says nothing of real models.
+On the embedded pair and held-out prompts of its six categories, at several temperatures, with and
+without top-p. Both arms answer the same prompts with the same seeds and verify the same number of
+nodes for each sequence at each step; the coupled arm starts unfitted in every cell and calibrates.
+Every output is compared with plain decoding's. Intervals are 95 %, of the paired difference of
+pooled tau, by bootstrap over prompts. Prints Markdown. The pair's acceptance is its toy world's own
+and says nothing of real models.
 """
 
 from __future__ import annotations
@@ -55,13 +56,17 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     rows = list(prompt_rows(args.per_category))
-    print(f"{provenance()}; {len(rows)} prompts, at most {args.max_tokens} tokens each, {args.slots} slots, fp32\n")
+    print(
+        f"{provenance()}; {len(rows)} prompts, at most {args.max_tokens} tokens each, {args.slots} slots, fp32\n"
+    )
     for shape in (TREES[name] for name in args.trees):
         title = f"{shape.max_nodes} nodes, {shape.max_depth} levels, top-{shape.top_k}"
         print(f"### {title}\n\n{HEADER}\n{'|---' * 8}|")
         for temperature in args.temperatures:
             for top_p in args.top_p if temperature else [1.0]:
-                params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=args.max_tokens)
+                params = SamplingParams(
+                    temperature=temperature, top_p=top_p, max_tokens=args.max_tokens
+                )
                 for line in cell(shape, rows, params, args.slots):
                     print(line, flush=True)
         print()
@@ -80,7 +85,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def provenance() -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return f"{now}, commit {commit}, {platform.machine()} {platform.system()}, torch {torch.__version__}"
 
@@ -93,10 +100,17 @@ def cell(shape: TreeBounds, rows: list[dict], params: SamplingParams, slots: int
     coupled = answer(build(uniform(shape, "coupled"), slots), rows, params)
     place = f"| {params.temperature:g} | {params.top_p:g} |"
     for category in [*dict.fromkeys(row["category"] for row in rows), "all"]:
-        mine = torch.tensor([i for i, row in enumerate(rows) if category in (row["category"], "all")])
+        mine = torch.tensor(
+            [i for i, row in enumerate(rows) if category in (row["category"], "all")]
+        )
         yield f"{place} {category} | {compared(plain, coupled, mine)} |"
-    same = [sum(a == b for a, b in zip(arm.outputs, oracle.outputs, strict=True)) for arm in (plain, coupled)]
-    errors = (counts.calibration_error for counts in (coupled.stats.drafted, coupled.stats.calibrated))
+    same = [
+        sum(a == b for a, b in zip(arm.outputs, oracle.outputs, strict=True))
+        for arm in (plain, coupled)
+    ]
+    errors = (
+        counts.calibration_error for counts in (coupled.stats.drafted, coupled.stats.calibrated)
+    )
     ece = "calibration error {:.3f} as drafted, {:.3f} calibrated".format(*errors)
     identical = f"identical to plain decoding: {same[0]} and {same[1]} of {len(rows)}"
     yield f"{place} | {identical} | {ece} | {time.monotonic() - started:.0f} s | | |"
@@ -109,7 +123,9 @@ def uniform(shape: TreeBounds, ranking: str) -> SpeculativeConfig:
 
 def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:
     return build_engine_from_config(
-        ModelConfig(max_model_len=1024, device="cpu", dtype="float32"), speculative, EngineArgs(slots)
+        ModelConfig(max_model_len=1024, device="cpu", dtype="float32"),
+        speculative,
+        EngineArgs(slots),
     )
 
 
@@ -127,13 +143,20 @@ def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
     for sequence in sequences:
         total = total.merge(sequence.stats)
     columns = ("num_steps", "num_accepted_draft_tokens", "num_draft_tokens")
-    counts = [torch.tensor([getattr(s.stats, name) for s in sequences], dtype=torch.float64) for name in columns]
+    counts = [
+        torch.tensor([getattr(s.stats, name) for s in sequences], dtype=torch.float64)
+        for name in columns
+    ]
     return Arm([s.output_ids for s in sequences], *counts, total)
 
 
 def compared(plain: Arm, coupled: Arm, prompts: torch.Tensor) -> str:
     """Both taus, their difference with its interval (marked where it excludes 0), both acceptances per node."""
-    draws = prompts[torch.randint(len(prompts), (RESAMPLES, len(prompts)), generator=torch.Generator().manual_seed(0))]
+    draws = prompts[
+        torch.randint(
+            len(prompts), (RESAMPLES, len(prompts)), generator=torch.Generator().manual_seed(0)
+        )
+    ]
     differences = coupled.tau(draws) - plain.tau(draws)
     low, high = (differences.nanquantile(q).item() for q in (0.025, 0.975))
     mark = " **+**" if low > 0 else " **-**" if high < 0 else ""

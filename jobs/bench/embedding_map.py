@@ -1,8 +1,8 @@
 """EmbeddingMap: where a small Llama's numbers stand in a larger one's matrices (`widening.py`).
 
-Rotary pair i of a head stands at pair i * E/h of the larger head, whose frequency is the same. One of the pairs that
-are left over, that of the lowest frequency, is the anchor: queries have a positive number in it and keys nothing, so
-that no query attends to a key made by hand.
+Rotary pair i of a head stands at pair i * E/h of the larger head, whose frequency is the same. One
+of the pairs that are left over, that of the lowest frequency, is the anchor: queries have a
+positive number in it and keys nothing, so that no query attends to a key made by hand.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ class ModelShape:
 class EmbeddingMap:
     """Where the small model's numbers stand in the large one.
 
-    width: the small residual width, and the index of the constant dimension. intermediate: units of the small MLP.
-    queries, keys, values: rows of the large projections. copied: the small row that each large key and value row holds.
-    outputs: o_proj's columns; live_outputs: those of all query heads that read a used key/value head. scale: of the
-    queries. anchors: rows of q_proj, one for each used head; none where all rotary pairs are taken.
+    width: the small residual width, and the index of the constant dimension. intermediate: units of
+    the small MLP. queries, keys, values: rows of the large projections. copied: the small row that
+    each large key and value row holds. outputs: o_proj's columns; live_outputs: those of all query
+    heads that read a used key/value head. scale: of the queries. anchors: rows of q_proj, one for
+    each used head; none where all rotary pairs are taken.
     """
 
     width: int
@@ -92,11 +93,19 @@ class EmbeddingMap:
     def of(cls, config: LlamaConfig, shape: ModelShape) -> EmbeddingMap:
         """Query heads keep their key/value head; where the large model has fewer per group, key heads are copied."""
         dim, kv_heads = config.head_dim, config.num_key_value_heads
-        groups, wide_groups = config.num_attention_heads // kv_heads, shape.num_heads // shape.num_kv_heads
+        groups, wide_groups = (
+            config.num_attention_heads // kv_heads,
+            shape.num_heads // shape.num_kv_heads,
+        )
         copies = math.ceil(groups / wide_groups)
-        fits = config.hidden_size < shape.hidden_size and config.intermediate_size <= shape.intermediate_size
+        fits = (
+            config.hidden_size < shape.hidden_size
+            and config.intermediate_size <= shape.intermediate_size
+        )
         if not fits or kv_heads * copies > shape.num_kv_heads or shape.head_dim % dim:
-            raise EngineError(f"a Llama of {config.hidden_size} dims and {kv_heads} kv heads does not fit into {shape}")
+            raise EngineError(
+                f"a Llama of {config.hidden_size} dims and {kv_heads} kv heads does not fit into {shape}"
+            )
         query_heads = [
             (kv * copies + i // wide_groups) * wide_groups + i % wide_groups
             for kv in range(kv_heads)
@@ -106,7 +115,9 @@ class EmbeddingMap:
         plain = torch.arange(dim)
         pairs = torch.arange(dim // 2) * (shape.head_dim // dim)
         rotary = torch.cat([pairs, shape.head_dim // 2 + pairs])
-        anchor = torch.tensor([shape.head_dim // 2 - 1] if shape.head_dim > dim else [], dtype=torch.int64)
+        anchor = torch.tensor(
+            [shape.head_dim // 2 - 1] if shape.head_dim > dim else [], dtype=torch.int64
+        )
         return cls(
             width=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -115,7 +126,9 @@ class EmbeddingMap:
             values=_in_heads(key_heads, shape.head_dim, plain),
             copied=_in_heads([kv // copies for kv in key_heads], dim, plain),
             outputs=_in_heads(query_heads, shape.head_dim, plain),
-            live_outputs=_in_heads(list(range(len(key_heads) * wide_groups)), shape.head_dim, plain),
+            live_outputs=_in_heads(
+                list(range(len(key_heads) * wide_groups)), shape.head_dim, plain
+            ),
             scale=math.sqrt(shape.head_dim / dim),
             anchors=_in_heads(query_heads, shape.head_dim, anchor),
         )

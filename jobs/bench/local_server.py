@@ -23,8 +23,16 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "serve_demo.yaml"
-TITLES = {"replica": "ServeReplica:eagle-ray:engine", "proxy": "ProxyActor", "controller": "ServeController"}
-TITLES |= {"metrics": "ServeReplica:eagle-ray:metrics", "gcs": "gcs_server", "raylet": "raylet/raylet"}
+TITLES = {
+    "replica": "ServeReplica:eagle-ray:engine",
+    "proxy": "ProxyActor",
+    "controller": "ServeController",
+}
+TITLES |= {
+    "metrics": "ServeReplica:eagle-ray:metrics",
+    "gcs": "gcs_server",
+    "raylet": "raylet/raylet",
+}
 ENDS_WITHIN_S = 90.0
 
 
@@ -35,7 +43,16 @@ class Served:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._directory = tempfile.TemporaryDirectory(prefix="served-")
-        command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", str(CONFIG), "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "eagle_ray.cli",
+            "serve",
+            "-c",
+            str(CONFIG),
+            "--port",
+            str(self.port),
+        ]
         command += ["--set", "serving.ray_address=local", *flags]
         given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
         with self._log.open("w") as log:
@@ -74,7 +91,11 @@ class Served:
 
     def metrics(self) -> dict[str, float]:
         """/metrics by name and labels, without our prefix."""
-        lines = [line.rsplit(" ", 1) for line in self.text("/metrics").splitlines() if not line.startswith("#")]
+        lines = [
+            line.rsplit(" ", 1)
+            for line in self.text("/metrics").splitlines()
+            if not line.startswith("#")
+        ]
         return {name.removeprefix("eagle_ray_"): float(value) for name, value in lines}
 
     def processes(self) -> dict[str, list[int]]:
@@ -83,7 +104,10 @@ class Served:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.Error):  # gone meanwhile
                 titles[child.pid] = " ".join(child.cmdline())
-        found = {name: [pid for pid, title in titles.items() if part in title] for name, part in TITLES.items()}
+        found = {
+            name: [pid for pid, title in titles.items() if part in title]
+            for name, part in TITLES.items()
+        }
         return found | {"driver": [self.process.pid]}
 
 

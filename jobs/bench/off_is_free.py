@@ -1,9 +1,10 @@
 """Compare the defaults with plain decoding where drafts may not pay: python -m jobs.bench.off_is_free
 
-Two engines over the same weights of embedded:smollm2, one with the default settings and one of method none, answer the
-same requests in turns, in an order that changes from round to round. A round is as many sequences as fit into the
-batch, each of --tokens tokens, prompts included. The first round of the first text counts too, with all that the
-planner tries before it knows the text. Ratios are of all rounds' tokens per second, intervals by bootstrap over rounds.
+Two engines over the same weights of embedded:smollm2, one with the default settings and one of
+method none, answer the same requests in turns, in an order that changes from round to round. A
+round is as many sequences as fit into the batch, each of --tokens tokens, prompts included. The
+first round of the first text counts too, with all that the planner tries before it knows the text.
+Ratios are of all rounds' tokens per second, intervals by bootstrap over rounds.
 
     known      questions such as the head was trained on
     finnish    prose in a language that the target hardly knows and the head never saw
@@ -11,10 +12,11 @@ planner tries before it knows the text. Ratios are of all rounds' tokens per sec
     noise      random tokens
     repeated   one question for the whole batch
 
-`--heads random` drafts with a head of random weights. `--control` times a second engine of method none as well: how far
-its ratio is from 1 is what this machine cannot tell apart. `--parts` prints where the time of a step goes, for
-everything on the same lines. Engines are made --engines times for each head and batch; costs are measured in this run
-unless EAGLE_RAY_CACHE names where they are kept. In a minute: --heads own --batches 8 --texts finnish --rounds 5
+`--heads random` drafts with a head of random weights. `--control` times a second engine of method
+none as well: how far its ratio is from 1 is what this machine cannot tell apart. `--parts` prints
+where the time of a step goes, for everything on the same lines. Engines are made --engines times
+for each head and batch; costs are measured in this run unless EAGLE_RAY_CACHE names where they are
+kept. In a minute: --heads own --batches 8 --texts finnish --rounds 5
 """
 
 from __future__ import annotations
@@ -117,13 +119,19 @@ class Models:
         """Return prompts of one of TEXTS, or of a file of JSON lines."""
         if file is not None:
             rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-            return [self.tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}]) for row in rows]
+            return [
+                self.tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
+                for row in rows
+            ]
         return TEXTS[text](self)
 
     def cut(self, text: str) -> list[list[int]]:
         """Return the prompts that begin at each eighth token of a text."""
         ids = self.tokenizer.encode(text)
-        return [ids[start:][:PROMPT_TOKENS] for start in range(0, len(ids) - PROMPT_TOKENS, PROMPT_TOKENS // 6)]
+        return [
+            ids[start:][:PROMPT_TOKENS]
+            for start in range(0, len(ids) - PROMPT_TOKENS, PROMPT_TOKENS // 6)
+        ]
 
 
 def questions(models: Models) -> list[list[int]]:
@@ -160,7 +168,9 @@ class Lane:
     @classmethod
     def of(cls, models: Models, head: nn.Module | None, batch: int) -> Lane:
         speculative = SpeculativeConfig() if head is not None else SpeculativeConfig(method="none")
-        engine = build_engine(models.causal_lm, head, speculative, EngineArgs(batch, MAX_MODEL_LEN, kv_tokens=None))
+        engine = build_engine(
+            models.causal_lm, head, speculative, EngineArgs(batch, MAX_MODEL_LEN, kv_tokens=None)
+        )
         warm_up(engine)
         lane = cls(engine)
         for name, holder, attribute in lane._parts():
@@ -204,14 +214,23 @@ def main() -> None:
                 lanes = {name: Lane.of(models, each, batch) for name, each in heads.items()}
                 for text in texts:
                     for temperature in args.temperatures:
-                        rounds = rounds_of(args, lanes, models.prompts(text, args.prompts), batch, temperature)
-                        print(line([head_name, text, f"{temperature:g}", str(batch)], rounds), flush=True)
+                        rounds = rounds_of(
+                            args, lanes, models.prompts(text, args.prompts), batch, temperature
+                        )
+                        print(
+                            line([head_name, text, f"{temperature:g}", str(batch)], rounds),
+                            flush=True,
+                        )
                         if args.parts:
                             print("\n".join(parts_table(lanes, rounds)), flush=True)
 
 
 def rounds_of(
-    args: argparse.Namespace, lanes: dict[str, Lane], prompts: list[list[int]], batch: int, temperature: float
+    args: argparse.Namespace,
+    lanes: dict[str, Lane],
+    prompts: list[list[int]],
+    batch: int,
+    temperature: float,
 ) -> list[Round]:
     """Run the rounds of one line of the table."""
     timing = Timing({name: lane.engine for name, lane in lanes.items()})
@@ -233,7 +252,9 @@ def sequences_of(asked: list[tuple], name: str) -> list[Sequence]:
 def requests_of(prompts: list[list[int]], max_tokens: int, temperature: float) -> Iterator[tuple]:
     """Yield the arguments of sequences without end."""
     for i in range(10**9):
-        params = SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, seed=i, max_tokens=max_tokens, ignore_eos=True
+        )
         yield str(i), prompts[i % len(prompts)], params
 
 
@@ -245,14 +266,26 @@ def line(about: list[str], rounds: list[Round]) -> str:
     if CONTROL in rounds[0].samples:
         again = ratio_of(rounds, CONTROL)
         control = f"{again.mean:.3f} [{again.low:.3f}, {again.high:.3f}]"
-    parts = [*about, f"{plain.tokens_per_second:.1f}", f"{ratio.mean:.3f}", f"[{ratio.low:.3f}, {ratio.high:.3f}]"]
-    parts += [control, f"{ours.tau:.2f}", f"{ours.num_plain_steps / ours.num_steps:.0%}", str(ours.num_probes)]
+    parts = [
+        *about,
+        f"{plain.tokens_per_second:.1f}",
+        f"{ratio.mean:.3f}",
+        f"[{ratio.low:.3f}, {ratio.high:.3f}]",
+    ]
+    parts += [
+        control,
+        f"{ours.tau:.2f}",
+        f"{ours.num_plain_steps / ours.num_steps:.0%}",
+        str(ours.num_probes),
+    ]
     return "| " + " | ".join(parts) + " |"
 
 
 def ratio_of(rounds: list[Round], name: str) -> Interval:
     """Return an engine's tokens per second over those of plain decoding."""
-    return pooled_ratio([(counted(each.samples[name]), counted(each.samples[PLAIN])) for each in rounds])
+    return pooled_ratio(
+        [(counted(each.samples[name]), counted(each.samples[PLAIN])) for each in rounds]
+    )
 
 
 def counted(sample: Sample) -> tuple[float, float]:
@@ -264,7 +297,11 @@ def parts_table(lanes: dict[str, Lane], rounds: list[Round]) -> list[str]:
     plain_s = total(rounds, PLAIN).seconds
     seconds = {name: lanes[name].times.seconds for name in (OURS, PLAIN)}
     calls = {name: lanes[name].times.calls for name in (OURS, PLAIN)}
-    lines = ["", "| part | defaults, ms | calls | none, ms | calls | loss |", "|---|---|---|---|---|---|"]
+    lines = [
+        "",
+        "| part | defaults, ms | calls | none, ms | calls | loss |",
+        "|---|---|---|---|---|---|",
+    ]
     more = {part: seconds[OURS][part] - seconds[PLAIN].get(part, 0.0) for part in seconds[OURS]}
     for part in sorted(more, key=lambda name: -more[name]):
         cells = [part]
@@ -284,7 +321,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of each output")
     parser.add_argument("--engines", type=int, default=1, help="times that the engines are made")
-    parser.add_argument("--control", action="store_true", help="time a second engine of method none")
+    parser.add_argument(
+        "--control", action="store_true", help="time a second engine of method none"
+    )
     parser.add_argument("--parts", action="store_true", help="print the parts of a step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()

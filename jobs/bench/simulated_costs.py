@@ -4,8 +4,8 @@
     ...
     engine.planner.tokens_per_second
 
-What a machine cannot tell apart in a minute of real seconds, made-up ones can: acceptance is the pair's own, and every
-step takes what a table of costs says.
+What a machine cannot tell apart in a minute of real seconds, made-up ones can: acceptance is the
+pair's own, and every step takes what a table of costs says.
 """
 
 from __future__ import annotations
@@ -26,12 +26,24 @@ from eagle_ray.tree.expand import DraftPlan
 
 def cpu() -> StepCosts:
     """A 230M pair on two cores, as it was measured: every row more costs something."""
-    return world([1, 4, 8, 16, 24, 64], [0.033, 0.044, 0.056, 0.076, 0.097, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+    return world(
+        [1, 4, 8, 16, 24, 64],
+        [0.033, 0.044, 0.056, 0.076, 0.097, 0.215],
+        0.107,
+        (0.001, 0.0025),
+        2e-6,
+    )
 
 
 def busy() -> StepCosts:
     """The same while others use the machine's memory: small passes, which wait for weights, are slowed down most."""
-    return world([1, 4, 8, 16, 24, 64], [0.043, 0.056, 0.067, 0.083, 0.100, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+    return world(
+        [1, 4, 8, 16, 24, 64],
+        [0.043, 0.056, 0.067, 0.083, 0.100, 0.215],
+        0.107,
+        (0.001, 0.0025),
+        2e-6,
+    )
 
 
 def flat(free_rows: int = 8, head_share: float = 0.1) -> StepCosts:
@@ -43,7 +55,9 @@ def flat(free_rows: int = 8, head_share: float = 0.1) -> StepCosts:
 def avx512() -> StepCosts:
     """That pair on two cores of a Xeon of 2023, in fp32: a pass of few rows waits for the weights."""
     return StepCosts(
-        verify=_curve({1: 57.5, 6: 60, 8: 65.5, 16: 80, 24: 91.5, 32: 107, 48: 130, 64: 152, 128: 240}),
+        verify=_curve(
+            {1: 57.5, 6: 60, 8: 65.5, 16: 80, 24: 91.5, 32: 107, 48: 130, 64: 152, 128: 240}
+        ),
         attention_per_token=2.4e-6,
         catch_up=_curve({1: 7.2, 8: 8.5, 16: 9.7, 32: 11.7, 64: 18}),
         expand=_curve({1: 5.8, 8: 6.9, 16: 8.1, 32: 11.4, 64: 18}),
@@ -68,7 +82,20 @@ def amx() -> StepCosts:
 def h200() -> StepCosts:
     """A Llama 8B in bf16 on an H200, graphs replayed, as `jobs.bench.gpu` measured it on 2026-11-26."""
     return StepCosts(
-        verify=_curve({1: 4.85, 8: 5, 32: 5.25, 64: 5.65, 96: 6.1, 128: 6.3, 192: 7.35, 256: 8.15, 512: 13, 1024: 22}),
+        verify=_curve(
+            {
+                1: 4.85,
+                8: 5,
+                32: 5.25,
+                64: 5.65,
+                96: 6.1,
+                128: 6.3,
+                192: 7.35,
+                256: 8.15,
+                512: 13,
+                1024: 22,
+            }
+        ),
         attention_per_token=4e-8,
         catch_up=_curve({1: 0.95, 64: 1.05, 448: 1.15}),
         expand=_curve({1: 0.55, 40: 0.6, 160: 0.65, 256: 1.02, 640: 2.25}),
@@ -80,8 +107,9 @@ def h200() -> StepCosts:
 def h100() -> StepCosts:
     """A Llama 8B in bf16 on an H100, graphs replayed.
 
-    Products and attention of a layer as an H100 ran them on 2026-11-27 (jobs/results/gpu.md), 32 times. What such a
-    step takes beyond them is not measured there: the lm_head by its bytes, the rest as on the H200.
+    Products and attention of a layer as an H100 ran them on 2026-11-27 (jobs/results/gpu.md), 32
+    times. What such a step takes beyond them is not measured there: the lm_head by its bytes, the
+    rest as on the H200.
     """
     return StepCosts(
         verify=_curve({1: 6.7, 16: 6.8, 64: 7.1, 128: 7.6, 256: 8.5, 512: 13.5, 1024: 21.5}),
@@ -100,7 +128,11 @@ def _curve(milliseconds: dict[int, float]) -> CostCurve:
 
 
 def world(
-    rows: Sequence[int], seconds: Sequence[float], head_share: float, rest: tuple[float, float], attend: float
+    rows: Sequence[int],
+    seconds: Sequence[float],
+    head_share: float,
+    rest: tuple[float, float],
+    attend: float,
 ) -> StepCosts:
     """seconds: of a pass by its rows. head_share: of that, what a pass of the head takes.
 
@@ -136,13 +168,19 @@ def padded(outcome: StepOutcome, sizes: PassSizes, num_pair_rows: int | None = N
 class SimulatedPlanner:
     """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
 
-    noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
-    sizes: of replayed passes, whose padding costs as rows do; None is none.
-    num_tokens, seconds, outcomes: of the steps since the last `reset`, prompts and their first tokens left out.
+    noise: standard deviation of the logarithm of what it hears about each part of a step; what
+    counts has none. sizes: of replayed passes, whose padding costs as rows do; None is none.
+    num_tokens, seconds, outcomes: of the steps since the last `reset`, prompts and their first
+    tokens left out.
     """
 
     def __init__(
-        self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0, sizes: PassSizes | None = None
+        self,
+        planner: Planner,
+        costs: StepCosts,
+        noise: float = 0.0,
+        seed: int = 0,
+        sizes: PassSizes | None = None,
     ):
         self.planner, self.costs, self._sizes = planner, costs, sizes
         self._noise, self._draw = noise, random.Random(seed)
@@ -158,7 +196,9 @@ class SimulatedPlanner:
 
     def tokens_per_second_at(self, costs: StepCosts) -> float:
         """Of these steps at other costs, which a fixed plan never hears of."""
-        return self.num_tokens / sum(costs.predict(o).total - costs.prefill_seconds(o) for o in self.outcomes)
+        return self.num_tokens / sum(
+            costs.predict(o).total - costs.prefill_seconds(o) for o in self.outcomes
+        )
 
     @property
     def will_draft(self) -> bool:
@@ -184,7 +224,11 @@ class SimulatedPlanner:
         if sizes.pairs is None:
             return None
         size, before = outcome.batch_size, self.outcomes[-1:]
-        bounds = [min(last.num_rows, size * (1 + last.depth)) for last in before if last.batch_size == size]
+        bounds = [
+            min(last.num_rows, size * (1 + last.depth))
+            for last in before
+            if last.batch_size == size
+        ]
         return sizes.pairs(max([outcome.num_catch_up, *bounds]))
 
     def _heard(self, seconds: StepTimes) -> StepTimes:

@@ -1,7 +1,7 @@
 """What a start costs before its first row and after its last: python -m jobs.bench.starts ROWS [--files N] [--dir DIR]
 
-    makes ROWS toy rows (JSONL, in one file or N) and the run that answered them: no engine, but the job's own files,
-    and then measures
+    makes ROWS toy rows (JSONL, in one file or N) and the run that answered them: no engine, but the
+    job's own files, and then measures
     first       the first start that meets the rows: nothing is indexed yet
     second      the same command again
     killed      the same command after the last part file was lost: it compares all rows, and stops where it would load
@@ -9,9 +9,9 @@
     grown       the same command after 1 % more rows were appended and a second file of 1 % was added; it stops where
                 it would load a model
 
-CPU seconds (user and system), the largest resident memory, the bytes read and the times that an input file was opened
-are each process's own. Wall-clock times
-are not shown, since other work shares the machine. The table is on stdout.
+CPU seconds (user and system), the largest resident memory, the bytes read and the times that an
+input file was opened are each process's own. Wall-clock times are not shown, since other work
+shares the machine. The table is on stdout.
 """
 
 from __future__ import annotations
@@ -58,10 +58,14 @@ print(json.dumps({"code": code, "opened": opened, "read": int(open("/proc/self/i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=int)
     parser.add_argument("--files", type=int, default=1, help="of the input")
-    parser.add_argument("--dir", type=Path, help="where the files are made; a temporary directory by default")
+    parser.add_argument(
+        "--dir", type=Path, help="where the files are made; a temporary directory by default"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="starts-") as temporary:
         directory = options.dir or Path(temporary)
@@ -74,7 +78,10 @@ def _measure_all(directory: Path, num_rows: int, num_files: int) -> None:
         make_input(directory / "in" / f"{number:06d}.jsonl", int(rows[0]), len(rows))
     make_run(directory, num_rows)
     print(
-        "| start | exit | CPU s | us a row | max MB | read MB | input opened | index MB |" + "\n|---" + "|---" * 7 + "|"
+        "| start | exit | CPU s | us a row | max MB | read MB | input opened | index MB |"
+        + "\n|---"
+        + "|---" * 7
+        + "|"
     )
     _show("first", num_rows, directory, "run")
     _show("second", num_rows, directory, "run")
@@ -91,14 +98,29 @@ def _lose_a_file(directory: Path) -> None:
 
 
 def _show(name: str, num_rows: int, directory: Path, mode: str) -> None:
-    command = [sys.executable, "-c", START, json.dumps(settings(directory)), mode, str(directory / "in") + "/"]
+    command = [
+        sys.executable,
+        "-c",
+        START,
+        json.dumps(settings(directory)),
+        mode,
+        str(directory / "in") + "/",
+    ]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     printed = done.stdout.read()
     _, _, used = os.wait4(done.pid, 0)
     found = json.loads(printed.splitlines()[-1])
-    index = sum(file.stat().st_size for file in (directory / "out" / "_index").rglob("*") if file.is_file())
+    index = sum(
+        file.stat().st_size for file in (directory / "out" / "_index").rglob("*") if file.is_file()
+    )
     cpu = used.ru_utime + used.ru_stime
-    cells = [name, found["code"], f"{cpu:.1f}", f"{1e6 * cpu / num_rows:.2f}", f"{used.ru_maxrss / 1e3:.0f}"]
+    cells = [
+        name,
+        found["code"],
+        f"{cpu:.1f}",
+        f"{1e6 * cpu / num_rows:.2f}",
+        f"{used.ru_maxrss / 1e3:.0f}",
+    ]
     cells += [f"{found['read'] / 1e6:.0f}", f"{found['opened']:,}", f"{index / 1e6:.1f}"]
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
@@ -119,7 +141,11 @@ def make_input(path: Path, first: int, num_rows: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for number in range(first, first + num_rows):
-            row = {"id": f"row-{number}", "prompt": f"{number} {TEXT * 4}", "category": "abcd"[number % 4]}
+            row = {
+                "id": f"row-{number}",
+                "prompt": f"{number} {TEXT * 4}",
+                "category": "abcd"[number % 4],
+            }
             file.write(json.dumps(row) + "\n")
 
 
@@ -137,8 +163,12 @@ def make_run(directory: Path, num_rows: int) -> None:
         run = open_run(config, fingerprints(find_files(config.input.path, config.input.format), {}))
         with run.recorded_outcome():
             for number, first in enumerate(range(0, num_rows, ROWS_PER_FILE)):
-                table = _answers(first, min(ROWS_PER_FILE, num_rows - first), run.run_id, str(directory))
-                pq.write_table(table, run.data.text + "/" + part_name(run.attempt, number), compression="zstd")
+                table = _answers(
+                    first, min(ROWS_PER_FILE, num_rows - first), run.run_id, str(directory)
+                )
+                pq.write_table(
+                    table, run.data.text + "/" + part_name(run.attempt, number), compression="zstd"
+                )
 
 
 def _answers(first: int, num_rows: int, run_id: str, directory: str) -> pa.Table:
@@ -167,7 +197,11 @@ def _answers(first: int, num_rows: int, run_id: str, directory: str) -> pa.Table
     numbers = np.arange(first, first + num_rows)
     ids = pa.array([f"row-{number}" for number in numbers])
     category = pa.array(["abcd"[number % 4] for number in numbers])
-    for name, column in (("request_id", ids), ("row_index", pa.array(numbers)), ("category", category)):
+    for name, column in (
+        ("request_id", ids),
+        ("row_index", pa.array(numbers)),
+        ("category", category),
+    ):
         table = table.set_column(schema.names.index(name), schema.field(name), column)
     return table
 

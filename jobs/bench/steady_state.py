@@ -1,16 +1,18 @@
 """The engine's steady state without a GPU: python -m jobs.bench.steady_state --slots 16 64 256 --json FILE
 
-An endless stream of random prompts runs on the embedded pair, with steps replayed in the order in which a GPU's host
-launches them (`models/graphs.py` emulates that on a CPU). Outputs have lengths uniform in --outputs and end there.
+An endless stream of random prompts runs on the embedded pair, with steps replayed in the order in
+which a GPU's host launches them (`models/graphs.py` emulates that on a CPU). Outputs have lengths
+uniform in --outputs and end there.
 
     share_ahead             steps launched before the one before them was read, of all steps
     prompt_passes_per_step  passes over prompts alone; each reads all weights
     slots_busy              sequences that got tokens in a step, of all slots; not the row of one that had finished
     host_ms_per_step        milliseconds of step() on a device that costs nothing
 
-For the last one the engine runs once more, on *recorded* passes: each replay copies its inputs and returns what its
-first run returned, and a prompt's pass returns tensors made before. All else that the host does in a step runs,
-copies and eager operations included. --null-device does this part alone. Garbage collection is off meanwhile.
+For the last one the engine runs once more, on *recorded* passes: each replay copies its inputs and
+returns what its first run returned, and a prompt's pass returns tensors made before. All else that
+the host does in a step runs, copies and eager operations included. --null-device does this part
+alone. Garbage collection is off meanwhile.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class Workload:
             prompt = [draw.randrange(3, vocab_size) for _ in range(draw.randint(*self.prompts))]
             has_schema = bool(self.schema_every) and i % self.schema_every == 0
             schema = LONG_STRING if has_schema else None
-            params = SamplingParams(max_tokens=length, ignore_eos=not has_schema, seed=i, json_schema=schema)
+            params = SamplingParams(
+                max_tokens=length, ignore_eos=not has_schema, seed=i, json_schema=schema
+            )
             yield Sequence(str(i), prompt, params)
             i += 1
 
@@ -136,7 +140,9 @@ class RecordedTarget(TargetModel):
             self._whole = TargetOutput(*(real.logits.new_zeros(shape) for shape in rows))
         num_rows = len(prompts.tokens)
         whole = self._whole
-        return TargetOutput(whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows])
+        return TargetOutput(
+            whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows]
+        )
 
 
 class RecordedEagleDrafter(EagleDrafter):
@@ -156,13 +162,19 @@ def make_engine(slots: int, tree: TreeBounds, is_recorded: bool = False) -> Engi
     path = download("embedded:tiny", "target")
     causal_lm = load_causal_lm(path, torch.float32, "cpu")
     pack_linears(causal_lm)
-    target = (RecordedTarget if is_recorded else TargetModel)(causal_lm, slots, MAX_MODEL_LEN + tree.num_positions)
+    target = (RecordedTarget if is_recorded else TargetModel)(
+        causal_lm, slots, MAX_MODEL_LEN + tree.num_positions
+    )
     drafter: Drafter = NullDrafter()
     if tree.max_nodes:
         head = load_head(download("embedded:tiny", "draft"), causal_lm.config).eval()
         drafter = (RecordedEagleDrafter if is_recorded else EagleDrafter)(head, target)
-    graphs = (RecordedGraphRunner if is_recorded else CudaGraphRunner)("cpu", slots, target.cache.capacity, fused=True)
-    engine = Engine(target, drafter, UniformPlanner(tree), MAX_MODEL_LEN, tree, PREFILL_TOKENS, graphs)
+    graphs = (RecordedGraphRunner if is_recorded else CudaGraphRunner)(
+        "cpu", slots, target.cache.capacity, fused=True
+    )
+    engine = Engine(
+        target, drafter, UniformPlanner(tree), MAX_MODEL_LEN, tree, PREFILL_TOKENS, graphs
+    )
     engine.grammars = grammar_compiler(Tokenizer.load(path), target)
     engine.order_for_throughput()
     return engine
@@ -196,7 +208,11 @@ def measure(engine: Engine, work: Workload) -> SteadyState:
         seconds = run(work.num_windows * work.slots)
     finally:
         gc.enable()
-    counts = {name: value - before[name] for name, value in asdict(engine.counters).items() if name.startswith("num_")}
+    counts = {
+        name: value - before[name]
+        for name, value in asdict(engine.counters).items()
+        if name.startswith("num_")
+    }
     steps = counts["num_steps"]
     return SteadyState(
         work.slots,
@@ -213,21 +229,32 @@ def steady_state(work: Workload, tree: TreeBounds, null_device_only: bool = Fals
     if null_device_only:
         return SteadyState(work.slots, None, None, None, host_ms)
     counted = measure(make_engine(work.slots, tree), work)
-    return SteadyState(work.slots, counted.share_ahead, counted.prompt_passes_per_step, counted.slots_busy, host_ms)
+    return SteadyState(
+        work.slots, counted.share_ahead, counted.prompt_passes_per_step, counted.slots_busy, host_ms
+    )
 
 
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     found = []
-    print("| slots | steps ahead | prompt passes a step | slots busy | host ms a step |\n|---|---|---|---|---|")
+    print(
+        "| slots | steps ahead | prompt passes a step | slots busy | host ms a step |\n|---|---|---|---|---|"
+    )
     for slots in args.slots:
         work = Workload(
-            slots, tuple(args.outputs), tuple(args.prompts), args.waiting, args.schema_every, args.sequences
+            slots,
+            tuple(args.outputs),
+            tuple(args.prompts),
+            args.waiting,
+            args.schema_every,
+            args.sequences,
         )
         state = steady_state(work, TreeBounds(*args.tree), args.null_device)
         found.append(asdict(state))
-        cells = ["-" if value is None else f"{value:.3f}" for value in list(asdict(state).values())[1:]]
+        cells = [
+            "-" if value is None else f"{value:.3f}" for value in list(asdict(state).values())[1:]
+        ]
         print(f"| {slots} | " + " | ".join(cells) + " |", flush=True)
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -236,17 +263,36 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--json", type=Path, help="file of the results, one object for each number of slots")
-    parser.add_argument("--outputs", type=int, nargs=2, default=[32, 200], help="fewest and most tokens of an output")
-    parser.add_argument("--prompts", type=int, nargs=2, default=[8, 40], help="fewest and most tokens of a prompt")
+    parser.add_argument(
+        "--json", type=Path, help="file of the results, one object for each number of slots"
+    )
+    parser.add_argument(
+        "--outputs",
+        type=int,
+        nargs=2,
+        default=[32, 200],
+        help="fewest and most tokens of an output",
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs=2, default=[8, 40], help="fewest and most tokens of a prompt"
+    )
     parser.add_argument("--waiting", type=int, default=2, help="requests that wait, per slot")
     parser.add_argument(
-        "--tree", type=int, nargs=3, default=[0] * 3, help="nodes, depth and width; all 0 drafts nothing"
+        "--tree",
+        type=int,
+        nargs=3,
+        default=[0] * 3,
+        help="nodes, depth and width; all 0 drafts nothing",
     )
     parser.add_argument(
-        "--schema-every", type=int, default=0, help="one request in this many has a JSON schema; 0 is none"
+        "--schema-every",
+        type=int,
+        default=0,
+        help="one request in this many has a JSON schema; 0 is none",
     )
-    parser.add_argument("--sequences", type=int, default=3, help="sequences per slot that finish while counting")
+    parser.add_argument(
+        "--sequences", type=int, default=3, help="sequences per slot that finish while counting"
+    )
     parser.add_argument("--null-device", action="store_true", help="measure the host's time alone")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()

@@ -1,8 +1,9 @@
 """Show where a decoding step's time goes, by part: python jobs/bench/step_profile.py --batches 1 8 32
 
-The embedded pair, widened to 230M parameters, runs with its default settings on real prompts. Every part below is a
-function of the engine that is timed by itself: what it calls, if that is a part too, is not counted twice. The last
-lines of each table sum up linear layers, attention and all the rest. Timing the calls itself takes about 0.3 ms a step.
+The embedded pair, widened to 230M parameters, runs with its default settings on real prompts. Every
+part below is a function of the engine that is timed by itself: what it calls, if that is a part
+too, is not counted twice. The last lines of each table sum up linear layers, attention and all the
+rest. Timing the calls itself takes about 0.3 ms a step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.prompts import shuffled_prompts
 from jobs.bench.widening import BENCH, widen_pair
 
-Part = tuple[str, str, Any, str]  # group, name, and where the function is: an object and its attribute
+Part = tuple[
+    str, str, Any, str
+]  # group, name, and where the function is: an object and its attribute
 LINEAR, ATTENTION, TARGET, DRAFT = "linear", "attention", "target pass", "draft"
 TREE, PLAN, HOST = "tree and sampling", "planner", "bookkeeping"
 PARTS: list[Part] = [
@@ -125,7 +128,10 @@ class SelfTimes:
 @contextmanager
 def timed_parts() -> Iterator[SelfTimes]:
     """Time every part while the context is open."""
-    times, originals = SelfTimes(), [getattr(holder, attribute) for _, _, holder, attribute in PARTS]
+    times, originals = (
+        SelfTimes(),
+        [getattr(holder, attribute) for _, _, holder, attribute in PARTS],
+    )
     for (group, name, holder, attribute), original in zip(PARTS, originals, strict=True):
         setattr(holder, attribute, times.timed(f"{group}: {name}", original))
     try:
@@ -150,7 +156,13 @@ def answer(engine: Engine, prompts: list[list[int]], first: int, max_tokens: int
     """Answer the prompts greedily and return the number of steps."""
     before = engine.counters.num_steps
     for i, prompt in enumerate(prompts):
-        engine.add(Sequence(f"{first + i}", prompt, SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)))
+        engine.add(
+            Sequence(
+                f"{first + i}",
+                prompt,
+                SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens),
+            )
+        )
     while engine.has_work:
         engine.step()
     return engine.counters.num_steps - before
@@ -165,13 +177,18 @@ def table(times: SelfTimes, seconds: float, num_steps: int) -> list[str]:
 
     for name, taken in sorted(times.seconds.items(), key=lambda item: -item[1]):
         lines.append(line(name, taken, f"{times.calls[name] / num_steps:.1f}"))
-    sums = {group: sum(s for n, s in times.seconds.items() if n.startswith(group)) for group in (LINEAR, ATTENTION)}
+    sums = {
+        group: sum(s for n, s in times.seconds.items() if n.startswith(group))
+        for group in (LINEAR, ATTENTION)
+    }
     sums["everything else"] = seconds - sum(sums.values())
     return lines + [line(f"**{name}**", taken, "") for name, taken in sums.items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -183,13 +200,17 @@ def main() -> None:
     for batch in args.batches:
         with tempfile.TemporaryDirectory() as costs:
             os.environ["EAGLE_RAY_CACHE"] = costs  # costs of this machine, now
-            engine = build_engine(target, head, SpeculativeConfig(), EngineArgs(batch, 512, kv_tokens=None))
+            engine = build_engine(
+                target, head, SpeculativeConfig(), EngineArgs(batch, 512, kv_tokens=None)
+            )
         answer(engine, prompts[: 2 * batch], 0, args.max_tokens)
         with timed_parts() as times:
             started = time.perf_counter()
             num_steps = answer(engine, (prompts * 2)[-3 * batch :], 10_000, args.max_tokens)
             seconds = time.perf_counter() - started
-        print(f"\nbatch {batch}, {args.dtype}, {num_steps} steps of {seconds / num_steps * 1e3:.1f} ms\n")
+        print(
+            f"\nbatch {batch}, {args.dtype}, {num_steps} steps of {seconds / num_steps * 1e3:.1f} ms\n"
+        )
         print("\n".join(table(times, seconds, num_steps)), flush=True)
 
 

@@ -2,10 +2,10 @@
 
     python -m jobs.bench.structured --target embedded:smollm2 --nodes 8 --depth 6
 
-Every prompt is answered by all of them in turn, and the clock is the CPU time of this process, so other work on the
-machine counts for little. The last column is the ratio of tokens per second to plain decoding's, pooled over prompts,
-with a bootstrap interval over prompts. The number of outputs equal to plain decoding's is printed: bfloat16 near-ties
-may be rounded otherwise.
+Every prompt is answered by all of them in turn, and the clock is the CPU time of this process, so
+other work on the machine counts for little. The last column is the ratio of tokens per second to
+plain decoding's, pooled over prompts, with a bootstrap interval over prompts. The number of outputs
+equal to plain decoding's is printed: bfloat16 near-ties may be rounded otherwise.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class Tally:
         ratio = pooled_ratio(list(zip(self.counted, plain.counted, strict=True)))
         per_pass = tokens / sum(self.steps)
         interval = f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-        return (
-            f"| {name} | {per_pass:.2f} | {seconds / sum(self.steps) * 1e3:.1f} | {tokens / seconds:.1f} | {interval} |"
-        )
+        step_ms, speed = seconds / sum(self.steps) * 1e3, tokens / seconds
+        return f"| {name} | {per_pass:.2f} | {step_ms:.1f} | {speed:.1f} | {interval} |"
 
 
 def main() -> None:
@@ -71,7 +70,9 @@ def main() -> None:
         tallies = {name: Tally() for name in (PLAIN, DRAFTS, FORCED)}
         num_complete = num_equal = 0
         for i, (schema, request) in enumerate(TASKS[: args.prompts]):
-            prompt = tokenizer.encode_chat([{"role": "user", "content": f"{request}\nAnswer in JSON."}])
+            prompt = tokenizer.encode_chat(
+                [{"role": "user", "content": f"{request}\nAnswer in JSON."}]
+            )
             params = SamplingParams(
                 temperature=temperature,
                 seed=i,
@@ -88,15 +89,25 @@ def main() -> None:
 
 def make_engines(model: ModelConfig, args: argparse.Namespace) -> dict[str, Engine]:
     """Return a plain and a drafting engine over the same weights."""
-    tree = {"max_nodes": args.nodes, "max_depth": args.depth, "top_k": args.top_k, "budget": args.budget}
+    tree = {
+        "max_nodes": args.nodes,
+        "max_depth": args.depth,
+        "top_k": args.top_k,
+        "budget": args.budget,
+    }
     drafting = SpeculativeConfig(method=args.method, **tree)
     causal_lm = load_target(model, EngineArgs(1))
     weights = load_draft(model, drafting, causal_lm) if args.method.startswith("eagle") else None
     engines = {
         PLAIN: build_engine(
-            causal_lm, None, SpeculativeConfig(method="none"), EngineArgs(1, model.max_model_len, kv_tokens=None)
+            causal_lm,
+            None,
+            SpeculativeConfig(method="none"),
+            EngineArgs(1, model.max_model_len, kv_tokens=None),
         ),
-        DRAFTS: build_engine(causal_lm, weights, drafting, EngineArgs(1, model.max_model_len, kv_tokens=None)),
+        DRAFTS: build_engine(
+            causal_lm, weights, drafting, EngineArgs(1, model.max_model_len, kv_tokens=None)
+        ),
     }
     tokenizer = Tokenizer.load(download(args.target, "target"))
     for engine in engines.values():
@@ -105,7 +116,11 @@ def make_engines(model: ModelConfig, args: argparse.Namespace) -> dict[str, Engi
 
 
 def answers(
-    engines: dict[str, Engine], prompt: list[int], params: SamplingParams, tallies: dict[str, Tally], first: int
+    engines: dict[str, Engine],
+    prompt: list[int],
+    params: SamplingParams,
+    tallies: dict[str, Tally],
+    first: int,
 ) -> list[Sequence]:
     """Answer one prompt by all of them, which take turns at being first."""
     names = list(engines)
@@ -137,9 +152,14 @@ def without_forced_tokens(is_without: bool) -> Iterator[None]:
         engine_module.GrammarChains.of = original
 
 
-def print_table(tallies: dict[str, Tally], found: str, temperature: float, args: argparse.Namespace) -> None:
+def print_table(
+    tallies: dict[str, Tally], found: str, temperature: float, args: argparse.Namespace
+) -> None:
     plain = tallies[PLAIN]
-    print(f"\n{args.method}, {args.nodes} nodes, {args.budget}, T = {temperature:g}, {args.dtype}: ", end="")
+    print(
+        f"\n{args.method}, {args.nodes} nodes, {args.budget}, T = {temperature:g}, {args.dtype}: ",
+        end="",
+    )
     print(f"{len(plain.tokens)} outputs, {found}, {sum(plain.tokens)} tokens by plain decoding\n")
     print("| | tokens a pass | CPU ms a pass | tokens per CPU second | of plain decoding's |")
     print("|---|---|---|---|---|")
@@ -148,11 +168,19 @@ def print_table(tallies: dict[str, Tally], found: str, temperature: float, args:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded:smollm2", help="embedded:smollm2 or embedded:tiny")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target", default="embedded:smollm2", help="embedded:smollm2 or embedded:tiny"
+    )
     parser.add_argument("--method", default="eagle3")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--budget", default="uniform", help="uniform or global, whose costs are measured by the clock")
+    parser.add_argument(
+        "--budget",
+        default="uniform",
+        help="uniform or global, whose costs are measured by the clock",
+    )
     parser.add_argument("--prompts", type=int, default=len(TASKS))
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])

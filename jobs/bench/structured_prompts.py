@@ -51,9 +51,14 @@ ORDER = form(
     order_number=number(),
     customer_name=text(30),
     shipping_address=form(
-        street=text(30), city=text(20), postal_code=text(10), country_code=one_of("US", "DE", "FR", "GB")
+        street=text(30),
+        city=text(20),
+        postal_code=text(10),
+        country_code=one_of("US", "DE", "FR", "GB"),
     ),
-    line_items=some(form(product_name=text(30), quantity=number(1, 99), unit_price_in_cents=number())),
+    line_items=some(
+        form(product_name=text(30), quantity=number(1, 99), unit_price_in_cents=number())
+    ),
     payment_method=one_of("credit_card", "bank_transfer", "cash_on_delivery"),
     is_gift=YES,
 )
@@ -61,7 +66,9 @@ REVIEW = form(
     product_category=one_of("electronics", "clothing", "books", "household", "other"),
     overall_sentiment=one_of("very_negative", "negative", "neutral", "positive", "very_positive"),
     star_rating=number(1, 5),
-    mentioned_aspects=some(form(aspect_name=text(20), aspect_sentiment=one_of("negative", "neutral", "positive"))),
+    mentioned_aspects=some(
+        form(aspect_name=text(20), aspect_sentiment=one_of("negative", "neutral", "positive"))
+    ),
     would_recommend=YES,
     requires_follow_up=YES,
 )
@@ -79,7 +86,11 @@ RECIPE = form(
     difficulty_level=one_of("easy", "medium", "hard"),
     preparation_time_in_minutes=number(1, 240),
     ingredients=some(
-        form(ingredient_name=text(20), amount=number(1, 1000), unit_of_measure=one_of("g", "ml", "piece", "tablespoon"))
+        form(
+            ingredient_name=text(20),
+            amount=number(1, 1000),
+            unit_of_measure=one_of("g", "ml", "piece", "tablespoon"),
+        )
     ),
     is_vegetarian=YES,
     number_of_servings=number(1, 12),
@@ -131,33 +142,80 @@ JOB = form(
     company_name=text(30),
     employment_type=one_of("full_time", "part_time", "contract", "internship"),
     minimum_years_of_experience=number(0, 30),
-    required_skills=some(form(skill_name=text(20), proficiency_level=one_of("beginner", "intermediate", "expert"))),
+    required_skills=some(
+        form(skill_name=text(20), proficiency_level=one_of("beginner", "intermediate", "expert"))
+    ),
     remote_work_allowed=YES,
     annual_salary_in_dollars=number(0, 500_000),
 )
 
 TASKS: list[tuple[Schema, str]] = [
-    (PERSON, "Maria Lopez, 34, is married and works full time as a nurse at St. Mary's Hospital. She prefers email."),
-    (PERSON, "John Smith is a retired teacher of 71 years. He is widowed and likes to be called by telephone."),
-    (ORDER, "Anna Weber from Berlin orders two lamps at 29.90 each and one desk for 149 dollars, paid by card."),
-    (ORDER, "Please send three books to Paul Martin, 12 Rue de Lyon, Paris, as a gift. He pays on delivery."),
-    (REVIEW, "This phone is great: the camera is sharp and the battery lasts two days. I would buy it again."),
+    (
+        PERSON,
+        "Maria Lopez, 34, is married and works full time as a nurse at St. Mary's Hospital. She prefers email.",
+    ),
+    (
+        PERSON,
+        "John Smith is a retired teacher of 71 years. He is widowed and likes to be called by telephone.",
+    ),
+    (
+        ORDER,
+        "Anna Weber from Berlin orders two lamps at 29.90 each and one desk for 149 dollars, paid by card.",
+    ),
+    (
+        ORDER,
+        "Please send three books to Paul Martin, 12 Rue de Lyon, Paris, as a gift. He pays on delivery.",
+    ),
+    (
+        REVIEW,
+        "This phone is great: the camera is sharp and the battery lasts two days. I would buy it again.",
+    ),
     (REVIEW, "The jacket tore after one week, and my mail got no answer. Never again!"),
-    (EVENT, "The Python workshop takes place on May 3rd 2026 in the Town Hall of Leeds; 80 people are expected."),
-    (EVENT, "Join our online birthday party for Grandma on 12 July 2026. All 25 of us will be there."),
-    (RECIPE, "Pancakes for four: mix 200 g flour, 300 ml milk and two eggs, and fry them. It takes 20 minutes."),
-    (RECIPE, "A simple tomato soup: 500 g tomatoes, one onion, two tablespoons of oil. Ready in half an hour."),
+    (
+        EVENT,
+        "The Python workshop takes place on May 3rd 2026 in the Town Hall of Leeds; 80 people are expected.",
+    ),
+    (
+        EVENT,
+        "Join our online birthday party for Grandma on 12 July 2026. All 25 of us will be there.",
+    ),
+    (
+        RECIPE,
+        "Pancakes for four: mix 200 g flour, 300 ml milk and two eggs, and fry them. It takes 20 minutes.",
+    ),
+    (
+        RECIPE,
+        "A simple tomato soup: 500 g tomatoes, one onion, two tablespoons of oil. Ready in half an hour.",
+    ),
     (TICKET, "I was charged twice for my subscription this month! I want my money back at once."),
-    (TICKET, "The app crashes whenever I open the settings page on my tablet. Could you have a look?"),
+    (
+        TICKET,
+        "The app crashes whenever I open the settings page on my tablet. Could you have a look?",
+    ),
     (
         WEATHER,
         "Tomorrow in Oslo: snow at -5 degrees, strong wind from the north with 60 km/h. Tuesday -3, Wednesday 0.",
     ),
-    (WEATHER, "Sunny and 28 degrees in Rome with a light breeze from the west. It stays warm until Friday."),
-    (VEHICLE, "For sale: a Toyota Corolla hybrid of 2019, automatic, 45,000 km, one owner, serviced every year."),
-    (VEHICLE, "Old Volkswagen Golf diesel, built 2004, manual gearbox, 230,000 km, three owners, no papers."),
+    (
+        WEATHER,
+        "Sunny and 28 degrees in Rome with a light breeze from the west. It stays warm until Friday.",
+    ),
+    (
+        VEHICLE,
+        "For sale: a Toyota Corolla hybrid of 2019, automatic, 45,000 km, one owner, serviced every year.",
+    ),
+    (
+        VEHICLE,
+        "Old Volkswagen Golf diesel, built 2004, manual gearbox, 230,000 km, three owners, no papers.",
+    ),
     (COUNTRY, "Tell me about Japan."),
     (COUNTRY, "Tell me about Brazil."),
-    (JOB, "Acme Robotics seeks a senior Python engineer with five years of experience, remote, for 150,000 dollars."),
-    (JOB, "Summer internship in the kitchen of the Grand Hotel; no experience needed, some knowledge of French."),
+    (
+        JOB,
+        "Acme Robotics seeks a senior Python engineer with five years of experience, remote, for 150,000 dollars.",
+    ),
+    (
+        JOB,
+        "Summer internship in the kitchen of the Grand Hotel; no experience needed, some knowledge of French.",
+    ),
 ]

@@ -13,7 +13,8 @@ small residual width d, the large one D, and head dims h and E:
 - every further layer adds nothing, because its norms give it zeros;
 - further vocabulary rows get a large negative logit from the constant dimension, in target and head alike.
 
-A weight is random wherever the number it multiplies is exactly 0, so that no kernel can profit from zero weights.
+A weight is random wherever the number it multiplies is exactly 0, so that no kernel can profit from
+zero weights.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from jobs.bench.embedding_map import EmbeddingMap, ModelShape, place
 NO_EPS = 1e-20  # the constant dimension stands in for it
 IMPOSSIBLE = -(2.0**15)  # of a padded token's logit, times a constant; fits every dtype
 
-# 230M parameters, a gigabyte in fp32: far past any cache. A draft pass reads 9.8 % of what a target pass reads, lm_head
-# included; with an 8B Llama and its head it is 10.3 %.
+# 230M parameters, a gigabyte in fp32: far past any cache. A draft pass reads 9.8 % of what a target
+# pass reads, lm_head included; with an 8B Llama and its head it is 10.3 %.
 BENCH = ModelShape(
     hidden_size=1024,
     num_layers=16,
@@ -46,7 +47,9 @@ BENCH = ModelShape(
     intermediate_size=3584,
     vocab_size=6144,
 )
-LLAMA_1B = ModelShape(2048, 16, 32, 8, 64, 8192, 128256)  # Llama-3.2-1B, but for an lm_head of its own
+LLAMA_1B = ModelShape(
+    2048, 16, 32, 8, 64, 8192, 128256
+)  # Llama-3.2-1B, but for an lm_head of its own
 LLAMA_3B = ModelShape(2560, 32, 20, 4, 128, 8960, 128256)  # 3B in as many layers as an 8B has
 LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14336, 128256)  # Llama-3-8B
 
@@ -62,8 +65,9 @@ def widen_pair(
 ) -> tuple[LlamaForCausalLM, EagleHead]:
     """Both at the larger shape, ready for a Target and an EagleDrafter.
 
-    device: where the small pair lies already. Weights are made there, in dtype, one matrix at a time. seed: of the
-    inert random ones. Raises EngineError where the shape is too small or the small pair has what this does not widen.
+    device: where the small pair lies already. Weights are made there, in dtype, one matrix at a
+    time. seed: of the inert random ones. Raises EngineError where the shape is too small or the
+    small pair has what this does not widen.
     """
     with seeded(seed, device), typed(dtype), torch.device(device), torch.no_grad():
         wide = _widen_target(model, shape, dtype)
@@ -71,10 +75,14 @@ def widen_pair(
     return wide.eval().requires_grad_(False), wide_head.eval().requires_grad_(False)
 
 
-def _widen_target(model: LlamaForCausalLM, shape: ModelShape, dtype: torch.dtype) -> LlamaForCausalLM:
+def _widen_target(
+    model: LlamaForCausalLM, shape: ModelShape, dtype: torch.dtype
+) -> LlamaForCausalLM:
     config, places = model.config, EmbeddingMap.of(model.config, shape)
     if config.num_hidden_layers > shape.num_layers or config.vocab_size > shape.vocab_size:
-        raise EngineError(f"{config.num_hidden_layers} layers and {config.vocab_size} tokens do not fit into {shape}")
+        raise EngineError(
+            f"{config.num_hidden_layers} layers and {config.vocab_size} tokens do not fit into {shape}"
+        )
     wide = LlamaForCausalLM._from_config(_config(config, shape, shape.num_layers), dtype=dtype)
     wide.generation_config = copy.deepcopy(model.generation_config)
     constant = _constant(config.hidden_size, config.rms_norm_eps)
@@ -136,10 +144,16 @@ def _widen_layer(wide: LlamaDecoderLayer, small: LlamaDecoderLayer, places: Embe
     """Everything of a layer but its input norm, which heads lack."""
     units = torch.arange(places.intermediate)
     attention, mlp = small.self_attn, small.mlp
-    places.read_residual(wide.self_attn.q_proj, attention.q_proj.weight * places.scale, places.queries)
+    places.read_residual(
+        wide.self_attn.q_proj, attention.q_proj.weight * places.scale, places.queries
+    )
     places.read_residual(wide.self_attn.k_proj, attention.k_proj.weight[places.copied], places.keys)
-    places.read_residual(wide.self_attn.v_proj, attention.v_proj.weight[places.copied], places.values)
-    places.write_residual(wide.self_attn.o_proj, attention.o_proj.weight, places.outputs, places.live_outputs)
+    places.read_residual(
+        wide.self_attn.v_proj, attention.v_proj.weight[places.copied], places.values
+    )
+    places.write_residual(
+        wide.self_attn.o_proj, attention.o_proj.weight, places.outputs, places.live_outputs
+    )
     places.read_residual(wide.mlp.gate_proj, mlp.gate_proj.weight, units)
     places.read_residual(wide.mlp.up_proj, mlp.up_proj.weight, units)
     places.write_residual(wide.mlp.down_proj, mlp.down_proj.weight, units, units)
@@ -180,5 +194,7 @@ def typed(dtype: torch.dtype) -> Iterator[None]:
 def _constant(width: int, eps: float) -> float:
     """Its square, in the sum of squares over all dims, is what eps was in their mean over `width` dims."""
     if not eps:
-        raise EngineError("a model without rms_norm_eps leaves no constant dimension to widen it by")
+        raise EngineError(
+            "a model without rms_norm_eps leaves no constant dimension to widen it by"
+        )
     return math.sqrt(width * eps)

@@ -13,7 +13,10 @@ DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
 
 
 def requests(
-    prompts: list[list[int]], lengths: abc.Sequence[int], temperatures: abc.Sequence[float], offset: int = 0
+    prompts: list[list[int]],
+    lengths: abc.Sequence[int],
+    temperatures: abc.Sequence[float],
+    offset: int = 0,
 ) -> abc.Iterator[Sequence]:
     """Without end, every length at every temperature. lengths: most tokens of an output. offset: those passed over."""
     for i in itertools.count(offset):

@@ -1,9 +1,10 @@
 """Average the weights of two published heads of one layout, of which one was trained further from the other.
 
-    python -m jobs.smollm2.average_heads runs/smollm2/eagle3 runs/smollm2/eagle3_long --out runs/smollm2/averaged
+    python -m jobs.smollm2.average_heads runs/smollm2/eagle3 runs/smollm2/eagle3_long --out
+    runs/smollm2/averaged
 
-Further training on other data wins there and loses elsewhere; the mean of the weights before and after keeps most of
-both (WiSE-FT, arXiv 2109.01903; model soups, arXiv 2203.05482).
+Further training on other data wins there and loses elsewhere; the mean of the weights before and
+after keeps most of both (WiSE-FT, arXiv 2109.01903; model soups, arXiv 2203.05482).
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ WEIGHTS = "model.safetensors"
 def average(first: Path, second: Path, out: Path) -> None:
     """Write the mean of two heads. Raises ValueError if they differ in names, shapes, config or draft vocabulary."""
     if (first / "config.json").read_bytes() != (second / "config.json").read_bytes():
-        raise ValueError(f"{second}: its config.json is not {first}'s. Give two heads of one layout.")
+        raise ValueError(
+            f"{second}: its config.json is not {first}'s. Give two heads of one layout."
+        )
     heads = [load_file(head / WEIGHTS) for head in (first, second)]
     if heads[0].keys() != heads[1].keys():
-        raise ValueError(f"{second}: its tensors are named otherwise than {first}'s. Give two heads of one layout.")
+        raise ValueError(
+            f"{second}: its tensors are named otherwise than {first}'s. Give two heads of one layout."
+        )
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: _mean(name, *(head[name] for head in heads)) for name in heads[0]}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})

@@ -4,8 +4,9 @@
     eagle-ray run -i starts.jsonl -o turns ...                                   # the model ends the user's turn
     python -m jobs.smollm2.prompts turns --run turns --out prompts.jsonl         # messages, for the answers
 
-An instruct model that is given its template up to the user's turn writes what a user would (Magpie, arXiv 2406.08464).
-The first words steer it to the kinds of text that people send; nothing is taken from any benchmark.
+An instruct model that is given its template up to the user's turn writes what a user would (Magpie,
+arXiv 2406.08464). The first words steer it to the kinds of text that people send; nothing is taken
+from any benchmark.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def _writing(rng: random.Random) -> tuple[str, bool]:
 def _math(rng: random.Random) -> tuple[str, bool]:
     """Return a word problem of two or three steps."""
     name, other = rng.sample(PARTS["names"], 2)
-    goods, a, b, c = rng.choice(PARTS["goods"]), rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 9)
+    goods, a, b, c = (
+        rng.choice(PARTS["goods"]),
+        rng.randint(3, 60),
+        rng.randint(2, 12),
+        rng.randint(2, 9),
+    )
     problems = (
         f"{name} has {a} {goods}. {other} has {b} times as many. How many {goods} do they have together?",
         f"{name} buys {b} boxes of {goods} with {a} in each and gives {c} to {other}. How many {goods} are left?",
@@ -61,7 +67,9 @@ def _passage(rng: random.Random) -> tuple[str, bool]:
     return f"{topic[0].upper()}{topic[1:]}", False
 
 
-KINDS: dict[str, tuple[int, int, Callable[[random.Random], tuple[str, bool]]]] = {  # share, most tokens of a turn
+KINDS: dict[
+    str, tuple[int, int, Callable[[random.Random], tuple[str, bool]]]
+] = {  # share, most tokens of a turn
     "writing": (22, 0, _writing),
     "math": (12, 0, _math),
     "open": (10, 80, lambda rng: ("", False)),
@@ -110,14 +118,20 @@ def write_rows(path: Path, rows: Iterator[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=["starts", "turns"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--run", type=Path, help="the run that ended the turns")
     parser.add_argument("--seed", type=int, default=SEED)
     arguments = parser.parse_args()
-    rows = starts(arguments.rows, arguments.seed) if arguments.step == "starts" else prompts(arguments.run)
+    rows = (
+        starts(arguments.rows, arguments.seed)
+        if arguments.step == "starts"
+        else prompts(arguments.run)
+    )
     write_rows(arguments.out, rows)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.evaluation.draft_methods import ExpandedPlanner, OwnConfidence, expanded, num_expanded
+from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, expanded, num_expanded
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.budget import Budget, uniform
@@ -14,7 +14,9 @@ from tests.support.toy_models import llama, llama_engine, run
 WIDTH = 3
 
 
-def grown_trees(kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int = 20) -> tuple[TreeBuilder, list]:
+def grown_trees(
+    kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int = 20
+) -> tuple[TreeBuilder, list]:
     """Two trees from random distributions, and the frontiers that were expanded, with their own log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
     builder, frontiers = kind(torch.tensor([1, 2]), WIDTH), []
@@ -24,7 +26,11 @@ def grown_trees(kind: type[TreeBuilder], seed: int, depth: int = 4, vocab: int =
             frontier = builder.frontier()
             parents = frontier.tokens.shape[1]
             frontiers.append(frontier)
-        scores = (4 * torch.randn(2, parents, vocab, generator=generator)).log_softmax(-1).topk(WIDTH, -1)
+        scores = (
+            (4 * torch.randn(2, parents, vocab, generator=generator))
+            .log_softmax(-1)
+            .topk(WIDTH, -1)
+        )
         builder.grow(scores.values, scores.indices)
     return builder, frontiers
 
@@ -44,7 +50,11 @@ def test_without_value_the_surest_nodes_come_first(seed):
         for b in range(2):
             taken = {0}
             while len(taken) < num_nodes:
-                open_ = [i for i in range(1, tree.num_nodes) if i not in taken and int(parents[b, i]) in taken]
+                open_ = [
+                    i
+                    for i in range(1, tree.num_nodes)
+                    if i not in taken and int(parents[b, i]) in taken
+                ]
                 taken.add(max(open_, key=lambda i: own[b, i].item()))
             least = min(tree.log_values[b, i].item() for i in taken)
             assert min(tree.log_values[b][keep[b]].tolist()) == pytest.approx(least)
@@ -58,7 +68,10 @@ def test_without_value_the_surest_of_a_level_are_expanded(seed):
         level = tree.depths[0] == depth
         best = tree.draft_log_probs[:, level].topk(WIDTH).indices
         assert torch.equal(frontier.tokens, tree.tokens[:, level].gather(1, best))
-    assert any((a.tokens != b.tokens).any() for a, b in zip(frontiers, grown_trees(TreeBuilder, seed)[1], strict=True))
+    assert any(
+        (a.tokens != b.tokens).any()
+        for a, b in zip(frontiers, grown_trees(TreeBuilder, seed)[1], strict=True)
+    )
 
 
 def test_without_reranking_what_was_expanded_is_verified():
@@ -87,5 +100,8 @@ def test_outputs_are_plain_decodings(ablation):
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=16) for i in range(4)]
     model = llama()
     model.set_attn_implementation("sdpa")
-    plain = [reference_decode(model, ids, p, frozenset([2])).ids for ids, p in zip(prompts, params, strict=True)]
+    plain = [
+        reference_decode(model, ids, p, frozenset([2])).ids
+        for ids, p in zip(prompts, params, strict=True)
+    ]
     assert [s.output_ids for s in run(engine, prompts, params)] == plain

@@ -11,7 +11,12 @@ import torch
 
 from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
-from jobs.bench.gpu.sections.checks import kernel_test_runs, pytest_detail, sanitizer_detail, sanitizer_runs
+from jobs.bench.gpu.sections.checks import (
+    kernel_test_runs,
+    pytest_detail,
+    sanitizer_detail,
+    sanitizer_runs,
+)
 from jobs.bench.gpu.triton_cache import triton_cache
 from tests.support.processes import is_running
 
@@ -30,7 +35,9 @@ def findings(tmp_path):
 
 
 def python(name: str, code: str, **options) -> IsolatedRun:
-    return IsolatedRun(name, [sys.executable, "-c", code], **{"least_s": 0.0, "limit_s": 60.0} | options)
+    return IsolatedRun(
+        name, [sys.executable, "-c", code], **{"least_s": 0.0, "limit_s": 60.0} | options
+    )
 
 
 def results(findings: Findings) -> list[tuple[str, str, str]]:
@@ -39,7 +46,9 @@ def results(findings: Findings) -> list[tuple[str, str, str]]:
 
 def test_crashed_check_is_repeated_portably_and_next_one_runs(findings, monkeypatch):
     monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
-    run_all([python("crash", ABORT_UNLESS_PORTABLE), python("next", "pass")], findings, TimeBudget(60))
+    run_all(
+        [python("crash", ABORT_UNLESS_PORTABLE), python("next", "pass")], findings, TimeBudget(60)
+    )
     assert results(findings) == [
         ("crash", "default", "crashed: SIGABRT"),
         ("crash", "portable", "ok"),
@@ -106,7 +115,11 @@ def test_a_second_call_keeps_the_findings_of_the_first(tmp_path):
 
 def test_the_header_names_the_device_and_the_versions():
     about = environment(torch.device("cpu"), commit="abc")
-    assert about["commit"] == "abc" and about["torch"] == torch.__version__ and about["device"].startswith("CPU")
+    assert (
+        about["commit"] == "abc"
+        and about["torch"] == torch.__version__
+        and about["device"].startswith("CPU")
+    )
     assert {"date", "triton", "transformers", "kernels"} <= about.keys()
 
 
@@ -117,7 +130,9 @@ def test_compiled_kernels_are_found_again_in_another_directory(tmp_path, monkeyp
         kernel = directory / "KEY"
         kernel.mkdir()
         (kernel / "k.cubin").write_bytes(b"code")
-        (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(kernel / "k.cubin")}}))
+        (kernel / "__grp__k.json").write_text(
+            json.dumps({"child_paths": {"k.cubin": str(kernel / "k.cubin")}})
+        )
     assert not directory.exists() and "TRITON_CACHE_DIR" not in os.environ
     with triton_cache(tmp_path, given=tmp_path) as directory:
         assert (directory / "KEY" / "k.cubin").read_bytes() == b"code"
@@ -131,13 +146,17 @@ def test_a_missing_sanitizer_is_recorded(findings, monkeypatch):
 
 def test_every_kernel_test_runs_and_those_of_new_kernels_first():
     names = [run.name.split("/")[-1] for run in kernel_test_runs(torch.device("cuda"), False)]
-    assert sorted(names) == sorted(path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py"))
+    assert sorted(names) == sorted(
+        path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")
+    )
     assert names[0] == "test_work_list"
 
 
 def test_details_are_taken_from_the_output():
     failed = "E   RuntimeError: CUDA error\nFAILED tests/kernels/test_topk.py::test_x\n1 failed, 2 passed in 3.20s\n"
-    assert pytest_detail(failed).startswith("E   RuntimeError") and pytest_detail(failed).endswith("passed in 3.20s")
+    assert pytest_detail(failed).startswith("E   RuntimeError") and pytest_detail(failed).endswith(
+        "passed in 3.20s"
+    )
     memcheck = "========= Invalid __global__ read of size 4\n========= ERROR SUMMARY: 1 error\n1 passed in 1.00s\n"
     expected = "Invalid __global__ read of size 4 / ERROR SUMMARY: 1 error / 1 passed in 1.00s"
     assert sanitizer_detail(memcheck) == expected
@@ -157,10 +176,19 @@ def bare_environment(tmp_path):
     [
         ["jobs.bench.gpu.second_light", "--help"],
         ["jobs.bench.gpu.third_light", "run", "--help"],
-        ["pytest", "--confcutdir=tests/kernels", "tests/kernels", "--collect-only", "-p", "no:cacheprovider"],
+        [
+            "pytest",
+            "--confcutdir=tests/kernels",
+            "tests/kernels",
+            "--collect-only",
+            "-p",
+            "no:cacheprovider",
+        ],
     ],
 )
 def test_scripts_need_only_torch_triton_and_transformers(words, bare_environment):
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]

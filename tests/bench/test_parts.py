@@ -66,4 +66,8 @@ def test_a_second_split_leaves_no_part_of_the_first(tmp_path: Path, files: list[
     split(files, tmp_path / "parts", PART_BYTES)
     split(files[:1], tmp_path / "parts", PART_BYTES)
     names = [part.name for part in Manifest.read(tmp_path / "parts").parts]
-    assert sorted(path.name for path in (tmp_path / "parts").glob("part-*")) == names == ["part-000", "part-001"]
+    assert (
+        sorted(path.name for path in (tmp_path / "parts").glob("part-*"))
+        == names
+        == ["part-000", "part-001"]
+    )

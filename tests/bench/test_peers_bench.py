@@ -27,7 +27,8 @@ DRAFT = ASSETS / "tiny" / "draft"
 PROMPTS = [[1, 300, 301, 302], [1, 400, 401]]
 WAIT_S = 120.0
 
-# A worker that answers each prompt with the prompt itself, and ends at the question that has DEADLY as max_tokens.
+# A worker that answers each prompt with the prompt itself, and ends at the question that has DEADLY
+# as max_tokens.
 DEADLY = 13
 ECHO = f"""
 import sys
@@ -63,10 +64,17 @@ def echo(folder: Path, mortal: bool):
 
 
 def test_arguments_have_the_documented_defaults():
-    args = peers.parse_arguments(["--json", "out.json", "--prompts", "rows.jsonl", "--python", "vllm=/env/python"])
+    args = peers.parse_arguments(
+        ["--json", "out.json", "--prompts", "rows.jsonl", "--python", "vllm=/env/python"]
+    )
     assert args.target == "embedded:smollm2"
     assert args.peers == ["transformers", "vllm", "llama.cpp", "openvino"]
-    assert (args.batches, args.dtypes, args.chains, args.max_tokens) == ([1, 8, 32], ["fp32"], [3, 5], 64)
+    assert (args.batches, args.dtypes, args.chains, args.max_tokens) == (
+        [1, 8, 32],
+        ["fp32"],
+        [3, 5],
+        64,
+    )
     assert args.python == [("vllm", "/env/python")]
 
 
@@ -80,7 +88,10 @@ def test_arguments_have_the_documented_defaults():
         (["--draft", str(DRAFT), "--prompts", "rows.jsonl"], "Give --target DIR too"),
         ([], "--prompts: missing"),
         (["--target", "nowhere"], "nowhere: no config.json in it"),
-        (["--quantised", "--target", "widened"], "--quantised: it compares engines over embedded:smollm2"),
+        (
+            ["--quantised", "--target", "widened"],
+            "--quantised: it compares engines over embedded:smollm2",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(capsys, words, said):
@@ -94,17 +105,50 @@ def test_wrong_arguments_are_refused_by_name(capsys, words, said):
 def test_comparison_lists_running_engines_and_missing_peers(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS))
-    command = [sys.executable, "-m", "jobs.bench.peers", "--peers", "transformers", "vllm", "--batches", "2"]
-    command += ["--target", str(TARGET), "--draft", str(DRAFT), "--prompts", str(prompts), "--rounds", "1"]
-    command += ["--max-tokens", "4", "--threads", "1", "--chains", "3", "--work", str(tmp_path / "work")]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.bench.peers",
+        "--peers",
+        "transformers",
+        "vllm",
+        "--batches",
+        "2",
+    ]
+    command += [
+        "--target",
+        str(TARGET),
+        "--draft",
+        str(DRAFT),
+        "--prompts",
+        str(prompts),
+        "--rounds",
+        "1",
+    ]
+    command += [
+        "--max-tokens",
+        "4",
+        "--threads",
+        "1",
+        "--chains",
+        "3",
+        "--work",
+        str(tmp_path / "work"),
+    ]
     command += ["--json", str(tmp_path / "out.json"), "--python", f"vllm={tmp_path / 'python'}"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    rows = {(row["engine"], row["mode"]): row for row in json.loads((tmp_path / "out.json").read_text())}
+    rows = {
+        (row["engine"], row["mode"]): row for row in json.loads((tmp_path / "out.json").read_text())
+    }
     for engine in (("eagle_ray", "plain"), ("eagle_ray", "default"), ("transformers", "plain")):
         assert rows[engine]["tokens_per_s"] > 0
         assert rows[engine]["same"] == rows[engine]["of"] == 4
-        assert (rows[engine]["dtype"], rows[engine]["batch"], rows[engine]["rounds"]) == ("fp32", 2, 1)
+        assert (rows[engine]["dtype"], rows[engine]["batch"], rows[engine]["rounds"]) == (
+            "fp32",
+            2,
+            1,
+        )
     assert rows["eagle_ray", "plain"]["tau"] == 1
     for mode in ("plain", "chain 3"):
         assert rows["vllm", mode]["tokens_per_s"] is None
@@ -115,8 +159,13 @@ def test_comparison_lists_running_engines_and_missing_peers(tmp_path):
 def test_missing_head_stops_only_the_modes_that_need_it(tmp_path):
     engines = peer_engines
     models = peer_inputs.Models(TARGET, None)
-    launcher = engines.Launcher(models, tmp_path, str(tmp_path), {"vllm": "python"}, {"threads": 1}, WAIT_S)
-    for engine in (engines.Engine("eagle_ray", "default", "fp32"), engines.Engine("vllm", "chain 3", "fp32")):
+    launcher = engines.Launcher(
+        models, tmp_path, str(tmp_path), {"vllm": "python"}, {"threads": 1}, WAIT_S
+    )
+    for engine in (
+        engines.Engine("eagle_ray", "default", "fp32"),
+        engines.Engine("vllm", "chain 3", "fp32"),
+    ):
         with pytest.raises(peer_process.WorkerError, match="--draft: missing"):
             launcher.start(engine)
 
@@ -162,7 +211,9 @@ worker.stdin.flush()
 print(worker.pid, flush=True)
 worker.wait()
 """
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+    ) as process:
         worker = int(process.stdout.readline())
         process.kill()
     wait_until_gone(worker)
@@ -178,7 +229,10 @@ def test_a_worker_that_dies_at_its_start_says_why(tmp_path):
 
 def test_engine_that_dies_in_its_turn_leaves_the_others_running(tmp_path):
     engines, turns = peer_engines, peer_turns
-    reference, peer = engines.Engine("eagle_ray", "plain", "fp32"), engines.Engine("vllm", "plain", "fp32")
+    reference, peer = (
+        engines.Engine("eagle_ray", "plain", "fp32"),
+        engines.Engine("vllm", "plain", "fp32"),
+    )
     with echo(tmp_path, mortal=False) as steady, echo(tmp_path, mortal=True) as mortal:
         plan = turns.Plan([[5, 6, 4, 9], [7]], [4], rounds=2, max_tokens=DEADLY, timeout_s=WAIT_S)
         said: list[str] = []
@@ -208,7 +262,8 @@ def test_outputs_are_compared_up_to_their_eos(tmp_path):
 def test_a_worker_that_hangs_is_ended_with_its_children(tmp_path):
     process = peer_process
     script = (
-        "import subprocess, sys; x = subprocess.Popen(['sleep', '1000']); print('{\"pid\": %d}' % x.pid, flush=True)"
+        "import subprocess, sys; x = subprocess.Popen(['sleep', '1000']); "
+        "print('{\"pid\": %d}' % x.pid, flush=True)"
     )
     command = [sys.executable, "-c", script + "; x.wait()"]
     with process.WorkerProcess(command, tmp_path / "log") as worker:
@@ -220,10 +275,29 @@ def test_a_worker_that_hangs_is_ended_with_its_children(tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path):
-    command = [sys.executable, "-m", "jobs.bench.peers", "--peers", "transformers", "--batches", "1", "--threads", "1"]
-    command += ["--target", str(TARGET), "--draft", str(DRAFT), "--json", str(tmp_path / "out.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.bench.peers",
+        "--peers",
+        "transformers",
+        "--batches",
+        "1",
+        "--threads",
+        "1",
+    ]
+    command += [
+        "--target",
+        str(TARGET),
+        "--draft",
+        str(DRAFT),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     command += ["--work", str(tmp_path / "work"), "--rounds", "1000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         for line in process.stdout:
             if line.startswith("batch 1"):
                 break
@@ -257,13 +331,17 @@ def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
 
 
 def outputs_of(models) -> list[list[int]]:
-    model = ModelConfig(target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu")
+    model = ModelConfig(
+        target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu"
+    )
     engine = build_engine_from_config(
         model,
         SpeculativeConfig(method="eagle2", budget="uniform", max_nodes=8, max_depth=3, top_k=4),
         EngineArgs(2, kv_tokens=1024),
     ).engine
-    sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)]
+    sequences = [
+        Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)
+    ]
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:
@@ -276,11 +354,21 @@ def test_a_table_divides_by_the_best_peer_of_each_kind():
         cells = {"engine": engine, "mode": mode, "dtype": "fp32", "batch": 8, "tokens_per_s": rate}
         return cells | {"rates": [rate], "same": 16, "of": 16}
 
-    rows = [row("eagle_ray", "plain", 50.0), row("eagle_ray", "default", 90.0), row("vllm", "plain", 60.0)]
-    rows += [row("vllm", "chain 3", 75.0), row("vllm", "chain 5", 72.0), row("openvino", "plain", 45.0)]
+    rows = [
+        row("eagle_ray", "plain", 50.0),
+        row("eagle_ray", "default", 90.0),
+        row("vllm", "plain", 60.0),
+    ]
+    rows += [
+        row("vllm", "chain 3", 75.0),
+        row("vllm", "chain 5", 72.0),
+        row("openvino", "plain", 45.0),
+    ]
     rows.append(row("llama.cpp", "plain", None) | {"reason": "not installed"})
     lines = peers.table(rows, "fp32").splitlines()
-    ratios = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if " / " in line}
+    ratios = {
+        line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if " / " in line
+    }
     assert ratios["eagle_ray plain / best plain peer"] == "0.83 [0.83, 0.83]"
     assert ratios["eagle_ray default / best plain peer"] == "1.50 [1.50, 1.50]"
     assert ratios["eagle_ray default / best drafting peer"] == "1.20 [1.20, 1.20]"
@@ -290,11 +378,24 @@ def test_a_table_divides_by_the_best_peer_of_each_kind():
 def test_quantized_table_pairs_the_rounds_of_all_dtypes():
     def row(engine: str, mode: str, dtype: str, rates: list[float]) -> dict:
         rate = sorted(rates)[len(rates) // 2]
-        cells = {"engine": engine, "mode": mode, "dtype": dtype, "batch": 1, "tokens_per_s": rate, "rates": rates}
+        cells = {
+            "engine": engine,
+            "mode": mode,
+            "dtype": dtype,
+            "batch": 1,
+            "tokens_per_s": rate,
+            "rates": rates,
+        }
         return cells | {"same": None, "of": 0}
 
-    rows = [row("eagle_ray", "plain", "stored", [60.0, 90.0, 80.0]), row("eagle_ray", "plain", "bf16", [40.0] * 3)]
-    rows += [row("llama.cpp", "plain", "stored", [80.0, 100.0, 80.0]), row("openvino", "plain", "int4", [70.0] * 3)]
+    rows = [
+        row("eagle_ray", "plain", "stored", [60.0, 90.0, 80.0]),
+        row("eagle_ray", "plain", "bf16", [40.0] * 3),
+    ]
+    rows += [
+        row("llama.cpp", "plain", "stored", [80.0, 100.0, 80.0]),
+        row("openvino", "plain", "int4", [70.0] * 3),
+    ]
     lines = peers.table(rows, "quantised").splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:6]] == [
         "eagle_ray plain, stored",
@@ -309,10 +410,14 @@ def test_only_stored_weight_engines_read_the_wheel_file(tmp_path):
     models = peer_inputs.Models(TARGET, DRAFT, "embedded:smollm2", tmp_path / "wheel.gguf")
     launcher = peer_engines.Launcher(models, tmp_path, str(tmp_path), {}, {"threads": 1}, WAIT_S)
     engines = peer_engines.quantised_engines(["llama.cpp", "vllm"])
-    files = {engine: launcher.target(engine, "python") for engine in engines if engine.dtype != "int8"}
+    files = {
+        engine: launcher.target(engine, "python") for engine in engines if engine.dtype != "int8"
+    }
     assert {engine.dtype: file for engine, file in files.items() if engine.name == "eagle_ray"} == {
         "stored": "embedded:smollm2",
         "bf16": str(TARGET),
     }
-    assert {file for engine, file in files.items() if "llama" in engine.name} == {str(tmp_path / "wheel.gguf")}
+    assert {file for engine, file in files.items() if "llama" in engine.name} == {
+        str(tmp_path / "wheel.gguf")
+    }
     assert [file for engine, file in files.items() if engine.name == "vllm"] == [str(TARGET)]

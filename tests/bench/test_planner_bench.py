@@ -11,7 +11,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 from jobs.bench.simulated_costs import cpu, mistaken, padded
 
 SHORT = "--batches 2 --tokens 60 --warm 20 --trees 1/1/1 2/2/1 --temperatures 0 1"
@@ -28,7 +28,12 @@ def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
     first, second = (run_planner_bench(monkeypatch, capsys, f"{SHORT} --mixed") for _ in range(2))
     assert first == second
     cells = [cell.strip() for cell in first.splitlines()[-1].split("|")]
-    assert cells[1:4] == ["cpu", "2", "[0.0, 1.0]"] and cells[4] in ("none", "1/1/1", "2/2/1", "chain")
+    assert cells[1:4] == ["cpu", "2", "[0.0, 1.0]"] and cells[4] in (
+        "none",
+        "1/1/1",
+        "2/2/1",
+        "chain",
+    )
     assert float(cells[6].removesuffix("x")) > 0.5
 
 
@@ -50,7 +55,7 @@ def test_a_step_is_priced_as_it_is_replayed():
     parts = {"num_cached": 0, "num_catch_up": 5, "num_accepted": 3, "num_prompt_tokens": 0}
     parts["seconds"] = StepTimes(0, 0, 0)
     drafting = StepOutcome(DraftPlan(3, 10, num_children=10), 5, depth=3, num_rows=40, **parts)
-    plain = StepOutcome(PLAIN, 5, depth=0, num_rows=5, **parts)
+    plain = StepOutcome(PLAIN_PLAN, 5, depth=0, num_rows=5, **parts)
     assert (padded(drafting, sizes).num_rows, padded(drafting, sizes).level_rows) == (64, 16 * 10)
     assert padded(plain, sizes).num_rows == 8
 
@@ -63,7 +68,11 @@ def test_the_engine_ranks_and_learns_as_a_jobs_does():
 
 def test_mistaken_costs_are_off_by_as_much_as_was_said():
     true, wrong = cpu(), mistaken(cpu(), 0.1, seed=3)
-    ratios = [b / a for name in CURVES for a, b in zip(*(getattr(c, name).seconds for c in (true, wrong)), strict=True)]
+    ratios = [
+        b / a
+        for name in CURVES
+        for a, b in zip(*(getattr(c, name).seconds for c in (true, wrong)), strict=True)
+    ]
     assert max(abs(r - 1) for r in ratios) > 0.05
     assert all(r == pytest.approx(1, abs=0.5) for r in ratios)
     assert mistaken(cpu(), 0.0, seed=3) == true

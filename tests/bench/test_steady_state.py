@@ -28,7 +28,9 @@ def test_the_bench_writes_an_object_for_each_number_of_slots(monkeypatch, tmp_pa
 def test_a_device_that_costs_nothing_takes_the_same_steps(tree):
     """Outputs end by their length alone, so plain steps are the same; drafts are accepted as in the first step."""
     work = Workload(3, outputs=(4, 8), num_windows=2)
-    real, recorded = (measure(make_engine(3, tree, is_recorded), work) for is_recorded in (False, True))
+    real, recorded = (
+        measure(make_engine(3, tree, is_recorded), work) for is_recorded in (False, True)
+    )
     assert recorded.share_ahead > 0 and recorded.slots_busy > 0.3
     if tree == NO_TREE:
         assert recorded.slots_busy == real.slots_busy
@@ -37,5 +39,7 @@ def test_a_device_that_costs_nothing_takes_the_same_steps(tree):
 
 @pytest.mark.slow
 def test_rows_with_a_schema_are_as_long_as_the_others():
-    state = measure(make_engine(3, NO_TREE), Workload(3, outputs=(4, 8), schema_every=2, num_windows=1))
+    state = measure(
+        make_engine(3, NO_TREE), Workload(3, outputs=(4, 8), schema_every=2, num_windows=1)
+    )
     assert 0 < state.slots_busy <= 1

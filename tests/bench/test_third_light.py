@@ -22,18 +22,33 @@ ROOT = Path(__file__).parents[2]
 def distribution(site: Path, name: str, version: str, *requirements: str) -> None:
     directory = site / f"{name}-{version}.dist-info"
     directory.mkdir(parents=True)
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requirements)]
+    lines = [
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {text}" for text in requirements),
+    ]
     (directory / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
 
 
 def test_a_requirement_that_nothing_meets_is_named(tmp_path: Path):
-    product = ("gguf", "llguidance", "python-multipart", "s3fs")
+    product = ("gguf", "httpx2", "llguidance", "python-multipart", "s3fs")
     for name in product:
         distribution(tmp_path, name, "2030.1")
-    distribution(tmp_path, "pydantic", "2.14.3", "pydantic_core==2.50.4", "old; python_version < '3.12'")
+    distribution(
+        tmp_path, "pydantic", "2.14.3", "pydantic_core==2.50.4", "old; python_version < '3.12'"
+    )
     distribution(tmp_path, "pydantic_core", "2.49.0")
-    distribution(tmp_path, "ray", "2.60.0", "click", "jsonschema", "pandas; extra == 'data'", "tune; extra == 'tune'")
+    distribution(
+        tmp_path,
+        "ray",
+        "2.60.0",
+        "click",
+        "jsonschema",
+        "pandas; extra == 'data'",
+        "tune; extra == 'tune'",
+    )
     assert missing_requirements(tmp_path, "3.12") == [
+        "eagle-ray needs jsonschema>=4.23",
         "pydantic needs pydantic_core==2.50.4, carried is 2.49.0",
         "ray needs jsonschema",
     ]
@@ -42,7 +57,12 @@ def test_a_requirement_that_nothing_meets_is_named(tmp_path: Path):
 def test_rows_are_different_and_come_from_every_kind_of_file(tmp_path: Path):
     asked = [
         {"category": "qa", "turns": ["Why?", "And then?"]},
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "How?"},
+            ]
+        },
         {"prompt": "When?"},
         {"prompt": "x" * 10_000},
     ]
@@ -114,7 +134,9 @@ def test_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path):
 
 
 def test_a_driver_that_ends_by_itself_ends_the_waiting(tmp_path: Path):
-    driver = Driver([sys.executable, "-c", "print('ready after 2.0 s: read 1.0')"], tmp_path / "log")
+    driver = Driver(
+        [sys.executable, "-c", "print('ready after 2.0 s: read 1.0')"], tmp_path / "log"
+    )
     assert not driver.wait_until(lambda: False, 60)
     driver.kill()
     assert driver.code == 0
@@ -124,22 +146,52 @@ def test_a_driver_that_ends_by_itself_ends_the_waiting(tmp_path: Path):
 @pytest.mark.ray
 def test_a_dry_run(tmp_path: Path):
     """Three jobs with the embedded pair on a CPU; the first is killed and resumed, and no row is lost or made twice."""
-    command = [sys.executable, "-m", "jobs.bench.gpu.third_light", "run", "--smoke", "--minutes", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.bench.gpu.third_light",
+        "run",
+        "--smoke",
+        "--minutes",
+        "8",
+    ]
     words = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--commit", "abc"]
-    done = subprocess.run([*command, *words], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [*command, *words],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     records = Findings(tmp_path / "out", "third_light").records()
-    found = {kind: [record for record in records if record["kind"] == kind] for kind in {r["kind"] for r in records}}
+    found = {
+        kind: [record for record in records if record["kind"] == kind]
+        for kind in {r["kind"] for r in records}
+    }
     assert not {"failed", "skipped"} & set(found), found
     [kill] = found["kill"]
     assert kill["reached"] and kill["ended_before"] is None and 0 < kill["rows_in_files"] < 96
     assert not kill["processes_left"]
     assert [end["exit_code"] for end in found["end"]] == [0, 0, 0]
     for rows in found["rows"]:
-        assert (rows["once"], rows["missing"], rows["twice"], rows["unknown"], rows["errors"]) == (96, 0, 0, 0, 0)
+        assert (rows["once"], rows["missing"], rows["twice"], rows["unknown"], rows["errors"]) == (
+            96,
+            0,
+            0,
+            0,
+            0,
+        )
         assert rows["changed_after_kill"] == 0
-    assert found["rows"][0]["by_attempt"] == {"1": kill["rows_in_files"], "2": 96 - kill["rows_in_files"]}
+    assert found["rows"][0]["by_attempt"] == {
+        "1": kill["rows_in_files"],
+        "2": 96 - kill["rows_in_files"],
+    }
     for equality in found["equality"]:
         assert equality["compared"] == 8 and equality["unexplained"] == 0
-    assert all(speed["output_tokens_per_s"] > 0 for speed in found["speed"]) and len(found["speed"]) == 4
+    assert (
+        all(speed["output_tokens_per_s"] > 0 for speed in found["speed"])
+        and len(found["speed"]) == 4
+    )
     assert found["summary"][0]["mean_acceptance_length"] > 1

@@ -8,7 +8,8 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.evaluation.method_comparison import compare, first_difference
-from eagle_ray.evaluation.timing import ForwardTimer, RecordingPlanner, SteadyQueue, run_requests
+from eagle_ray.evaluation.recorded_trees import RecordingPlanner
+from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -45,7 +46,10 @@ def test_a_window_counts_what_was_committed():
         before = sum(len(s.output_ids) for s in queue.sequences)
         samples = [queue.window(num_tokens=30, max_seconds=30) for _ in range(2)]
         assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
-        assert sum(len(s.output_ids) for s in queue.sequences) == before + (samples[0] + samples[1]).num_tokens
+        assert (
+            sum(len(s.output_ids) for s in queue.sequences)
+            == before + (samples[0] + samples[1]).num_tokens
+        )
         assert all(0 < sample.forward_s < sample.seconds for sample in samples)
         assert not engine.mixed_prefill
         queue.end()
@@ -58,7 +62,11 @@ def test_a_window_counts_what_was_committed():
 def test_window_has_its_whole_last_step_and_none_of_the_previous():
     """Windows of a step each, plain and drafting ones by turns on one engine."""
     _, (_, drafting), meter = engines()
-    queue, own, never = SteadyQueue(drafting, requests(), meter), drafting.planner, UniformPlanner(NO_TREE)
+    queue, own, never = (
+        SteadyQueue(drafting, requests(), meter),
+        drafting.planner,
+        UniformPlanner(NO_TREE),
+    )
     queue.fill()
     for _ in range(4):
         for planner in (own, never):
@@ -76,7 +84,11 @@ def test_first_step_of_another_planner_is_not_in_the_window():
     _, (_, drafting), meter = engines()
     queue = SteadyQueue(drafting, requests(), meter)
     queue.fill()
-    own, before, steps = drafting.planner, sum(len(s.output_ids) for s in queue.sequences), drafting.counters.num_steps
+    own, before, steps = (
+        drafting.planner,
+        sum(len(s.output_ids) for s in queue.sequences),
+        drafting.counters.num_steps,
+    )
     sample = queue.window(num_tokens=30, max_seconds=30, first=UniformPlanner(NO_TREE))
     assert sample.num_plain_steps == 0 and drafting.counters.num_plain_steps == 1
     assert sample.num_steps == drafting.counters.num_steps - steps - 1 and drafting.planner is own
@@ -93,7 +105,9 @@ def test_a_window_ends_when_its_time_is_over():
 def test_ways_over_shared_weights_give_the_same_tokens():
     model, pair, meter = engines()
     jobs = [list(itertools.islice(requests(), 9)) for _ in pair]
-    plain, eagle = (run_requests(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
+    plain, eagle = (
+        run_requests(engine, job, meter) for engine, job in zip(pair, jobs, strict=True)
+    )
     assert plain.num_tokens == eagle.num_tokens == sum(map(len, outputs(jobs[0])))
     assert plain.tau == 1 and plain.num_plain_steps == plain.num_steps
     identity = compare(model, PROMPTS, outputs(jobs[1]), outputs(jobs[0]))
@@ -120,5 +134,9 @@ def test_recorder_predicts_steps_and_corrects_only_its_own_costs():
     for recorder in recorders:
         drafting.planner = recorder
         run_requests(drafting, list(itertools.islice(requests(), 3)))
-        assert recorder.predicted_s > 0 and recorder.predicted_plain_s > 0 and min(recorder.parts[1:]) > 0
+        assert (
+            recorder.predicted_s > 0
+            and recorder.predicted_plain_s > 0
+            and min(recorder.parts[1:]) > 0
+        )
         assert recorder.step_costs != flat()

@@ -96,7 +96,11 @@ def test_few_weights_are_zero(pairs):
 def test_the_shapes_cost_what_they_say():
     assert 0.09 < BENCH.draft_weights / BENCH.pass_weights < 0.10
     assert 130e6 < BENCH.pass_weights + BENCH.hidden_size * BENCH.vocab_size < 300e6
-    for shape, billions, kv_bytes in ((LLAMA_1B, 1.236, 32768), (LLAMA_3B, 3.03, 65536), (LLAMA_8B, 7.505, 131072)):
+    for shape, billions, kv_bytes in (
+        (LLAMA_1B, 1.236, 32768),
+        (LLAMA_3B, 3.03, 65536),
+        (LLAMA_8B, 7.505, 131072),
+    ):
         assert round(shape.pass_weights / 1e9, 3 if shape is not LLAMA_3B else 2) == billions
         assert 2 * shape.kv_numbers == kv_bytes
 
@@ -106,7 +110,9 @@ def test_weights_have_their_dtype_and_frequencies_stay_exact():
     assert {p.dtype for m in (model, eagle) for p in m.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     for module in (model.model.rotary_emb, eagle.rotary, eagle.bfloat16().rotary):
-        assert module.inv_freq.dtype == torch.float32 and torch.equal(module.inv_freq, eagle.rotary.inv_freq)
+        assert module.inv_freq.dtype == torch.float32 and torch.equal(
+            module.inv_freq, eagle.rotary.inv_freq
+        )
 
 
 def test_a_shape_that_is_too_small_is_refused():

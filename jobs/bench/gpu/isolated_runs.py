@@ -3,9 +3,10 @@
     runs = [IsolatedRun("kernels bfloat16", [sys.executable, "-m", ...], limit_s=120)]
     run_all(runs, findings, TimeBudget(450), workers=4)
 
-A run that crashes, or fails with a text that names Triton or CUDA, is repeated with EAGLE_RAY_KERNELS=portable, and
-both outcomes are recorded. Other errors would come again there, and one that takes too long would take longer. A run
-for which too little time is left is recorded as skipped.
+A run that crashes, or fails with a text that names Triton or CUDA, is repeated with
+EAGLE_RAY_KERNELS=portable, and both outcomes are recorded. Other errors would come again there, and
+one that takes too long would take longer. A run for which too little time is left is recorded as
+skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class IsolatedRun:
         limit_s: seconds after which it is killed.
         least_s: it is skipped if less time is left.
         environment: variables in addition to this process's own.
-        detail: picks the recorded detail from the output. If there is none and the run failed, the output's end is.
+        detail: picks the recorded detail from the output. If there is none and the run failed, the
+            output's end is.
     """
 
     name: str
@@ -79,7 +81,9 @@ class Outcome:
     def blames_kernels(self) -> bool:
         """Return whether the portable path may do better."""
         crashed = self.result.startswith(CRASHED)
-        return crashed or (self.result.startswith(FAILED) and KERNELS_AT_FAULT.search(self.output) is not None)
+        return crashed or (
+            self.result.startswith(FAILED) and KERNELS_AT_FAULT.search(self.output) is not None
+        )
 
 
 def measurement_parser(description: str, names: Iterable[str]) -> argparse.ArgumentParser:
@@ -91,7 +95,9 @@ def measurement_parser(description: str, names: Iterable[str]) -> argparse.Argum
     return parser
 
 
-def run_all(runs: list[IsolatedRun], findings: Findings, budget: TimeBudget, workers: int = 1) -> None:
+def run_all(
+    runs: list[IsolatedRun], findings: Findings, budget: TimeBudget, workers: int = 1
+) -> None:
     """Run everything in order, `workers` processes at a time."""
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda run: run_and_record(run, findings, budget), runs))
@@ -104,7 +110,9 @@ def run_and_record(run: IsolatedRun, findings: Findings, budget: TimeBudget) -> 
         record_run(run, findings, budget, PORTABLE)
 
 
-def record_run(run: IsolatedRun, findings: Findings, budget: TimeBudget, path: str = DEFAULT) -> Outcome | None:
+def record_run(
+    run: IsolatedRun, findings: Findings, budget: TimeBudget, path: str = DEFAULT
+) -> Outcome | None:
     """Run it on one path and record the outcome; return None if there is no time for it."""
     left = budget.left_s
     if left < run.least_s:
@@ -118,7 +126,12 @@ def record_run(run: IsolatedRun, findings: Findings, budget: TimeBudget, path: s
     if outcome.has_failed:
         detail = detail or last_lines(outcome.output)
     findings.add(
-        "run", name=run.name, path=path, result=outcome.result, seconds=round(outcome.seconds, 1), detail=detail
+        "run",
+        name=run.name,
+        path=path,
+        result=outcome.result,
+        seconds=round(outcome.seconds, 1),
+        detail=detail,
     )
     return outcome
 
@@ -174,4 +187,6 @@ def _echo_findings(output: str) -> None:
 
 def last_lines(output: str) -> str:
     """Return the end of an output in one line."""
-    return " / ".join(line.strip() for line in output.splitlines() if line.strip())[-DETAIL_CHARACTERS:]
+    return " / ".join(line.strip() for line in output.splitlines() if line.strip())[
+        -DETAIL_CHARACTERS:
+    ]

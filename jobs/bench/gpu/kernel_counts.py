@@ -43,7 +43,10 @@ class KernelCounts:
 
     def top(self, count: int) -> list[tuple[str, int, float]]:
         """Return name, calls and microseconds of what takes the most time."""
-        return [(name[:80], self.calls[name], round(us, 1)) for name, us in self.microseconds.most_common(count)]
+        return [
+            (name[:80], self.calls[name], round(us, 1))
+            for name, us in self.microseconds.most_common(count)
+        ]
 
 
 def count_kernels(function: Callable[[], object], device: torch.device) -> KernelCounts:
@@ -67,4 +70,6 @@ def count_kernels(function: Callable[[], object], device: torch.device) -> Kerne
         elif event.name.startswith("aten::"):
             calls[event.name] += 1
             microseconds[event.name] += event.self_cpu_time_total
-    return KernelCounts("kernels" if on_cuda else "aten operations (on a CPU)", calls, microseconds, num_copies)
+    return KernelCounts(
+        "kernels" if on_cuda else "aten operations (on a CPU)", calls, microseconds, num_copies
+    )

@@ -6,8 +6,8 @@
     job = KilledJob(files, out, findings, {"model.dtype": "bfloat16"})
     job.run(budget)
 
-The directory has rows.jsonl (what the job reads), sample.jsonl (some of them), cpu.jsonl (their answers by a CPU in
-fp32) and settings.json (target, drafts, lengths).
+The directory has rows.jsonl (what the job reads), sample.jsonl (some of them), cpu.jsonl (their
+answers by a CPU in fp32) and settings.json (target, drafts, lengths).
 """
 
 from __future__ import annotations
@@ -96,11 +96,16 @@ class JobFiles:
 
     def answer_on_cpu(self, work: Path, tokens: int = CPU_TOKENS) -> None:
         """Let a job on this machine's CPU answer the sampled rows in fp32, and keep the token ids."""
-        settings = self.settings | ON_CPU | {"sampling.max_tokens": tokens, "output.if_exists": "resume"}
+        settings = (
+            self.settings | ON_CPU | {"sampling.max_tokens": tokens, "output.if_exists": "resume"}
+        )
         output = work / "cpu_run"
         subprocess.run(run_command(self.sample, output, settings), cwd=ROOT, check=True)
         answers = read_rows(output, ["request_id", "output_token_ids"]).to_pylist()
-        write_jsonl(self.cpu_answers, [{"id": row["request_id"], "ids": row["output_token_ids"]} for row in answers])
+        write_jsonl(
+            self.cpu_answers,
+            [{"id": row["request_id"], "ids": row["output_token_ids"]} for row in answers],
+        )
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> None:
@@ -112,8 +117,20 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def run_command(rows: Path, output: Path, settings: Row) -> list[str]:
-    words = [word for key, value in (COMMON | settings).items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "eagle_ray.cli", "run", "-i", str(rows), "-o", str(output), *words]
+    words = [
+        word for key, value in (COMMON | settings).items() for word in ("--set", f"{key}={value}")
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli",
+        "run",
+        "-i",
+        str(rows),
+        "-o",
+        str(output),
+        *words,
+    ]
 
 
 def read_rows(output: Path, columns: list[str]) -> pa.Table:
@@ -225,7 +242,9 @@ def _fields(pid: int) -> list[str]:
 
 def _command_line(pid: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:TITLE_CHARACTERS]
+        return (
+            Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:TITLE_CHARACTERS]
+        )
     return ""
 
 
@@ -242,7 +261,9 @@ def wait_until_gone(processes: dict[Process, str], limit_s: float) -> tuple[floa
 
 
 def _living(processes: dict[Process, str]) -> list[Process]:
-    return [(pid, start) for pid, start in processes if (fields := _fields(pid)) and fields[19] == start]
+    return [
+        (pid, start) for pid, start in processes if (fields := _fields(pid)) and fields[19] == start
+    ]
 
 
 def gpu_memory_used() -> str:
@@ -259,7 +280,8 @@ class KilledJob:
 
     Attributes:
         settings: in addition to the job's own.
-        killed_at: share of the rows in files at which the first driver is killed; None: it is not killed.
+        killed_at: share of the rows in files at which the first driver is killed; None: it is not
+            killed.
     """
 
     name: str
@@ -302,7 +324,9 @@ class KilledJob:
         """Return the rows that were in files when the driver was killed."""
         wanted = max(int((self.killed_at or 0) * len(read_jsonl(self.files.rows))), 1)
         driver = self._start()
-        is_reached = driver.wait_until(lambda: num_rows_in_files(self.output) >= wanted, budget.left_s / 2)
+        is_reached = driver.wait_until(
+            lambda: num_rows_in_files(self.output) >= wanted, budget.left_s / 2
+        )
         code, seconds = driver.code, driver.seconds
         driver.kill()
         gone_s, left = wait_until_gone(driver.processes, GONE_WITHIN_S)
@@ -342,7 +366,9 @@ class KilledJob:
         self.findings.add("start", job=self.name, attempt=attempt, **driver.phases())
 
     def _check_rows(self, before: dict[str, list[int]]) -> None:
-        found = read_rows(self.output, ["request_id", "status", "attempt", "output_token_ids", "error_message"])
+        found = read_rows(
+            self.output, ["request_id", "status", "attempt", "output_token_ids", "error_message"]
+        )
         rows = found.to_pylist()
         times = Counter(row["request_id"] for row in rows)
         asked = {row["id"] for row in read_jsonl(self.files.rows)}
@@ -368,7 +394,9 @@ class KilledJob:
         rows = [row for row in read_rows(self.output, columns).to_pylist() if row["status"] == "ok"]
         for attempt in sorted({row["attempt"] for row in rows}):
             own = [row for row in rows if row["attempt"] == attempt]
-            seconds = (max(r["finished_at"] for r in own) - min(r["started_at"] for r in own)).total_seconds()
+            seconds = (
+                max(r["finished_at"] for r in own) - min(r["started_at"] for r in own)
+            ).total_seconds()
             output_tokens = sum(row["completion_tokens"] for row in own)
             prompt_tokens = sum(row["prompt_tokens"] for row in own)
             self.findings.add(
@@ -389,8 +417,14 @@ class KilledJob:
         with (self.out / SUMMARIES).open("a") as file:
             file.write(json.dumps({"job": self.name, **summary}) + "\n")
         total, work = summary["total"], summary["last_work"]
-        figures = {key: total[key] for key in ("mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step")}
-        figures |= {key: work[key] for key in ("tokens_per_s", "working_s", "elapsed_s", "busy_slots", "engine_busy")}
+        figures = {
+            key: total[key]
+            for key in ("mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step")
+        }
+        figures |= {
+            key: work[key]
+            for key in ("tokens_per_s", "working_s", "elapsed_s", "busy_slots", "engine_busy")
+        }
         self.findings.add("summary", job=self.name, **figures, **work["engine"])
 
     def _compare_with_cpu(self) -> None:
@@ -398,7 +432,9 @@ class KilledJob:
         from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
 
         answers = {row["id"]: row["ids"] for row in read_jsonl(self.files.cpu_answers)}
-        found = read_rows(self.output, ["request_id", "prompt", "output_token_ids", "status"]).to_pylist()
+        found = read_rows(
+            self.output, ["request_id", "prompt", "output_token_ids", "status"]
+        ).to_pylist()
         model, tokenizer, near_tie = self._reference()
         total = Equivalence()
         unexplained = []
@@ -410,7 +446,9 @@ class KilledJob:
             result = compare(model, [prompt], [row["output_token_ids"]], [plain], near_tie=near_tie)
             total += result
             if result.num_compared and not result.is_explained:
-                unexplained.append((row["request_id"], first_difference(row["output_token_ids"], plain)))
+                unexplained.append(
+                    (row["request_id"], first_difference(row["output_token_ids"], plain))
+                )
         self.findings.add(
             "equality",
             job=self.name,
@@ -448,8 +486,12 @@ class Recorded:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
-        self.findings.add("failed", job=self.job, part=self.part, error=f"{type(error).__name__}: {error}"[:600])
+        self.findings.add(
+            "failed", job=self.job, part=self.part, error=f"{type(error).__name__}: {error}"[:600]
+        )
         return True

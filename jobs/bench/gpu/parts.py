@@ -4,9 +4,10 @@
     python -m jobs.bench.gpu.parts receive DIR --to KEPT              # there, once a transfer: prints what is missing
     python -m jobs.bench.gpu.parts assemble KEPT --to FILES           # there, at the end: KEPT/part-* -> FILES/NAME
 
-The parts cut all files laid end to end, so only the last part is short. A file is assembled as soon as the parts that
-hold its bytes are there: put the one that is needed first at the beginning. The manifest travels with each transfer.
-Parts and files are compared with their SHA-256. It imports the standard library alone.
+The parts cut all files laid end to end, so only the last part is short. A file is assembled as soon
+as the parts that hold its bytes are there: put the one that is needed first at the beginning. The
+manifest travels with each transfer. Parts and files are compared with their SHA-256. It imports the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ class Manifest:
         path = directory / MANIFEST
         try:
             found = json.loads(path.read_text())
-            return cls([Piece(**file) for file in found["files"]], [Piece(**part) for part in found["parts"]])
+            return cls(
+                [Piece(**file) for file in found["files"]],
+                [Piece(**part) for part in found["parts"]],
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PartsError(f"{path}: not a manifest of parts ({error}). Carry it with each transfer.") from error
+            raise PartsError(
+                f"{path}: not a manifest of parts ({error}). Carry it with each transfer."
+            ) from error
 
     def write(self, directory: Path) -> None:
         (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=1))
@@ -148,7 +154,11 @@ def assemble(kept: Path, directory: Path, names: list[str] | None = None) -> lis
     wanted = [file.name for file in manifest.files] if names is None else names
     for name in wanted:
         manifest.parts_of(name)
-    return [_assemble_file(kept, directory, manifest, file) for file in manifest.files if file.name in wanted]
+    return [
+        _assemble_file(kept, directory, manifest, file)
+        for file in manifest.files
+        if file.name in wanted
+    ]
 
 
 def _assemble_file(kept: Path, directory: Path, manifest: Manifest, file: Piece) -> Path:
@@ -158,7 +168,9 @@ def _assemble_file(kept: Path, directory: Path, manifest: Manifest, file: Piece)
     parts = manifest.parts_of(file.name)
     missing = [part.name for part in parts if not (kept / part.name).exists()]
     if missing:
-        raise PartsError(f"{file.name}: {', '.join(missing)} missing in {kept}. Carry and receive them first.")
+        raise PartsError(
+            f"{file.name}: {', '.join(missing)} missing in {kept}. Carry and receive them first."
+        )
     temporary = directory / f".{file.name}"
     with temporary.open("wb") as output:
         for part in parts:
@@ -215,12 +227,16 @@ def parse_arguments() -> argparse.Namespace:
     calls = parser.add_subparsers(required=True)
     splitting = calls.add_parser("split")
     splitting.add_argument("directory", type=Path, help="of the parts")
-    splitting.add_argument("files", type=Path, nargs="+", help="the one that is needed first, first")
+    splitting.add_argument(
+        "files", type=Path, nargs="+", help="the one that is needed first, first"
+    )
     splitting.add_argument("--part-mib", type=float, default=PART_MIB)
     splitting.set_defaults(call=_split)
     receiving = calls.add_parser("receive")
     receiving.add_argument("directory", type=Path, help="where the transfer left parts")
-    receiving.add_argument("--to", type=Path, required=True, help="directory that is kept between transfers")
+    receiving.add_argument(
+        "--to", type=Path, required=True, help="directory that is kept between transfers"
+    )
     receiving.set_defaults(call=_receive)
     assembling = calls.add_parser("assemble")
     assembling.add_argument("directory", type=Path, help="where received parts are")

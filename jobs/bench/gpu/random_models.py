@@ -53,14 +53,25 @@ def plain_engine(
     target: TargetModel, graphs: CudaGraphRunner | None, prefill_tokens: int = PROMPT_TOKENS * 64
 ) -> Engine:
     """Return an engine that never drafts."""
-    return Engine(target, NullDrafter(), UniformPlanner(NO_TREE), MAX_MODEL_LEN - 1, NO_TREE, prefill_tokens, graphs)
+    return Engine(
+        target,
+        NullDrafter(),
+        UniformPlanner(NO_TREE),
+        MAX_MODEL_LEN - 1,
+        NO_TREE,
+        prefill_tokens,
+        graphs,
+    )
 
 
 def add_sequences(engine: Engine, batch: int, max_tokens: int) -> list[Sequence]:
     """Queue sequences of random prompts."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = [[draw.randrange(engine.target.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    prompts = [
+        [draw.randrange(engine.target.vocab_size) for _ in range(PROMPT_TOKENS)]
+        for _ in range(batch)
+    ]
     sequences = [Sequence(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     for sequence in sequences:
         engine.add(sequence)
@@ -83,9 +94,13 @@ def seconds_per_step(engine: Engine, sequences: list[Sequence], num_steps: int) 
     return (time.perf_counter() - started) / num_steps
 
 
-def step_figures(target: TargetModel, batch: int, num_steps: int) -> tuple[dict[str, Any], KernelCounts]:
+def step_figures(
+    target: TargetModel, batch: int, num_steps: int
+) -> tuple[dict[str, Any], KernelCounts]:
     """Decode random prompts plainly, replayed where graphs are; return a step's figures and kernels."""
-    engine = plain_engine(target, CudaGraphRunner.of(target) if target.device.type == "cuda" else None)
+    engine = plain_engine(
+        target, CudaGraphRunner.of(target) if target.device.type == "cuda" else None
+    )
     if engine.graphs is not None:
         capture_fixed(engine)
     sequences = add_sequences(engine, batch, 200)

@@ -10,13 +10,15 @@
     DIR/second_light.md            the same as tables
     DIR/triton-cache.tar.gz        compiled kernels; a later call reuses them by --triton-cache
 
-What each section measures stands in `sections/`. Each runs in a process of its own. One that fails by Triton or CUDA is
-run again with EAGLE_RAY_KERNELS=portable. What does not fit into --minutes is recorded as skipped.
+What each section measures stands in `sections/`. Each runs in a process of its own. One that fails
+by Triton or CUDA is run again with EAGLE_RAY_KERNELS=portable. What does not fit into --minutes is
+recorded as skipped.
 
-A machine that is lent has torch, triton and transformers, but neither Ray nor pydantic. Sections of jobs' engines need
-pydantic's wheels on PYTHONPATH (pydantic, pydantic_core, annotated_types, typing_inspection), and --write-model
-gguf's. SmolLM2's GGUF file is larger than one transfer: `jobs.bench.gpu.parts` carries it. `third_light` comes after
-the last call. The same code with tiny shapes on a CPU: --smoke.
+A machine that is lent has torch, triton and transformers, but neither Ray nor pydantic. Sections of
+jobs' engines need pydantic's wheels on PYTHONPATH (pydantic, pydantic_core, annotated_types,
+typing_inspection), and --write-model gguf's. SmolLM2's GGUF file is larger than one transfer:
+`jobs.bench.gpu.parts` carries it. `third_light` comes after the last call. The same code with tiny
+shapes on a CPU: --smoke.
 """
 
 from __future__ import annotations
@@ -53,10 +55,14 @@ class Call:
 
 
 CALLS = {
-    "kernels": Call(8.0, ("work-list", "sanitizer", "kernel-tests", "random-smollm2", "random-qwen3-8b")),
+    "kernels": Call(
+        8.0, ("work-list", "sanitizer", "kernel-tests", "random-smollm2", "random-qwen3-8b")
+    ),
     "quantised": Call(6.0, ("quantised", "moe", "attention", "products", "prefill", "prefix")),
     "model": Call(6.0, ("bar-none", "bar-suffix", "real", "bar-eagle2")),
-    "more": Call(6.0, ("bar-auto", "sources", "steady", "single", "batches", "start", "bar-eagle2+suffix")),
+    "more": Call(
+        6.0, ("bar-auto", "sources", "steady", "single", "batches", "start", "bar-eagle2+suffix")
+    ),
 }
 LIMITS_S = {
     "work-list": (10.0, 30.0),
@@ -95,7 +101,10 @@ def main() -> None:
     minutes = args.minutes or call.minutes
     budget = TimeBudget(60 * minutes)
     findings = Findings(args.out, FINDINGS)
-    findings.begin("second light", {"smoke": args.smoke, "minutes": minutes, **environment(device, args.commit)})
+    findings.begin(
+        "second light",
+        {"smoke": args.smoke, "minutes": minutes, **environment(device, args.commit)},
+    )
     with triton_cache(args.out, args.triton_cache):
         for name in args.sections or call.sections:
             run_section(name, args, device, findings, budget)
@@ -103,11 +112,20 @@ def main() -> None:
 
 
 def run_section(
-    name: str, args: argparse.Namespace, device: torch.device, findings: Findings, budget: TimeBudget
+    name: str,
+    args: argparse.Namespace,
+    device: torch.device,
+    findings: Findings,
+    budget: TimeBudget,
 ) -> None:
     """Run a section: a process of its own, or one for each kernel test or memory check."""
     if name == "kernel-tests":
-        run_all(kernel_test_runs(device, args.smoke), findings, budget, 1 if args.smoke else TEST_WORKERS)
+        run_all(
+            kernel_test_runs(device, args.smoke),
+            findings,
+            budget,
+            1 if args.smoke else TEST_WORKERS,
+        )
     elif name == "sanitizer":
         run_all(sanitizer_runs(findings), findings, budget)
     else:
@@ -133,7 +151,8 @@ def section_run(name: str, args: argparse.Namespace) -> IsolatedRun:
 def write_model(gguf: Path, directory: Path) -> None:
     """Write SmolLM2's GGUF file as a directory that `model.target` can name."""
     directory.mkdir(parents=True)
-    from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint  # with gguf, which a lent machine lacks
+    from eagle_ray.gguf.gguf_file import GGUFFile  # with gguf, which a lent machine lacks
+    from eagle_ray.gguf.gguf_target import write_checkpoint
 
     write_checkpoint(GGUFFile.open(gguf), directory)
 
@@ -147,19 +166,31 @@ def parse_arguments() -> argparse.Namespace:
     epilog = f"Run it from {ROOT.name}'s root. {calls}."
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=epilog)
     parser.add_argument("--out", type=_absolute, help="directory of the findings")
-    parser.add_argument("--call", choices=CALLS, default="kernels", help="a group of sections and its minutes")
+    parser.add_argument(
+        "--call", choices=CALLS, default="kernels", help="a group of sections and its minutes"
+    )
     parser.add_argument("--sections", nargs="+", choices=ALL, help="by name, in place of a call's")
-    parser.add_argument("--model", type=_absolute, help="SmolLM2's directory; the embedded tiny pair without it")
-    parser.add_argument("--prompts", type=_absolute, help="a JSONL file with turns, messages or prompt")
+    parser.add_argument(
+        "--model", type=_absolute, help="SmolLM2's directory; the embedded tiny pair without it"
+    )
+    parser.add_argument(
+        "--prompts", type=_absolute, help="a JSONL file with turns, messages or prompt"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument("--minutes", type=float, help="of the call, in place of its own")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of a section at most")
-    parser.add_argument("--triton-cache", type=Path, help="archive of an earlier call, or its --out directory")
+    parser.add_argument(
+        "--triton-cache", type=Path, help="archive of an earlier call, or its --out directory"
+    )
     parser.add_argument("--commit", help="where no git says it")
-    parser.add_argument("--write-model", type=_absolute, metavar="DIR", help="write SmolLM2's directory and end")
+    parser.add_argument(
+        "--write-model", type=_absolute, metavar="DIR", help="write SmolLM2's directory and end"
+    )
     parser.add_argument("--gguf", type=_absolute, help="of --write-model")
     args = parser.parse_args()
-    if (args.write_model is None) == (args.out is None) or (args.write_model is None) != (args.gguf is None):
+    if (args.write_model is None) == (args.out is None) or (args.write_model is None) != (
+        args.gguf is None
+    ):
         parser.error("give either --out, or --write-model and --gguf")
     return args
 

@@ -5,8 +5,9 @@
     job.window(10.0)                               # {"tokens_per_second": 41230.0, "share_ahead": 0.93, ...}
     job.end()
 
-Rows wait for slots at every moment, in the order of a job's queue. So a window has prompts and answers in the
-proportion of the whole job, and its tokens per second are a job's, without reading and writing of files.
+Rows wait for slots at every moment, in the order of a job's queue. So a window has prompts and
+answers in the proportion of the whole job, and its tokens per second are a job's, without reading
+and writing of files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.device import peak_gib, synchronize
 from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
 
-WAITING_PER_SLOT = 2  # rows that wait at every moment; a job keeps 32, and none of them costs time until admitted
+WAITING_PER_SLOT = (
+    2  # rows that wait at every moment; a job keeps 32, and none of them costs time until admitted
+)
 PROFILED_STEPS = 8
 COUNTED = (
     "num_steps",
@@ -71,7 +74,9 @@ class SteadyJob:
         before = self._totals()
         self.run(seconds)
         synchronize(self.engine.target.device)
-        return _figures(self.engine, {name: after - before[name] for name, after in self._totals().items()})
+        return _figures(
+            self.engine, {name: after - before[name] for name, after in self._totals().items()}
+        )
 
     def host_profile(self, num_steps: int, count: int) -> list[tuple[str, float, float]]:
         """Return the functions with most of the host's own time: place, calls and milliseconds, each a step's."""
@@ -82,7 +87,8 @@ class SteadyJob:
             found.append((f"{Path(file).name}:{line} {name}", calls, own_s))
         found.sort(key=lambda row: -row[2])
         return [
-            (place, round(calls / num_steps, 1), round(1e3 * s / num_steps, 3)) for place, calls, s in found[:count]
+            (place, round(calls / num_steps, 1), round(1e3 * s / num_steps, 3))
+            for place, calls, s in found[:count]
         ]
 
     def busy_share(self) -> dict[str, float]:
@@ -94,7 +100,11 @@ class SteadyJob:
         seconds = (time.perf_counter() - started) / PROFILED_STEPS
         counts = self.kernels()
         busy = counts.seconds / PROFILED_STEPS
-        return {"profiled_step_ms": 1e3 * seconds, "kernels_ms": 1e3 * busy, "device_busy": busy / seconds}
+        return {
+            "profiled_step_ms": 1e3 * seconds,
+            "kernels_ms": 1e3 * busy,
+            "device_busy": busy / seconds,
+        }
 
     def kernels(self) -> KernelCounts:
         """Return the kernels of a few steps."""
@@ -103,8 +113,13 @@ class SteadyJob:
     @property
     def acceptance(self) -> dict[str, list[int]]:
         """Return nodes that were verified, and steps in which a path was accepted so far, by depth."""
-        stats = reduce(AcceptanceStats.merge, (s.stats for s in self._added), AcceptanceStats.empty(0))
-        return {"verified_by_depth": stats.proposed_by_depth, "accepted_by_depth": stats.accepted_by_depth}
+        stats = reduce(
+            AcceptanceStats.merge, (s.stats for s in self._added), AcceptanceStats.empty(0)
+        )
+        return {
+            "verified_by_depth": stats.proposed_by_depth,
+            "accepted_by_depth": stats.accepted_by_depth,
+        }
 
     def end(self) -> None:
         """Drop what is not finished; the engine is idle."""
@@ -131,9 +146,15 @@ class SteadyJob:
     def _totals(self) -> Totals:
         counters = self.engine.counters
         counted = {name: float(getattr(counters, name)) for name in COUNTED}
-        tokens = float(sum(len(sequence.output_ids) for sequence in self._added))  # the engine counts finished ones
+        tokens = float(
+            sum(len(sequence.output_ids) for sequence in self._added)
+        )  # the engine counts finished ones
         passes = float(self._num_prompt_passes)
-        return counted | {"seconds": time.perf_counter(), "prompt_passes": passes, "output_tokens": tokens}
+        return counted | {
+            "seconds": time.perf_counter(),
+            "prompt_passes": passes,
+            "output_tokens": tokens,
+        }
 
 
 def _figures(engine: Engine, done: Totals) -> dict[str, Any]:
@@ -154,14 +175,18 @@ def _figures(engine: Engine, done: Totals) -> dict[str, Any]:
     }
 
 
-def requests(prompts: list[list[int]], max_tokens: int, ignore_eos: bool = False) -> Iterator[Sequence]:
+def requests(
+    prompts: list[list[int]], max_tokens: int, ignore_eos: bool = False
+) -> Iterator[Sequence]:
     """Yield sequences of these prompts, over and over; a prompt that comes again differs in its seed alone."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
     for number in numbers():
         yield Sequence(str(number), list(prompts[number % len(prompts)]), params)
 
 
-def aged_requests(vocab_size: int, prompt: int, output: int, num_first: int, seed: int = 0) -> Iterator[Sequence]:
+def aged_requests(
+    vocab_size: int, prompt: int, output: int, num_first: int, seed: int = 0
+) -> Iterator[Sequence]:
     """Yield random prompts of fixed lengths. The first ones have part of their output behind them, as in mid-job."""
     draw = Random(seed)
     for number in numbers():

@@ -4,15 +4,17 @@
     python3 -m jobs.bench.gpu.third_light receive DIR                  # there, once for each part that was carried
     python3 -m jobs.bench.gpu.third_light run --out OUT                # there: the job, killed, resumed and checked
 
-`prepare` writes DIR/part-000, ... and DIR/manifest.json. Each transfer carries the manifest and as many parts as fit;
-what `receive` copies stays as long as the machine. It unpacks the packages as soon as they are complete, and then
-the model; KEPT/site, KEPT/files and KEPT/job serve other scripts too. `run` starts `eagle-ray run` with
-SmolLM2-135M-Instruct and its EAGLE-2 head, kills it with SIGKILL when a third of its rows are in files, runs the same
-command again, and writes OUT/third_light.jsonl: start, kill, rows (each answered exactly once?), speed with prompts,
-acceptance, and equality with the CPU's answers up to near-ties. Then the same in fp32, where near-ties are rare, and
-plain decoding. What fails is a line, and the rest goes on. A fresh H200 needed 50 s before its worker recorded graphs,
-and EAGLE-2's took 34 s with an empty Triton cache, so give an earlier call's archive by --triton-cache. On a CPU with
-the embedded pair and this environment's own packages: --smoke.
+`prepare` writes DIR/part-000, ... and DIR/manifest.json. Each transfer carries the manifest and as
+many parts as fit; what `receive` copies stays as long as the machine. It unpacks the packages as
+soon as they are complete, and then the model; KEPT/site, KEPT/files and KEPT/job serve other
+scripts too. `run` starts `eagle-ray run` with SmolLM2-135M-Instruct and its EAGLE-2 head, kills it
+with SIGKILL when a third of its rows are in files, runs the same command again, and writes
+OUT/third_light.jsonl: start, kill, rows (each answered exactly once?), speed with prompts,
+acceptance, and equality with the CPU's answers up to near-ties. Then the same in fp32, where
+near-ties are rare, and plain decoding. What fails is a line, and the rest goes on. A fresh H200
+needed 50 s before its worker recorded graphs, and EAGLE-2's took 34 s with an empty Triton cache,
+so give an earlier call's archive by --triton-cache. On a CPU with the embedded pair and this
+environment's own packages: --smoke.
 """
 
 from __future__ import annotations
@@ -77,7 +79,17 @@ SMOKE_RUN = {
     "sampling.max_tokens": 16,
 }
 SMOKE_ROWS, SMOKE_SAMPLED = 96, 8
-MODULES = ("ray.data", "pydantic", "llguidance", "s3fs", "pyarrow", "pandas", "torch", "triton", "transformers")
+MODULES = (
+    "ray.data",
+    "pydantic",
+    "llguidance",
+    "s3fs",
+    "pyarrow",
+    "pandas",
+    "torch",
+    "triton",
+    "transformers",
+)
 IMPORT = """
 import importlib, json, sys, time
 for name in sys.argv[1:]:
@@ -126,16 +138,24 @@ def tracked_mib() -> float:
 def make_rows(prompts: list[Path], num_rows: int) -> list[Row]:
     """Return rows of one user message each, from JSONL files with `turns`, `messages` or `prompt`."""
     paths = prompts or [ROOT / "eagle_ray" / "assets" / name for name in BUNDLED]
-    asked = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    asked = [
+        json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()
+    ]
     texts = [(row.get("category", ""), text) for row in asked if (text := _question(row))]
-    texts = list(dict.fromkeys((category, text) for category, text in texts if len(text) <= PROMPT_CHARACTERS))
+    texts = list(
+        dict.fromkeys(
+            (category, text) for category, text in texts if len(text) <= PROMPT_CHARACTERS
+        )
+    )
     rows = []
     for number in range(num_rows):
         category, text = texts[number % len(texts)]
         cycle = number // len(texts)
         way = WAYS_TO_ASK[cycle % len(WAYS_TO_ASK)]
         number_of_time = cycle // len(WAYS_TO_ASK)
-        asked_text = way.format(text) if not number_of_time else f"({number_of_time + 1}) {way.format(text)}"
+        asked_text = (
+            way.format(text) if not number_of_time else f"({number_of_time + 1}) {way.format(text)}"
+        )
         message = {"role": "user", "content": asked_text}
         rows.append({"id": f"row-{number:05d}", "category": category, "messages": [message]})
     return rows
@@ -145,7 +165,9 @@ def _question(row: dict[str, Any]) -> str:
     if row.get("turns"):
         return row["turns"][0]
     if row.get("messages"):
-        return next((message["content"] for message in row["messages"] if message["role"] == "user"), "")
+        return next(
+            (message["content"] for message in row["messages"] if message["role"] == "user"), ""
+        )
     return row.get("prompt", "")
 
 
@@ -155,7 +177,9 @@ def receive_parts(args: argparse.Namespace) -> None:
     print(f"missing: {' '.join(missing) or 'none'}", flush=True)
     manifest = Manifest.read(args.kept / PARTS)
     names = [file.name for file in manifest.files]
-    complete = [name for name in names if not {part.name for part in manifest.parts_of(name)} & set(missing)]
+    complete = [
+        name for name in names if not {part.name for part in manifest.parts_of(name)} & set(missing)
+    ]
     if ARCHIVE in complete:
         unpack_kept(args.kept)
     model = args.gguf
@@ -200,7 +224,10 @@ def run(args: argparse.Namespace) -> None:
     budget = TimeBudget(60 * args.minutes)
     findings = Findings(args.out, "third_light")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
-    findings.begin("third light", {"smoke": args.smoke, "minutes": args.minutes, **environment(device, args.commit)})
+    findings.begin(
+        "third light",
+        {"smoke": args.smoke, "minutes": args.minutes, **environment(device, args.commit)},
+    )
     work = args.work or args.kept / "runs"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -214,7 +241,9 @@ def run(args: argparse.Namespace) -> None:
     findings.add("end of call", seconds_left=round(budget.left_s, 1))
 
 
-def run_jobs(args: argparse.Namespace, files: JobFiles, findings: Findings, budget: TimeBudget, work: Path) -> None:
+def run_jobs(
+    args: argparse.Namespace, files: JobFiles, findings: Findings, budget: TimeBudget, work: Path
+) -> None:
     """Run one job after another and skip what the time does not reach."""
     from jobs.bench.gpu.killed_job import KilledJob
 
@@ -233,7 +262,9 @@ def use_site(kept: Path, smoke: bool) -> None:
     paths = [str(ROOT)]
     if not smoke:
         if not (kept / UNPACKED).exists() or not any((kept / SITE / MODEL).glob("*.gguf")):
-            sys.exit(f"third_light: packages or model are missing in {kept}. Carry all parts and run `receive` first.")
+            sys.exit(
+                f"third_light: packages or model are missing in {kept}. Carry all parts and run `receive` first."
+            )
         os.environ.setdefault("EAGLE_RAY_CACHE", str(kept / "cache"))
         paths.insert(0, str(kept / SITE))
     sys.path[:0] = paths
@@ -243,7 +274,9 @@ def use_site(kept: Path, smoke: bool) -> None:
 
 def add_imports(findings: Findings) -> None:
     """Import in a process of its own what a job may import, and add the versions."""
-    done = subprocess.run([sys.executable, "-c", IMPORT, *MODULES], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, *MODULES], capture_output=True, text=True, timeout=120
+    )
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     findings.add("imports", **found, error=done.stderr[-300:] if done.returncode else "")
 
@@ -257,7 +290,9 @@ def convert_model(findings: Findings) -> None:
     """Convert the GGUF file into the cache ahead of the jobs, to see its time apart."""
     started = time.monotonic()
     code = "from eagle_ray.assembly.gguf_targets import target_directory; print(target_directory())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     findings.add(
         "conversion",
         seconds=round(time.monotonic() - started, 1),
@@ -286,31 +321,57 @@ def _absolute(path: str) -> Path:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=f"Run it from {ROOT.name}'s root.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=f"Run it from {ROOT.name}'s root."
+    )
     calls = parser.add_subparsers(required=True)
     preparing = calls.add_parser("prepare", help="make the parts")
     preparing.add_argument("directory", type=_absolute, help="of the parts; git should ignore it")
-    preparing.add_argument("--prompts", type=Path, nargs="+", default=[], help="JSONL; bundled prompts by default")
+    preparing.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], help="JSONL; bundled prompts by default"
+    )
     preparing.add_argument("--rows", type=int, default=NUM_ROWS)
-    preparing.add_argument("--sampled", type=int, default=NUM_SAMPLED, help="rows that the CPU answers too")
-    preparing.add_argument("--cpu-answers", type=Path, help="work/job/cpu.jsonl of an earlier call with equal rows")
-    preparing.add_argument("--part-mib", type=float, help="what tracked files leave of 64 MiB by default")
+    preparing.add_argument(
+        "--sampled", type=int, default=NUM_SAMPLED, help="rows that the CPU answers too"
+    )
+    preparing.add_argument(
+        "--cpu-answers", type=Path, help="work/job/cpu.jsonl of an earlier call with equal rows"
+    )
+    preparing.add_argument(
+        "--part-mib", type=float, help="what tracked files leave of 64 MiB by default"
+    )
     preparing.add_argument("--python-version", default=PYTHON_VERSION, help="of the machine")
-    preparing.add_argument("--without-model", action="store_true", help="the model's file gets there by other means")
+    preparing.add_argument(
+        "--without-model", action="store_true", help="the model's file gets there by other means"
+    )
     preparing.set_defaults(call=prepare)
-    receiving = calls.add_parser("receive", help="keep the parts that came, and unpack what is complete")
-    receiving.add_argument("directory", type=_absolute, help="where the transfer left parts and the manifest")
+    receiving = calls.add_parser(
+        "receive", help="keep the parts that came, and unpack what is complete"
+    )
+    receiving.add_argument(
+        "directory", type=_absolute, help="where the transfer left parts and the manifest"
+    )
     receiving.add_argument("--kept", type=_absolute, default=KEPT)
-    receiving.add_argument("--gguf", type=_absolute, help="the model's file, after `prepare --without-model`")
+    receiving.add_argument(
+        "--gguf", type=_absolute, help="the model's file, after `prepare --without-model`"
+    )
     receiving.set_defaults(call=receive_parts)
     running = calls.add_parser("run", help="run the jobs")
     running.add_argument("--out", type=_absolute, required=True, help="directory of the findings")
     running.add_argument("--kept", type=_absolute, default=KEPT)
-    running.add_argument("--work", type=_absolute, help="directory of the runs; KEPT/runs by default. It is emptied")
-    running.add_argument("--minutes", type=float, default=MINUTES, help=f"of the call; {MINUTES} by default")
+    running.add_argument(
+        "--work", type=_absolute, help="directory of the runs; KEPT/runs by default. It is emptied"
+    )
+    running.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"of the call; {MINUTES} by default"
+    )
     running.add_argument("--smoke", action="store_true", help="the embedded pair on a CPU")
-    running.add_argument("--set", type=_setting, action="append", default=[], help="a key of all jobs, KEY=VALUE")
-    running.add_argument("--triton-cache", type=_absolute, help="archive of an earlier call, or its --out directory")
+    running.add_argument(
+        "--set", type=_setting, action="append", default=[], help="a key of all jobs, KEY=VALUE"
+    )
+    running.add_argument(
+        "--triton-cache", type=_absolute, help="archive of an earlier call, or its --out directory"
+    )
     running.add_argument("--commit", help="where no git says it")
     running.set_defaults(call=run)
     return parser.parse_args()

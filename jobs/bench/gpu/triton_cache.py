@@ -3,7 +3,8 @@
     with triton_cache(Path("out"), given=Path("earlier/triton-cache.tar.gz")):
         ...                                     # TRITON_CACHE_DIR is set; at the end out/triton-cache.tar.gz is written
 
-Triton's cache has hundreds of files, and a machine that is lent returns only a few, so the archive is what is kept.
+Triton's cache has hundreds of files, and a machine that is lent returns only a few, so the archive
+is what is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle_ray.kernels.triton_cache import VARIABLE, entries, pack, unpack
+from eagle_ray.kernels.triton_cache import CACHE_VARIABLE, entries, pack, unpack
 
 ARCHIVE = "triton-cache.tar.gz"
 
@@ -30,12 +31,14 @@ def triton_cache(out: Path, given: Path | None = None) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="triton-cache-"))
     if given is not None:
         unpack((given / ARCHIVE if given.is_dir() else given).read_bytes(), directory)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(directory)
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(directory)
     try:
         yield directory
     finally:
-        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+        os.environ.pop(CACHE_VARIABLE) if before is None else os.environ.update(
+            {CACHE_VARIABLE: before}
+        )
         _write(out / ARCHIVE, pack(directory, entries(directory)))
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,9 +1,9 @@
 """Answer questions line by line: a JSON object on stdin, a JSON object on stdout. Needs the standard library alone.
 
-    python run_vllm.py '{"target": "...", "dtype": "fp32", ...}'
-    <- {"ready": true, "versions": {"vllm": "0.32.0"}}
-    -> {"batch": 8, "prompts": [[1, 17], [1, 20]], "max_tokens": 64}
-    <- {"outputs": [[5, 4], [6, 7]], "seconds": 0.4, "cpu_seconds": 0.8, "all_cpu_seconds": 0.8, "extras": {}}
+    python run_vllm.py '{"target": "...", "dtype": "fp32", ...}' <- {"ready": true, "versions":
+    {"vllm": "0.32.0"}} -> {"batch": 8, "prompts": [[1, 17], [1, 20]], "max_tokens": 64} <-
+    {"outputs": [[5, 4], [6, 7]], "seconds": 0.4, "cpu_seconds": 0.8, "all_cpu_seconds": 0.8,
+    "extras": {}}
 
 The worker ends when stdin ends or the process that started it does.
 """
@@ -26,14 +26,18 @@ def serve(start, packages):
     """Load an engine with ``start(settings)`` and answer questions with the engine's ``generate`` until stdin ends.
 
     Args:
-        start: returns an object with ``prepare(batch)``, which is not timed, and ``generate(batch, prompts,
-            max_tokens)``, which returns one list of token ids per prompt. The object may have a dict ``extras``.
+        start: returns an object with ``prepare(batch)``, which is not timed, and ``generate(batch,
+            prompts, max_tokens)``, which returns one list of token ids per prompt. The object may
+            have a dict ``extras``.
         packages: the packages whose versions are reported.
     """
     die_with_parent()
     answers = _own_stdout()
     engine = start(SimpleNamespace(**json.loads(sys.argv[1])))
-    _write(answers, {"ready": True, "versions": {name: importlib.metadata.version(name) for name in packages}})
+    _write(
+        answers,
+        {"ready": True, "versions": {name: importlib.metadata.version(name) for name in packages}},
+    )
 
     for line in sys.stdin:
         try:
@@ -48,7 +52,8 @@ def admit_and_step(prompts, batch, admit, step):
 
     Args:
         admit: takes a prompt's index and its token ids.
-        step: runs one step and returns the output ids of each request that finished in it, by index.
+        step: runs one step and returns the output ids of each request that finished in it, by
+            index.
     """
     waiting = list(enumerate(prompts))[::-1]
     running = 0

@@ -19,7 +19,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "stored": "auto"}
 class EagleRay:
     def __init__(self, settings):
         self.threads = settings.threads
-        self.speculative = SpeculativeConfig(method="none") if settings.mode == "plain" else SpeculativeConfig()
+        self.speculative = (
+            SpeculativeConfig(method="none") if settings.mode == "plain" else SpeculativeConfig()
+        )
         self.model = ModelConfig(
             target=settings.target,
             draft=settings.draft,
@@ -37,7 +39,9 @@ class EagleRay:
             return
         self.engine = None
         torch.set_num_threads(self.threads)
-        self.engine = build_engine_from_config(self.model, self.speculative, EngineArgs(batch)).engine
+        self.engine = build_engine_from_config(
+            self.model, self.speculative, EngineArgs(batch)
+        ).engine
         warm_up(self.engine)
         self.batch = batch
 
@@ -49,7 +53,10 @@ class EagleRay:
         while self.engine.has_work:
             self.engine.step()
         stats = reduce(AcceptanceStats.merge, (sequence.stats for sequence in sequences))
-        self.extras = {"tau": stats.mean_acceptance_length, "torch_threads": torch.get_num_threads()}
+        self.extras = {
+            "tau": stats.mean_acceptance_length,
+            "torch_threads": torch.get_num_threads(),
+        }
         return [sequence.output_ids for sequence in sequences]
 
 

@@ -1,6 +1,7 @@
 """Decode with llama.cpp through llama-cpp-python's C interface, from the GGUF file in settings.target.
 
-settings.mode is "plain", or "lookup N": llama-cpp-python's LlamaPromptLookupDecoding drafts up to N tokens.
+settings.mode is "plain", or "lookup N": llama-cpp-python's LlamaPromptLookupDecoding drafts up to N
+tokens.
 """
 
 import sys
@@ -29,10 +30,14 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(settings.target.encode(), params)
         if not self.model:
             raise RuntimeError(f"{settings.target}: llama.cpp cannot load it. See the log above.")
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self.model)
+        )
         self.lookup = None
         if settings.mode.startswith(LOOKUP):
-            self.lookup = LlamaPromptLookupDecoding(num_pred_tokens=int(settings.mode.removeprefix(LOOKUP)))
+            self.lookup = LlamaPromptLookupDecoding(
+                num_pred_tokens=int(settings.mode.removeprefix(LOOKUP))
+            )
         self.batch = None
         self.context = None
         self.tokens = llama_cpp.llama_batch_init(MOST_BATCHED_TOKENS, 0, 1)
@@ -63,14 +68,25 @@ class LlamaCpp:
         return params
 
     def generate(self, batch, prompts, max_tokens):
-        requests = [Request(prompt, max_tokens, self.settings.eos_ids, self.lookup) for prompt in prompts]
+        requests = [
+            Request(prompt, max_tokens, self.settings.eos_ids, self.lookup) for prompt in prompts
+        ]
         waiting = requests[::-1]
         slots = [None] * batch
 
         while waiting or any(slots):
-            rows = [row for slot, request in enumerate(slots) if request for row in request.next_rows(slot)]
+            rows = [
+                row
+                for slot, request in enumerate(slots)
+                if request
+                for row in request.next_rows(slot)
+            ]
             for slot in range(batch):
-                if slots[slot] or not waiting or len(rows) + len(waiting[-1].prompt) > MOST_BATCHED_TOKENS:
+                if (
+                    slots[slot]
+                    or not waiting
+                    or len(rows) + len(waiting[-1].prompt) > MOST_BATCHED_TOKENS
+                ):
                     continue
                 self._remove(slot, 0)
                 slots[slot] = waiting.pop()
@@ -132,7 +148,9 @@ class Request:
 
     def prompt_rows(self, slot):
         last = len(self.prompt) - 1
-        return [(slot, token, position, position == last) for position, token in enumerate(self.prompt)]
+        return [
+            (slot, token, position, position == last) for position, token in enumerate(self.prompt)
+        ]
 
     def next_rows(self, slot):
         """Return the rows of the last token and of what the lookup drafts after it."""
@@ -141,7 +159,9 @@ class Request:
             found = self.lookup(numpy.array(self.prompt + self.output, dtype=numpy.intc))
             self.drafted = found[:room].tolist()
         tokens = [self.output[-1], *self.drafted]
-        return [(slot, token, self.length - 1 + offset, True) for offset, token in enumerate(tokens)]
+        return [
+            (slot, token, self.length - 1 + offset, True) for offset, token in enumerate(tokens)
+        ]
 
     def append(self, likeliest):
         """Append the likeliest token after each row, as far as the rows' own tokens were the likeliest."""

@@ -1,6 +1,7 @@
 """Decode with llama-server, a program on PATH, from the GGUF file in settings.target.
 
-settings.mode is "plain", or "eagle3 N" for chains of N tokens from the EAGLE-3 head in settings.draft, a GGUF file.
+settings.mode is "plain", or "eagle3 N" for chains of N tokens from the EAGLE-3 head in
+settings.draft, a GGUF file.
 """
 
 import http.client
@@ -25,7 +26,9 @@ class LlamaServer:
         self.settings = settings
         self.program = shutil.which("llama-server")
         if self.program is None:
-            raise RuntimeError("llama-server: not on PATH. Build llama.cpp's target llama-server, and add its folder.")
+            raise RuntimeError(
+                "llama-server: not on PATH. Build llama.cpp's target llama-server, and add its folder."
+            )
         self.batch = None
         self.process = None
         self.port = None
@@ -44,18 +47,46 @@ class LlamaServer:
         deadline = time.monotonic() + STARTS_WITHIN_S
         while not self._is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"llama-server: not ready (status {self.process.poll()}). See the log above.")
+                raise RuntimeError(
+                    f"llama-server: not ready (status {self.process.poll()}). See the log above."
+                )
             time.sleep(POLL_S)
         self.batch = batch
 
     def _arguments(self, batch):
         settings = self.settings
         threads = str(settings.threads)
-        arguments = ["-m", settings.target, "--host", HOST, "--port", str(self.port), "-t", threads, "-tb", threads]
-        arguments += ["-np", str(batch), "-c", str(settings.max_model_len * batch), "--cache-ram", "0", "--no-webui"]
+        arguments = [
+            "-m",
+            settings.target,
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+            "-t",
+            threads,
+            "-tb",
+            threads,
+        ]
+        arguments += [
+            "-np",
+            str(batch),
+            "-c",
+            str(settings.max_model_len * batch),
+            "--cache-ram",
+            "0",
+            "--no-webui",
+        ]
         if settings.mode != "plain":
             length = settings.mode.removeprefix("eagle3 ")
-            arguments += ["-md", settings.draft, "--spec-type", "draft-eagle3", "--spec-draft-n-max", length]
+            arguments += [
+                "-md",
+                settings.draft,
+                "--spec-type",
+                "draft-eagle3",
+                "--spec-draft-n-max",
+                length,
+            ]
         return arguments
 
     def _is_ready(self):
@@ -66,9 +97,15 @@ class LlamaServer:
 
     def generate(self, batch, prompts, max_tokens):
         body = {"n_predict": max_tokens, "cache_prompt": False, "return_tokens": True}
-        body |= {"temperature": 0, "samplers": ["top_k"], "top_k": 1}  # the shortest way to the likeliest token
+        body |= {
+            "temperature": 0,
+            "samplers": ["top_k"],
+            "top_k": 1,
+        }  # the shortest way to the likeliest token
         with ThreadPoolExecutor(batch) as threads:
-            answers = list(threads.map(lambda prompt: self._complete({**body, "prompt": prompt}), prompts))
+            answers = list(
+                threads.map(lambda prompt: self._complete({**body, "prompt": prompt}), prompts)
+            )
         timings = [answer["timings"] for answer in answers]
         passes = sum(each["predicted_n"] - each.get("draft_n_accepted", 0) for each in timings)
         self.extras = {"tau": sum(each["predicted_n"] for each in timings) / passes}

@@ -29,7 +29,9 @@ class OpenVino:
         scheduler.max_num_seqs = batch
         scheduler.max_num_batched_tokens = MOST_BATCHED_TOKENS
         scheduler.enable_prefix_caching = False
-        self.pipeline = openvino_genai.ContinuousBatchingPipeline(self.path, scheduler, "CPU", self.properties)
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            self.path, scheduler, "CPU", self.properties
+        )
         self.batch = batch
 
     def generate(self, batch, prompts, max_tokens):
@@ -43,7 +45,11 @@ class OpenVino:
 
         def step():
             self.pipeline.step()
-            ended = [i for i, x in handles.items() if x.get_status() == openvino_genai.GenerationStatus.FINISHED]
+            ended = [
+                i
+                for i, x in handles.items()
+                if x.get_status() == openvino_genai.GenerationStatus.FINISHED
+            ]
             return {index: list(handles.pop(index).read_all()[0].generated_ids) for index in ended}
 
         return admit_and_step(prompts, batch, admit, step)

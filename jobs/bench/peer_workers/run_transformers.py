@@ -13,7 +13,10 @@ class Transformers:
         torch.set_num_threads(settings.threads)
         self.eos_ids = settings.eos_ids
         self.model = AutoModelForCausalLM.from_pretrained(
-            settings.target, dtype=DTYPES[settings.dtype], attn_implementation="sdpa", local_files_only=True
+            settings.target,
+            dtype=DTYPES[settings.dtype],
+            attn_implementation="sdpa",
+            local_files_only=True,
         ).eval()
 
     def prepare(self, batch):

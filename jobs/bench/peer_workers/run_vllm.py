@@ -45,7 +45,9 @@ class Vllm:
         def step():
             finished = [output for output in self.engine.step() if output.finished]
             # vLLM may add a suffix to the id that it was given.
-            return {indices[x.request_id.split("-")[0]]: list(x.outputs[0].token_ids) for x in finished}
+            return {
+                indices[x.request_id.split("-")[0]]: list(x.outputs[0].token_ids) for x in finished
+            }
 
         outputs = admit_and_step(prompts, batch, admit, step)
         drafts, accepted = (new - old for new, old in zip(self._drafts(), before))  # noqa: B905
@@ -55,7 +57,9 @@ class Vllm:
     def _drafts(self):
         """Return how many chains were drafted so far, and how many of their tokens were accepted."""
         counts = {metric.name: getattr(metric, "value", 0) for metric in self.engine.get_metrics()}
-        return [counts.get(f"vllm:spec_decode_num_{name}", 0) for name in ("drafts", "accepted_tokens")]
+        return [
+            counts.get(f"vllm:spec_decode_num_{name}", 0) for name in ("drafts", "accepted_tokens")
+        ]
 
 
 def _set_environment(threads):
@@ -75,13 +79,19 @@ def _speculative(settings):
     if settings.mode == "plain":
         return None
     length = int(settings.mode.removeprefix("chain "))
-    return {"method": _method(settings.draft), "model": settings.draft, "num_speculative_tokens": length}
+    return {
+        "method": _method(settings.draft),
+        "model": settings.draft,
+        "num_speculative_tokens": length,
+    }
 
 
 def _method(draft):
     """Return vLLM's name for the head's kind; an EAGLE-3 head says so in its config."""
     config = json.loads((Path(draft) / "config.json").read_text())
-    return "eagle3" if any("Eagle3" in name for name in config.get("architectures", [])) else "eagle"
+    return (
+        "eagle3" if any("Eagle3" in name for name in config.get("architectures", [])) else "eagle"
+    )
 
 
 if __name__ == "__main__":

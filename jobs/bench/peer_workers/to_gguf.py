@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import numpy
 
-# transformers' model_type -> llama.cpp's architecture. llama.cpp pairs neighbouring rotary dimensions in "llama" alone.
+# transformers' model_type -> llama.cpp's architecture. llama.cpp pairs neighbouring rotary
+# dimensions in "llama" alone.
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -73,11 +74,15 @@ def rotary_divisors(rope, head_dim):
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
-        sys.exit(f"rope_type: no conversion of {rope['rope_type']!r} to GGUF. Take a checkpoint without it.")
+        sys.exit(
+            f"rope_type: no conversion of {rope['rope_type']!r} to GGUF. Take a checkpoint without it."
+        )
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * numpy.pi * rope["rope_theta"] ** (numpy.arange(0, head_dim, 2) / head_dim)
     turns = rope["original_max_position_embeddings"] / wavelengths
-    kept = numpy.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that is not divided
+    kept = numpy.clip(
+        (turns - low) / (high - low), 0, 1
+    )  # the share of the frequency that is not divided
     return (1 / (kept + (1 - kept) / rope["factor"])).astype(numpy.float32)
 
 
@@ -91,7 +96,9 @@ def converted(source, config, architecture):
         for key, tensor in read_safetensors(file):
             name = names.get_name(key, try_suffixes=(".weight", ".bias"))
             if name is None:
-                sys.exit(f"{file}: tensor {key!r} has no name in GGUF. Take a checkpoint without it.")
+                sys.exit(
+                    f"{file}: tensor {key!r} has no name in GGUF. Take a checkpoint without it."
+                )
             if pairs_neighbours and ".q_proj." in key:
                 tensor = interleave(tensor, heads)
             if pairs_neighbours and ".k_proj." in key:

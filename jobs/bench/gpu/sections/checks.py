@@ -29,7 +29,9 @@ SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "synccheck")
 SANITIZED = ["test_tree_attention.py", "-k", "one_long_context"]
 SANITIZER_ERRORS = 99  # exit status
-NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor is an allocation of its own, so its end is checked
+NO_CACHE = {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
+}  # each tensor is an allocation of its own, so its end is checked
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 CHECK_LIMIT_S, SANITIZER_LIMIT_S = 120.0, 100.0
 
@@ -44,7 +46,13 @@ def kernel_test_runs(device: torch.device, is_smoke: bool) -> list[IsolatedRun]:
 def _kernel_test(name: str, device: torch.device) -> IsolatedRun:
     environment = INTERPRETER if device.type == "cpu" else {}
     command = _pytest(f"{name}.py")
-    return IsolatedRun(f"tests/kernels/{name}", command, CHECK_LIMIT_S, environment=environment, detail=pytest_detail)
+    return IsolatedRun(
+        f"tests/kernels/{name}",
+        command,
+        CHECK_LIMIT_S,
+        environment=environment,
+        detail=pytest_detail,
+    )
 
 
 def _pytest(file: str, *options: str) -> list[str]:
@@ -57,7 +65,14 @@ def sanitizer_runs(findings: Findings) -> list[IsolatedRun]:
     """Return the checks of attention's memory and barriers; record it if compute-sanitizer is not on the PATH."""
     program = shutil.which(SANITIZER)
     if program is None:
-        findings.add("run", name=SANITIZER, path="default", result="not there", seconds=0.0, detail="not on the PATH")
+        findings.add(
+            "run",
+            name=SANITIZER,
+            path="default",
+            result="not there",
+            seconds=0.0,
+            detail="not on the PATH",
+        )
         return []
     options = ["--error-exitcode", str(SANITIZER_ERRORS), "--target-processes", "all"]
     return [
@@ -75,8 +90,12 @@ def sanitizer_runs(findings: Findings) -> list[IsolatedRun]:
 
 def pytest_detail(output: str) -> str:
     """Return pytest's summary, after the first errors if there are any."""
-    errors = [line[:200] for line in output.splitlines() if line.startswith(("E  ", "FAILED", "ERROR"))]
-    summary = re.findall(r"^.*\b(?:passed|failed|skipped|deselected|error)\b.* in .*s.*$", output, re.MULTILINE)
+    errors = [
+        line[:200] for line in output.splitlines() if line.startswith(("E  ", "FAILED", "ERROR"))
+    ]
+    summary = re.findall(
+        r"^.*\b(?:passed|failed|skipped|deselected|error)\b.* in .*s.*$", output, re.MULTILINE
+    )
     return " / ".join([*errors[:4], *summary[-1:]])
 
 

@@ -1,6 +1,7 @@
 """Sections of the second script for a lent GPU that run a job's engine, each in a process of its own.
 
-    python3 -m jobs.bench.gpu.sections.engines NAME --out DIR [--model DIR] [--prompts FILE] [--smoke]
+    python3 -m jobs.bench.gpu.sections.engines NAME --out DIR [--model DIR] [--prompts FILE]
+    [--smoke]
 
     random-smollm2    random weights of SmolLM2's shape, plainly, at 512 slots; the host's time in a step, by function
     random-qwen3-8b   random weights of Qwen3-8B's shape, plainly, at 256 slots and 1; the kernels of a step
@@ -14,9 +15,10 @@
     start             how long the parts of a start take, and the memory taken
     real              SmolLM2 in fp32 and bf16: drafts decode plain decoding's tokens, and tau is a CPU's
 
---model is SmolLM2's directory, as `eagle_ray.gguf` writes it; without it the embedded tiny pair stands in, which says
-nothing about a real model. Weights of an 8B are the pair's own inside a Llama-3-8B's shape (`jobs/bench/widening.py`),
-so acceptance is the pair's and costs are an 8B's. Engines are built as a worker builds them, pydantic included.
+--model is SmolLM2's directory, as `eagle_ray.gguf` writes it; without it the embedded tiny pair
+stands in, which says nothing about a real model. Weights of an 8B are the pair's own inside a
+Llama-3-8B's shape (`jobs/bench/widening.py`), so acceptance is the pair's and costs are an 8B's.
+Engines are built as a worker builds them, pydantic included.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.method_comparison import compare
-from eagle_ray.evaluation.timing import RecordingPlanner
+from eagle_ray.evaluation.recorded_trees import RecordingPlanner
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -59,8 +61,8 @@ from jobs.bench.prompts import prompt_rows
 from jobs.bench.widening import widen_pair
 
 LARGEST = TreeBounds(60, 6, 10)
-# Kernels and the portable path differed by up to 0.05 in log-probabilities in bf16 (H200, 2026-11-26); twice that is no
-# lead.
+# Kernels and the portable path differed by up to 0.05 in log-probabilities in bf16 (H200,
+# 2026-11-26); twice that is no lead.
 NEAR_TIES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 SMOLLM2_HEAD = "embedded:smollm2/eagle2"
 METHODS = ("none", "suffix", "eagle2", "eagle2+suffix", "auto")
@@ -68,7 +70,14 @@ COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section
 THREADS = 8
 PROFILED_STEPS, PROFILED_FUNCTIONS = 100, 30
 TOP_KERNELS = 20
-SMOLLM2_SIZES = (576, 30, 9, 3, 1536, 49152)  # hidden, layers, heads, key and value heads, intermediate, vocabulary
+SMOLLM2_SIZES = (
+    576,
+    30,
+    9,
+    3,
+    1536,
+    49152,
+)  # hidden, layers, heads, key and value heads, intermediate, vocabulary
 SMOKE_SIZES = (64, 2, 4, 2, 128, 300)
 
 
@@ -96,7 +105,9 @@ class Scale:
     def of(cls, args: argparse.Namespace) -> Scale:
         if args.smoke:
             return cls(torch.device("cpu"), torch.float32, None, args.prompts, 0.2, 0.4, 4, True)
-        return cls(torch.device("cuda"), torch.bfloat16, args.model, args.prompts, 4.0, 6.0, 512, False)
+        return cls(
+            torch.device("cuda"), torch.bfloat16, args.model, args.prompts, 4.0, 6.0, 512, False
+        )
 
     def slots(self, *numbers: int) -> list[int]:
         return sorted({min(number, self.most_slots) for number in numbers}, reverse=True)
@@ -123,7 +134,9 @@ def chat_prompts(scale: Scale, longest: int) -> list[list[int]]:
         rows = [row["messages"] for row in prompt_rows(per_category=32)]
     else:
         read = [json.loads(line) for line in scale.prompts.read_text("utf-8").splitlines()]
-        rows = [row.get("messages") or [{"role": "user", "content": _question(row)}] for row in read]
+        rows = [
+            row.get("messages") or [{"role": "user", "content": _question(row)}] for row in read
+        ]
     encoded = [text.encode_chat(messages) for messages in rows]
     return [ids for ids in encoded if len(ids) <= longest]
 
@@ -135,7 +148,9 @@ def _question(row: dict[str, Any]) -> str:
 # Engines
 
 
-def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None) -> Engine:
+def real_engine(
+    scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None
+) -> Engine:
     """Return the pair's engine as a worker builds it, its graphs captured and its costs measured."""
     from eagle_ray.assembly.assemble import build_in_thread
     from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -144,11 +159,17 @@ def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype
     draft = None if method in ("none", "suffix", "suffix+ngram") else scale.draft
     name = dtype or str(scale.dtype).removeprefix("torch.")
     model = ModelConfig(target=scale.target, draft=draft, dtype=name, max_model_len=max_model_len)
-    return build_in_thread(model, SpeculativeConfig(method=method), EngineArgs(slots), THREADS).engine
+    return build_in_thread(
+        model, SpeculativeConfig(method=method), EngineArgs(slots), THREADS
+    ).engine
 
 
 def shaped_engine(
-    model: nn.Module, head: nn.Module | None, slots: int | str, max_model_len: int, kv_tokens: int | str = "auto"
+    model: nn.Module,
+    head: nn.Module | None,
+    slots: int | str,
+    max_model_len: int,
+    kv_tokens: int | str = "auto",
 ) -> Engine:
     """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
     from eagle_ray.assembly.assemble import build_engine
@@ -158,7 +179,9 @@ def shaped_engine(
 
     speculative = SpeculativeConfig(method="none" if head is None else "eagle2")
     start = StartLog()
-    engine = build_engine(model, head, speculative, EngineArgs(slots, max_model_len, kv_tokens=kv_tokens), start)
+    engine = build_engine(
+        model, head, speculative, EngineArgs(slots, max_model_len, kv_tokens=kv_tokens), start
+    )
     start.ready()
     return engine
 
@@ -168,7 +191,11 @@ def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
     from eagle_ray.assembly.hub import download
 
     small = load_causal_lm(download(scale.target, "target"), torch.float32, str(scale.device))
-    head = load_head(download(scale.draft, "draft"), small.config).to(scale.device, torch.float32).eval()
+    head = (
+        load_head(download(scale.draft, "draft"), small.config)
+        .to(scale.device, torch.float32)
+        .eval()
+    )
     pair = widen_pair(small, head, SHAPES[scale.shape_name], dtype=scale.dtype, device=scale.device)
     for part in pair:
         pack_linears(part)
@@ -185,7 +212,11 @@ def measure_bar(scale: Scale, findings: Findings, method: str) -> None:
 
 def measure_sources(scale: Scale, findings: Findings) -> None:
     """The bar's rows for one and for few sequences: plain decoding, the head, look-ups, and all sources in one tree."""
-    jobs = [(method, slots) for slots in scale.slots(32, 1) for method in ("none", "eagle2", "suffix+ngram", "auto")]
+    jobs = [
+        (method, slots)
+        for slots in scale.slots(32, 1)
+        for method in ("none", "eagle2", "suffix+ngram", "auto")
+    ]
     _measure_jobs(scale, findings, "sources", jobs)
 
 
@@ -200,7 +231,9 @@ def _measure_jobs(scale: Scale, findings: Findings, kind: str, jobs: list[tuple[
         job = SteadyJob(engine, requests(prompts, output))
         job.run(scale.warm_s)
         figures = job.window(scale.window_s) | job.busy_share()
-        findings.add(kind, method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine))
+        findings.add(
+            kind, method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine)
+        )
         if kind == "bar" and method == "none":
             _add_host(findings, job, slots)
         job.end()
@@ -231,14 +264,26 @@ def measure_random_qwen3(scale: Scale, findings: Findings) -> None:
     for slots in scale.slots(256, 1):
         job = _measure_random(scale, findings, "qwen3-8b, random", model, slots, prompt, output)
         for kernel, calls, microseconds in job.kernels().top(TOP_KERNELS):
-            findings.add("kernel of a step", slots=slots, kernel=kernel, calls=calls, microseconds=microseconds)
+            findings.add(
+                "kernel of a step",
+                slots=slots,
+                kernel=kernel,
+                calls=calls,
+                microseconds=microseconds,
+            )
         job.end()
         del job
         release(scale.device)
 
 
 def _measure_random(
-    scale: Scale, findings: Findings, name: str, model: nn.Module, slots: int, prompt: int, output: int
+    scale: Scale,
+    findings: Findings,
+    name: str,
+    model: nn.Module,
+    slots: int,
+    prompt: int,
+    output: int,
 ) -> SteadyJob:
     """Add a window of plain decoding in mid-job; return the job, which goes on."""
     engine = shaped_engine(model, None, slots, prompt + output + 1)
@@ -252,7 +297,9 @@ def _measure_random(
 def _smollm2(scale: Scale) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, layers, heads, kv_heads, intermediate, vocab = SMOKE_SIZES if scale.is_smoke else SMOLLM2_SIZES
+    hidden, layers, heads, kv_heads, intermediate, vocab = (
+        SMOKE_SIZES if scale.is_smoke else SMOLLM2_SIZES
+    )
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -303,10 +350,14 @@ def measure_steady(scale: Scale, findings: Findings) -> None:
         for prompt, output in lengths:
             for way, planner in (("plain", UniformPlanner(NO_TREE)), ("ours", ours)):
                 engine.planner = planner
-                job = SteadyJob(engine, requests(cut_prompts(chats, prompt), output, ignore_eos=True))
+                job = SteadyJob(
+                    engine, requests(cut_prompts(chats, prompt), output, ignore_eos=True)
+                )
                 job.run(scale.warm_s)
                 figures = job.window(scale.window_s) | job.busy_share()
-                findings.add("steady job", way=way, slots=slots, prompt=prompt, output=output, **figures)
+                findings.add(
+                    "steady job", way=way, slots=slots, prompt=prompt, output=output, **figures
+                )
                 job.end()
         del engine
         release(scale.device)
@@ -321,19 +372,25 @@ def measure_prefix(scale: Scale, findings: Findings) -> None:
         with suppress(torch.OutOfMemoryError):
             _measure_prefix(scale, findings, model, length)
             continue
-        findings.add("shared prefix", prefix=length, failed="out of memory", peak_gib=peak_gib(scale.device))
+        findings.add(
+            "shared prefix", prefix=length, failed="out of memory", peak_gib=peak_gib(scale.device)
+        )
         release(scale.device)
 
 
 def _measure_prefix(scale: Scale, findings: Findings, model: nn.Module, length: int) -> None:
     number, own, output = (4, 5, 4) if scale.is_smoke else (136, 30, 8)
-    engine = shaped_engine(model, None, "auto" if not scale.is_smoke else number, length + own + output + 1)
+    engine = shaped_engine(
+        model, None, "auto" if not scale.is_smoke else number, length + own + output + 1
+    )
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
     prefix = list(range(1, 200)) * (1 + length // 199)
     first = Sequence("first", prefix[:length], sampling)
     engine.add(first)
     _drain(engine)
-    for sequence in [Sequence(str(i), [*prefix[:length], *[1 + i % 190] * own], sampling) for i in range(number)]:
+    for sequence in [
+        Sequence(str(i), [*prefix[:length], *[1 + i % 190] * own], sampling) for i in range(number)
+    ]:
         engine.add(sequence)
     if scale.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -378,7 +435,11 @@ def measure_batches(scale: Scale, findings: Findings) -> None:
 
 
 def _measure_ways(
-    scale: Scale, findings: Findings, ways: list[tuple[str, TreeBounds, str]], batches: list[int], rounds: int
+    scale: Scale,
+    findings: Findings,
+    ways: list[tuple[str, TreeBounds, str]],
+    batches: list[int],
+    rounds: int,
 ) -> None:
     """Measure each way in turn on one engine, whose graphs serve all of them."""
     model, head = widened(scale)
@@ -404,7 +465,9 @@ def _measure_ways(
                     turn=turn,
                     **figures,
                     **{part: 1e3 * seconds / steps for part, seconds in each.items()},
-                    predicted_step_ms=1e3 * planners[name].predicted_s / max(planners[name].num_steps, 1),
+                    predicted_step_ms=1e3
+                    * planners[name].predicted_s
+                    / max(planners[name].num_steps, 1),
                     **job.acceptance,
                 )
                 job.end()
@@ -446,18 +509,31 @@ def measure_real(scale: Scale, findings: Findings) -> None:
         engine = real_engine(scale, "eagle2", min(64, number), 512, name)
         drafted, tau = _decoded(engine, prompts, output)
         same = compare(engine.target.model, prompts, drafted, plain, near_tie=NEAR_TIES[dtype])
-        findings.add("real model", dtype=name, chats=number, tau=tau, explained=same.is_explained, **asdict(same))
+        findings.add(
+            "real model",
+            dtype=name,
+            chats=number,
+            tau=tau,
+            explained=same.is_explained,
+            **asdict(same),
+        )
         del engine
         release(scale.device)
 
 
-def _decoded(engine: Engine, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
-    sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=output)) for i, ids in enumerate(prompts)]
+def _decoded(
+    engine: Engine, prompts: list[list[int]], output: int
+) -> tuple[list[list[int]], float]:
+    sequences = [
+        Sequence(str(i), ids, SamplingParams(max_tokens=output)) for i, ids in enumerate(prompts)
+    ]
     for sequence in sequences:
         engine.add(sequence)
     _drain(engine)
     counters = engine.counters
-    return [s.output_ids for s in sequences], counters.num_output_tokens / max(counters.num_slot_steps, 1)
+    return [s.output_ids for s in sequences], counters.num_output_tokens / max(
+        counters.num_slot_steps, 1
+    )
 
 
 def _drain(engine: Engine) -> None:
@@ -486,7 +562,9 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
-    **{f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS},
+    **{
+        f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS
+    },
     "sources": measure_sources,
     "random-smollm2": measure_random_smollm2,
     "random-qwen3-8b": measure_random_qwen3,

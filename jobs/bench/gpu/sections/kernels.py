@@ -43,7 +43,9 @@ FINDINGS = "second_light"
 REPEATS = 12
 MOST_CELLS = 5_000_000  # cached tokens of one layer: 20 GB of an 8B's keys and values
 COPIES = 20  # calls of attention in one graph
-ROTATED_BYTES = 100 << 20  # of weights in FP8 that a product reads in turn: more than a card's cache holds
+ROTATED_BYTES = (
+    100 << 20
+)  # of weights in FP8 that a product reads in turn: more than a card's cache holds
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
@@ -73,12 +75,22 @@ def measure_attention(scale: Scale, findings: Findings) -> None:
     for batch in (1, 2) if scale.is_smoke else (1, 64):
         for context in contexts:
             if batch * (context + 64) <= MOST_CELLS:
-                _time_contexts(scale, findings, [context] * batch, row_counts, f"{batch} x {context}")
+                _time_contexts(
+                    scale, findings, [context] * batch, row_counts, f"{batch} x {context}"
+                )
     others = 3 if scale.is_smoke else 63
     uneven = [contexts[-1], *[contexts[0]] * others]
     mixed = [contexts[0] // 4 + i * contexts[-1] // (4 * others) for i in range(others + 1)]
-    _time_contexts(scale, findings, uneven, row_counts[:3], f"one of {contexts[-1]} among {others} of {contexts[0]}")
-    _time_contexts(scale, findings, mixed, row_counts[:3], f"{len(mixed)} from {mixed[0]} to {mixed[-1]}")
+    _time_contexts(
+        scale,
+        findings,
+        uneven,
+        row_counts[:3],
+        f"one of {contexts[-1]} among {others} of {contexts[0]}",
+    )
+    _time_contexts(
+        scale, findings, mixed, row_counts[:3], f"{len(mixed)} from {mixed[0]} to {mixed[-1]}"
+    )
 
 
 @torch.inference_mode()
@@ -88,7 +100,9 @@ def measure_work_list(scale: Scale, findings: Findings) -> None:
     lengths = [long, *[short] * others]
     cache = _random_cache(scale, lengths)
     rows = _random_rows(scale, 4 * len(lengths))
-    _compare_bits(scale, findings, cache, lengths, 4, rows, f"one of {long} among {others} of {short}")
+    _compare_bits(
+        scale, findings, cache, lengths, 4, rows, f"one of {long} among {others} of {short}"
+    )
 
 
 def _random_cache(scale: Scale, lengths: list[int]) -> KVCache:
@@ -106,13 +120,17 @@ def _random_cache(scale: Scale, lengths: list[int]) -> KVCache:
 
 
 @torch.inference_mode()
-def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str) -> None:
+def _time_contexts(
+    scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str
+) -> None:
     shape, device = scale.shape, scale.device
     cache = _random_cache(scale, lengths)
     read = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim * cache.keys.dtype.itemsize
     for num_rows in row_counts:
         rows = _random_rows(scale, len(lengths) * num_rows)
-        seconds = _seconds_of_one([_attend_projected(scale, cache, lengths, num_rows)] * COPIES, device)
+        seconds = _seconds_of_one(
+            [_attend_projected(scale, cache, lengths, num_rows)] * COPIES, device
+        )
         findings.add(
             "tree attention",
             contexts=name,
@@ -154,7 +172,10 @@ def _random_rows(scale: Scale, size: int) -> list[torch.Tensor]:
     """Return queries, keys and values [1, heads, size, d]."""
     shape = scale.shape
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    return [torch.randn(1, n, size, shape.head_dim, dtype=scale.dtype, device=scale.device) for n in heads]
+    return [
+        torch.randn(1, n, size, shape.head_dim, dtype=scale.dtype, device=scale.device)
+        for n in heads
+    ]
 
 
 def _attend(
@@ -166,7 +187,9 @@ def _attend(
     return lambda: metadata.attend(*rows, rule)
 
 
-def _attend_projected(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> Callable[[], torch.Tensor]:
+def _attend_projected(
+    scale: Scale, cache: KVCache, lengths: list[int], num_rows: int
+) -> Callable[[], torch.Tensor]:
     """Return the same from a merged projection, rotation and the cache's new rows included, as a layer asks for it."""
     shape, size = scale.shape, len(lengths) * num_rows
     metadata = _metadata(scale, cache, lengths, num_rows)
@@ -174,14 +197,18 @@ def _attend_projected(scale: Scale, cache: KVCache, lengths: list[int], num_rows
     qkv = torch.randn(size, width, dtype=scale.dtype, device=scale.device)
     angles = torch.rand(size, shape.head_dim // 2, device=scale.device)
     rotary = Rotary(angles.cos(), angles.sin())
-    heads = AttentionShape(0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5)
+    heads = AttentionShape(
+        0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5
+    )
     return lambda: metadata.attend_projected(qkv, rotary, heads)
 
 
 def _metadata(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> AttentionMetadata:
     device, batch = scale.device, len(lengths)
     at = DecodeSlots.of(list(range(batch)), lengths, device)
-    ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    ancestors = (
+        torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    )
     depths = torch.arange(num_rows, device=device).expand(batch, -1).contiguous()
     columns = (at.lengths[:, None] + depths).flatten()
     cells = cache.slot_mapping(at.slots.repeat_interleave(num_rows), columns)
@@ -191,7 +218,8 @@ def _metadata(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -
 def _seconds_of_one(calls: list[Callable[[], Any]], device: torch.device) -> float:
     """Return the seconds of one of the calls, which run after one another in a CUDA graph.
 
-    The time of a graph with one call is subtracted, so a graph's own launch is not in it. On a CPU calls just run.
+    The time of a graph with one call is subtracted, so a graph's own launch is not in it. On a CPU
+    calls just run.
     """
     if device.type != "cuda":
         return seconds_of(lambda: [call() for call in calls], device, REPEATS) / len(calls)
@@ -220,17 +248,28 @@ def _time_varlen(scale: Scale, findings: Findings, lengths: list[int], name: str
     shape, total = scale.shape, sum(lengths)
     made = dict(dtype=scale.dtype, device=scale.device)
     query = torch.randn(len(lengths), shape.num_heads, shape.head_dim, **made)
-    keys, values = (torch.randn(total, shape.num_kv_heads, shape.head_dim, **made) for _ in range(2))
+    keys, values = (
+        torch.randn(total, shape.num_kv_heads, shape.head_dim, **made) for _ in range(2)
+    )
     row_ends = torch.arange(len(lengths) + 1, dtype=torch.int32, device=scale.device)
-    key_ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=scale.device)
-    call = lambda: varlen_attn(query, keys, values, row_ends, key_ends, 1, max(lengths), window_size=(-1, 0))  # noqa: E731
+    key_ends = torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=scale.device
+    )
+
+    def call() -> torch.Tensor:
+        return varlen_attn(
+            query, keys, values, row_ends, key_ends, 1, max(lengths), window_size=(-1, 0)
+        )
+
     try:
         seconds = seconds_of(call, scale.device, REPEATS)
     except (RuntimeError, TypeError, ValueError) as error:
         findings.add("varlen attention", contexts=name, failed=str(error).splitlines()[0][:200])
         return
     read = 2 * total * shape.num_kv_heads * shape.head_dim * keys.dtype.itemsize
-    findings.add("varlen attention", contexts=name, rows=1, ms=1e3 * seconds, gb_per_s=read / seconds / 1e9)
+    findings.add(
+        "varlen attention", contexts=name, rows=1, ms=1e3 * seconds, gb_per_s=read / seconds / 1e9
+    )
 
 
 # Products
@@ -251,12 +290,18 @@ def measure_products(scale: Scale, findings: Findings) -> None:
             _time_product(scale, findings, name, rows, width, height)
 
 
-def _time_product(scale: Scale, findings: Findings, name: str, rows: int, width: int, height: int) -> None:
+def _time_product(
+    scale: Scale, findings: Findings, name: str, rows: int, width: int, height: int
+) -> None:
     """Add the times of one product. Weights take turns, so that each is read from memory and not from a cache."""
     x = torch.randn(rows, width, dtype=scale.dtype, device=scale.device)
     count = 2 if scale.is_smoke else max(2, 1 + ROTATED_BYTES // (width * height))
-    weights = [torch.randn(height, width, dtype=scale.dtype, device=scale.device) for _ in range(count)]
-    plain = _seconds_of_one([partial(nn.functional.linear, x, weight) for weight in weights], scale.device)
+    weights = [
+        torch.randn(height, width, dtype=scale.dtype, device=scale.device) for _ in range(count)
+    ]
+    plain = _seconds_of_one(
+        [partial(nn.functional.linear, x, weight) for weight in weights], scale.device
+    )
     found: dict[str, Any] = {"bf16_ms": 1e3 * plain}
     if scale.device.type == "cuda":
         try:
@@ -266,18 +311,26 @@ def _time_product(scale: Scale, findings: Findings, name: str, rows: int, width:
     findings.add("product", layer=name, rows=rows, **found)
 
 
-def _fp8_times(device: torch.device, x: torch.Tensor, weights: list[torch.Tensor], plain: float) -> dict[str, float]:
+def _fp8_times(
+    device: torch.device, x: torch.Tensor, weights: list[torch.Tensor], plain: float
+) -> dict[str, float]:
     """Time the product alone, and with the rounding of its rows before it."""
     rounded = [_rounded(weight) for weight in weights]
     by_row = ScalingType.RowWise
 
-    def product(rows: torch.Tensor, scales: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def product(
+        rows: torch.Tensor, scales: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         values, scale = weight
-        return scaled_mm(rows, values.t(), scales, by_row, scale.t(), by_row, output_dtype=torch.bfloat16)
+        return scaled_mm(
+            rows, values.t(), scales, by_row, scale.t(), by_row, output_dtype=torch.bfloat16
+        )
 
     rows, scales = _rounded(x)
     alone = _seconds_of_one([partial(product, rows, scales, weight) for weight in rounded], device)
-    both = _seconds_of_one([lambda weight=weight: product(*_rounded(x), weight) for weight in rounded], device)
+    both = _seconds_of_one(
+        [lambda weight=weight: product(*_rounded(x), weight) for weight in rounded], device
+    )
     return {"fp8_ms": 1e3 * alone, "fp8_rounding_ms": 1e3 * both, "bf16_over_fp8": plain / alone}
 
 
@@ -300,7 +353,9 @@ def measure_prefill(scale: Scale, findings: Findings) -> None:
         target = TargetModel(model, number, length + 1)
         for slot in range(number):
             target.cache.blocks.reserve(slot, length)
-        prompts = PromptBatch.of(list(range(number)), [[1] * length for _ in range(number)], scale.device)
+        prompts = PromptBatch.of(
+            list(range(number)), [[1] * length for _ in range(number)], scale.device
+        )
         seconds = seconds_of(lambda t=target, p=prompts: t.prefill(p), scale.device, 4)
         _add_prefill(findings, f"{number} x {length}", number * length, seconds, scale)
         del target
@@ -308,7 +363,9 @@ def measure_prefill(scale: Scale, findings: Findings) -> None:
     _time_chunks(scale, findings, model, *((128, 32) if scale.is_smoke else (32768, 4096)))
 
 
-def _time_chunks(scale: Scale, findings: Findings, model: nn.Module, length: int, chunk: int) -> None:
+def _time_chunks(
+    scale: Scale, findings: Findings, model: nn.Module, length: int, chunk: int
+) -> None:
     """Time a long prompt in chunks, and its last chunk, which sees all of the others."""
     target = TargetModel(model, 1, length + 1)
     target.cache.blocks.reserve(0, length)
@@ -346,15 +403,21 @@ def measure_moe(scale: Scale, findings: Findings) -> None:
     model = _moe_model(scale)
     weights_gib = sum(p.nbytes for p in model.parameters()) / GIB
     for batch in (1, 2) if scale.is_smoke else (1, 16, 64):
-        figures, _ = step_figures(TargetModel(model, batch, 2048), batch, 4 if scale.is_smoke else 60)
-        findings.add("moe", layers=model.config.num_hidden_layers, weights_gib=weights_gib, **figures)
+        figures, _ = step_figures(
+            TargetModel(model, batch, 2048), batch, 4 if scale.is_smoke else 60
+        )
+        findings.add(
+            "moe", layers=model.config.num_hidden_layers, weights_gib=weights_gib, **figures
+        )
         release(scale.device)
 
 
 def _moe_model(scale: Scale) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = (64, 4, 2, 16, 32, 8, 2, 300) if scale.is_smoke else (2048, 32, 4, 128, 768, 128, 8, 151936)
+    sizes = (
+        (64, 4, 2, 16, 32, 8, 2, 300) if scale.is_smoke else (2048, 32, 4, 128, 768, 128, 8, 151936)
+    )
     hidden, heads, kv_heads, head_dim, expert, experts, chosen, vocab = sizes
     config = Qwen3MoeConfig(
         vocab_size=vocab,

@@ -5,8 +5,8 @@
     quantised     a Llama 8B's shape in bf16, in FP8, in FP8 with a cache in FP8, and in 4 bits: a plain step's time and
                   kernels by number of sequences, and whether a row has the same bits alone as within a tree
 
-Weights are random and made on the device, one model after the other. A CPU has no product of 4 bits: --smoke leaves
-that one out.
+Weights are random and made on the device, one model after the other. A CPU has no product of 4
+bits: --smoke leaves that one out.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def measure_kind(
         release(scale.device)
     pack_linears(model)
     num_bytes = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
-    findings.add("quantised model", weights=name, weights_gib=num_bytes / GIB, peak_gib=peak_gib(scale.device))
+    findings.add(
+        "quantised model",
+        weights=name,
+        weights_gib=num_bytes / GIB,
+        peak_gib=peak_gib(scale.device),
+    )
     make_target = partial(TargetModel, model, kv_dtype=kv_dtype)
     for batch in (1, 4) if scale.is_smoke else (1, 16, 33, 64, 256):
         time_steps(scale, findings, name, make_target(batch, MAX_MODEL_LEN), batch)
@@ -97,12 +102,16 @@ def measure_kind(
     compare_rows(findings, name, make_target(1, MAX_MODEL_LEN))
 
 
-def time_steps(scale: Scale, findings: Findings, name: str, target: TargetModel, batch: int) -> None:
+def time_steps(
+    scale: Scale, findings: Findings, name: str, target: TargetModel, batch: int
+) -> None:
     """Add a plain step's figures, and for one sequence its kernels."""
     figures, counts = step_figures(target, batch, 4 if scale.is_smoke else 40)
     findings.add("quantised", weights=name, **figures)
     for kernel, calls, microseconds in counts.top(TOP_KERNELS if batch == 1 else 0):
-        findings.add("quantised kernel", weights=name, kernel=kernel, calls=calls, microseconds=microseconds)
+        findings.add(
+            "quantised kernel", weights=name, kernel=kernel, calls=calls, microseconds=microseconds
+        )
 
 
 @torch.inference_mode()
@@ -130,7 +139,9 @@ def root_logits(target: TargetModel, chain: list[int]) -> torch.Tensor:
     tokens = torch.tensor([chain], device=target.device)
     depths = torch.arange(len(chain), device=target.device)[None]
     zeros = torch.zeros_like(depths, dtype=torch.float32)
-    tree = DraftTree(tokens, depths - 1, depths, zeros, zeros, torch.ones_like(depths, dtype=torch.bool))
+    tree = DraftTree(
+        tokens, depths - 1, depths, zeros, zeros, torch.ones_like(depths, dtype=torch.bool)
+    )
     at = DecodeSlots.of([0], [CACHED], target.device)
     rows = tree.pack(at.lengths, len(chain))
     return target.verify(tree, rows, at, len(chain) - 1).logits[0].float()
