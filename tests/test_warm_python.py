@@ -9,12 +9,16 @@ import pytest
 
 pytestmark = [
     pytest.mark.usefixtures("warm_python"),
-    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every child is a fresh interpreter"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="elsewhere every child is a fresh interpreter"
+    ),
 ]
 
 
 def run_code(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options
+    )
 
 
 def test_child_has_its_arguments_and_parent_and_torch():
@@ -25,7 +29,10 @@ def test_child_has_its_arguments_and_parent_and_torch():
 def test_child_has_its_environment_directory_and_input(tmp_path):
     code = "import os, sys; print(sorted(os.environ), os.getcwd(), sys.stdin.read())"
     done = run_code(code, env={"ONLY": "1"}, cwd=tmp_path, input="text")
-    assert done.stdout == f"['LC_CTYPE', 'ONLY'] {tmp_path} text\n" or done.stdout == f"['ONLY'] {tmp_path} text\n"
+    assert (
+        done.stdout == f"['LC_CTYPE', 'ONLY'] {tmp_path} text\n"
+        or done.stdout == f"['ONLY'] {tmp_path} text\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +58,9 @@ def test_threads_and_exit_handlers_run_to_their_end():
 
 
 def test_module_is_run_as_main():
-    done = subprocess.run([sys.executable, "-m", "eagle_ray.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle_ray.cli", "--version"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.startswith("eagle-ray ")
 
 
@@ -64,10 +73,15 @@ def test_child_can_be_killed():
 def test_open_files_are_passed_by_number(tmp_path):
     with open(tmp_path / "file", "w") as file:
         done = run_code(
-            "import os, sys; os.write(int(sys.argv[1]), b'text')", str(file.fileno()), pass_fds=[file.fileno()]
+            "import os, sys; os.write(int(sys.argv[1]), b'text')",
+            str(file.fileno()),
+            pass_fds=[file.fileno()],
         )
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "text"
 
 
 def test_child_leads_a_session_of_its_own():
-    assert run_code("import os; print(os.getsid(0) == os.getpid())", start_new_session=True).stdout == "True\n"
+    assert (
+        run_code("import os; print(os.getsid(0) == os.getpid())", start_new_session=True).stdout
+        == "True\n"
+    )

@@ -27,7 +27,9 @@ class Note(BaseModel):
 def check_modes(client: openai.OpenAI, settings: Any) -> None:
     for name in MODES:
         asking = instructor.from_openai(client, mode=instructor.Mode[name])
-        found, raw = asking.chat.completions.create_with_completion(response_model=Weather, **settings)
+        found, raw = asking.chat.completions.create_with_completion(
+            response_model=Weather, **settings
+        )
         assert isinstance(found, Weather) and raw.usage.completion_tokens > 0, name
     asking = instructor.from_openai(client, mode=instructor.Mode.JSON)
     assert isinstance(asking.chat.completions.create(response_model=Note, **settings), Note)
@@ -45,7 +47,10 @@ def check_streams(client: openai.OpenAI, settings: Any) -> None:
 async def check_async(client: openai.AsyncOpenAI, settings: Any) -> None:
     asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
     found = await asyncio.gather(
-        *(asking.chat.completions.create(response_model=Weather, seed=i, **settings) for i in range(4))
+        *(
+            asking.chat.completions.create(response_model=Weather, seed=i, **settings)
+            for i in range(4)
+        )
     )
     assert all(isinstance(one, Weather) for one in found)
 
@@ -53,7 +58,11 @@ async def check_async(client: openai.AsyncOpenAI, settings: Any) -> None:
 def main(url: str) -> None:
     base = f"{url}/v1"
     with openai.OpenAI(base_url=base, **HERE) as client:
-        settings = {"model": client.models.list().data[0].id, "messages": ASK, "max_tokens": MAX_TOKENS}
+        settings = {
+            "model": client.models.list().data[0].id,
+            "messages": ASK,
+            "max_tokens": MAX_TOKENS,
+        }
         settings |= {"max_retries": 0}
         check_modes(client, settings)
         check_streams(client, settings)
@@ -63,7 +72,9 @@ def main(url: str) -> None:
             await check_async(client, settings)
 
     asyncio.run(run())
-    print(f"instructor {instructor.__version__}: {', '.join(MODES)} and JSON, partial objects as streams, async")
+    print(
+        f"instructor {instructor.__version__}: {', '.join(MODES)} and JSON, partial objects as streams, async"
+    )
 
 
 if __name__ == "__main__":

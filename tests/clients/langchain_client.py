@@ -11,7 +11,14 @@ import sys
 from typing import Any
 
 import httpx
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from weather import MAX_TOKENS, OTHER_TOOL, Weather, check_arguments
@@ -40,18 +47,22 @@ def check_forms(chat: ChatOpenAI) -> None:
             found: Any = chat.with_structured_output(form, method=method).invoke(ASK)
             found = Weather.model_validate(found, strict=True) if form is not Weather else found
             assert isinstance(found, Weather), (method, found)
-    strict: Any = chat.with_structured_output(Weather, method="function_calling", strict=True, include_raw=True)
+    strict: Any = chat.with_structured_output(
+        Weather, method="function_calling", strict=True, include_raw=True
+    )
     found = strict.invoke(ASK)
     assert isinstance(found["parsed"], Weather) and found["parsing_error"] is None
-    assert list(chat.with_structured_output(Weather).stream(ASK))[-1] == chat.with_structured_output(Weather).invoke(
-        ASK
-    )
+    assert list(chat.with_structured_output(Weather).stream(ASK))[
+        -1
+    ] == chat.with_structured_output(Weather).invoke(ASK)
 
 
 def check_tools(chat: ChatOpenAI) -> None:
     """A call by each choice, whole and streamed; the tool runs, and its result goes back."""
     for choice in ("any", "required", "get_weather"):
-        bound = chat.bind_tools([get_weather, OTHER_TOOL], tool_choice=choice, strict=True, parallel_tool_calls=False)
+        bound = chat.bind_tools(
+            [get_weather, OTHER_TOOL], tool_choice=choice, strict=True, parallel_tool_calls=False
+        )
         answer: AIMessage = bound.invoke(ASK)
         assert len(answer.tool_calls) == 1, answer
         [call] = answer.tool_calls
@@ -59,8 +70,13 @@ def check_tools(chat: ChatOpenAI) -> None:
         whole: Any = None
         for piece in bound.stream(ASK):
             whole = piece if whole is None else whole + piece
-        assert isinstance(whole, AIMessageChunk) and whole.response_metadata["finish_reason"] == "tool_calls"
-        assert [(one["name"], one["args"]) for one in whole.tool_calls] == [(call["name"], call["args"])]
+        assert (
+            isinstance(whole, AIMessageChunk)
+            and whole.response_metadata["finish_reason"] == "tool_calls"
+        )
+        assert [(one["name"], one["args"]) for one in whole.tool_calls] == [
+            (call["name"], call["args"])
+        ]
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
     history: list[BaseMessage] = [HumanMessage(ASK), answer, result]
@@ -74,7 +90,9 @@ def check_responses(chat: ChatOpenAI) -> None:
     answer = chat.invoke(ASK)
     assert answer.text and "".join(piece.text for piece in chat.stream(ASK)) == answer.text
     assert isinstance(chat.with_structured_output(Weather).invoke(ASK), Weather)
-    called = chat.bind_tools([get_weather], tool_choice="required", strict=True, parallel_tool_calls=False).invoke(ASK)
+    called = chat.bind_tools(
+        [get_weather], tool_choice="required", strict=True, parallel_tool_calls=False
+    ).invoke(ASK)
     [call] = called.tool_calls
     check_arguments(call["name"], call["args"])
     history: list[BaseMessage] = [HumanMessage(ASK), called, get_weather.invoke(call)]
@@ -84,7 +102,10 @@ def check_responses(chat: ChatOpenAI) -> None:
 async def check_async(chat: ChatOpenAI) -> None:
     forms: Any = chat.with_structured_output(Weather)
     assert all(isinstance(found, Weather) for found in await forms.abatch([ASK] * 4))
-    assert "".join([str(piece.content) async for piece in chat.astream(ASK)]) == (await chat.ainvoke(ASK)).content
+    assert (
+        "".join([str(piece.content) async for piece in chat.astream(ASK)])
+        == (await chat.ainvoke(ASK)).content
+    )
 
 
 def main(url: str) -> None:
@@ -94,7 +115,14 @@ def main(url: str) -> None:
     for check in (check_messages, check_forms, check_tools):
         check(chat)
     check_responses(
-        ChatOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120, use_responses_api=True, **settings)
+        ChatOpenAI(
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            use_responses_api=True,
+            **settings,
+        )
     )
     asyncio.run(check_async(chat))
     version = importlib.metadata.version("langchain-openai")

@@ -19,13 +19,23 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 def main(url: str) -> None:
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         model = json.load(answer)["data"][0]["id"]
-    here = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 16, "timeout": 60, "num_retries": 0}
+    here = {
+        "api_base": f"{url}/v1",
+        "api_key": "none",
+        "max_tokens": 16,
+        "timeout": 60,
+        "num_retries": 0,
+    }
     chat = litellm.completion(model=f"hosted_vllm/{model}", messages=FRANCE, **here)
     assert chat.choices[0].message.content and chat.usage.completion_tokens <= 16
     chunks = litellm.completion(model=f"openai/{model}", messages=FRANCE, stream=True, **here)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == chat.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks) == chat.choices[0].message.content
+    )
     text = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="Once", **here)
-    pieces = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="Once", stream=True, **here)
+    pieces = litellm.text_completion(
+        model=f"text-completion-openai/{model}", prompt="Once", stream=True, **here
+    )
     assert "".join(piece.choices[0].text or "" for piece in pieces) == text.choices[0].text
     try:
         litellm.completion(model="openai/gpt", messages=FRANCE, **here)

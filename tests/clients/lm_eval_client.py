@@ -1,7 +1,8 @@
 """lm-eval against a server: python lm_eval_client.py URL FOLDER MODEL, of which FOLDER holds what reference.py wrote.
 
-Two local tasks over the same documents, one by log-probabilities of choices (echo), one by generation; every number
-equals the reference's. Run in an environment that has `lm-eval[api]`; knows nothing of eagle_ray.
+Two local tasks over the same documents, one by log-probabilities of choices (echo), one by
+generation; every number equals the reference's. Run in an environment that has `lm-eval[api]`;
+knows nothing of eagle_ray.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def evaluate(url: str, folder: Path, model: str, **settings: Any) -> dict[str, A
         (folder / f"{name}.yaml").write_text(COMMON.format(folder=folder) + task)
     found = simple_evaluate(
         model="local-completions",
-        model_args={"model": model, "base_url": f"{url}/v1/completions", "max_retries": 1, **settings},
+        model_args={
+            "model": model,
+            "base_url": f"{url}/v1/completions",
+            "max_retries": 1,
+            **settings,
+        },
         tasks=["capitals_choice", "capitals_answer"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
@@ -72,18 +78,28 @@ def compare(found: dict[str, Any], expected: list[dict[str, Any]]) -> tuple[floa
         for [[logprob, is_greedy]], (wanted_logprob, wanted_greedy) in zip(
             sample["resps"], wanted["choices"], strict=True
         ):
-            assert math.isclose(float(logprob), wanted_logprob, abs_tol=TOLERANCE), (sample["doc"], logprob, wanted)
+            assert math.isclose(float(logprob), wanted_logprob, abs_tol=TOLERANCE), (
+                sample["doc"],
+                logprob,
+                wanted,
+            )
             assert str(is_greedy) == str(wanted_greedy), (sample["doc"], wanted)
     for sample, wanted in zip(found["samples"]["capitals_answer"], expected, strict=True):
         assert sample["resps"] == [[wanted["answer"]]], (sample["resps"], wanted["answer"])
 
     def best(wanted: dict[str, Any], lengths: list[int]) -> int:
-        scores = [logprob / length for (logprob, _), length in zip(wanted["choices"], lengths, strict=True)]
+        scores = [
+            logprob / length
+            for (logprob, _), length in zip(wanted["choices"], lengths, strict=True)
+        ]
         return scores.index(max(scores))
 
     pairs = list(zip(docs, expected, strict=True))
     right = [best(wanted, [1] * 4) == doc["answer"] for doc, wanted in pairs]
-    normed = [best(wanted, [len(choice) for choice in doc["choices"]]) == doc["answer"] for doc, wanted in pairs]
+    normed = [
+        best(wanted, [len(choice) for choice in doc["choices"]]) == doc["answer"]
+        for doc, wanted in pairs
+    ]
     exact = [wanted["answer"] == " " + doc["choices"][doc["answer"]] for doc, wanted in pairs]
     scores = found["results"]["capitals_choice"] | found["results"]["capitals_answer"]
     for name, hits in (("acc", right), ("acc_norm", normed), ("exact_match", exact)):
@@ -94,7 +110,11 @@ def compare(found: dict[str, Any], expected: list[dict[str, Any]]) -> tuple[floa
 def main(url: str, folder: Path, model: str) -> None:
     logging.disable(logging.WARNING)
     expected = json.loads((folder / "expected.json").read_text())
-    ways: list[dict[str, Any]] = [{}, {"batch_size": 4, "num_concurrent": 3}, {"tokenized_requests": False}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"batch_size": 4, "num_concurrent": 3},
+        {"tokenized_requests": False},
+    ]
     scores = {compare(evaluate(url, folder, model, **way), expected) for way in ways}
     [(accuracy, exact)] = scores
     print(

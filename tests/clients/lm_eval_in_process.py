@@ -1,8 +1,8 @@
 """lm-eval with an engine of this process: python lm_eval_in_process.py FOLDER TARGET [SITE_PACKAGES]
 
-FOLDER holds what reference.py wrote; SITE_PACKAGES is where lm-eval is, if this environment lacks it. Three tasks: by
-log-probabilities of choices, by generation, and by the log-probability of whole texts in windows. Every number equals
-that of transformers' own forward.
+FOLDER holds what reference.py wrote; SITE_PACKAGES is where lm-eval is, if this environment lacks
+it. Three tasks: by log-probabilities of choices, by generation, and by the log-probability of whole
+texts in windows. Every number equals that of transformers' own forward.
 """
 
 from __future__ import annotations
@@ -59,11 +59,17 @@ def evaluate(folder: Path, target: str, tasks: list[str], **settings: Any) -> di
 def rolling(model: Any, tokenizer: Any, text: str, window: int) -> float:
     """The log-likelihood of a whole text in windows, by transformers."""
     ids = tokenizer.encode(text)
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    prefix = (
+        tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    )
     total = 0.0
-    for pair in get_rolling_token_windows(token_list=ids, prefix_token=prefix, max_seq_len=window, context_len=1):
+    for pair in get_rolling_token_windows(
+        token_list=ids, prefix_token=prefix, max_seq_len=window, context_len=1
+    ):
         context, scored = make_disjoint_window(pair)
-        logprobs = model(torch.tensor([context + scored])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
+        logprobs = (
+            model(torch.tensor([context + scored])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
+        )
         total += float(logprobs.gather(1, torch.tensor(scored)[:, None]).sum())
     return total
 
@@ -82,10 +88,16 @@ def check_texts(found: dict[str, Any], target: str, window: int) -> None:
 def main(folder: Path, target: str) -> None:
     logging.disable(logging.WARNING)
     expected = json.loads((folder / "expected.json").read_text())
-    found = evaluate(folder, target, ["capitals_choice", "capitals_answer", "capitals_text"], slots=4)
+    found = evaluate(
+        folder, target, ["capitals_choice", "capitals_answer", "capitals_text"], slots=4
+    )
     accuracy, exact = compare(found, expected)
     check_texts(found, target, 10_000)
-    check_texts(evaluate(folder, target, ["capitals_text"], slots=4, max_model_len=WINDOW + 2), target, WINDOW)
+    check_texts(
+        evaluate(folder, target, ["capitals_text"], slots=4, max_model_len=WINDOW),
+        target,
+        WINDOW,
+    )
     print(
         f"lm-eval {importlib.metadata.version('lm_eval')} in this process, {len(expected)} documents, whole texts too: "
         f"log-probabilities within {TOLERANCE:g} of transformers', acc {accuracy:.3f} and exact_match {exact:.3f} equal"

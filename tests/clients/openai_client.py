@@ -24,10 +24,17 @@ def check_sync(client: openai.OpenAI) -> None:
     assert client.models.retrieve(model.id) == model
     chat = client.chat.completions.create(model=model.id, messages=FRANCE, max_tokens=12)
     assert chat.choices[0].message.content and chat.usage and chat.usage.completion_tokens <= 12
-    stream = client.chat.completions.create(model=model.id, messages=FRANCE, max_tokens=12, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == chat.choices[0].message.content
+    stream = client.chat.completions.create(
+        model=model.id, messages=FRANCE, max_tokens=12, stream=True
+    )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        == chat.choices[0].message.content
+    )
     text = client.completions.create(model=model.id, prompt=PROMPT, max_tokens=12)
-    chunks = list(client.completions.create(model=model.id, prompt=PROMPT, max_tokens=12, stream=True))
+    chunks = list(
+        client.completions.create(model=model.id, prompt=PROMPT, max_tokens=12, stream=True)
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == text.choices[0].text
     assert len(chunks) > 2 and chunks[-1].choices[0].finish_reason == text.choices[0].finish_reason
 
@@ -39,19 +46,35 @@ def check_parameters(client: openai.OpenAI) -> None:
     assert [c.message.content for c in first.choices] == [c.message.content for c in again.choices]
     assert len({c.message.content for c in first.choices}) > 1
     found = client.chat.completions.create(
-        model=model, messages=FRANCE, max_tokens=5, logprobs=True, top_logprobs=2, user="me", store=False
+        model=model,
+        messages=FRANCE,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=2,
+        user="me",
+        store=False,
     )
     logprobs = found.choices[0].logprobs
-    assert logprobs and logprobs.content and all(len(place.top_logprobs) == 2 for place in logprobs.content)
+    assert (
+        logprobs
+        and logprobs.content
+        and all(len(place.top_logprobs) == 2 for place in logprobs.content)
+    )
     whole = client.completions.create(model=model, prompt=PROMPT, max_tokens=20).choices[0].text
-    cut = client.completions.create(model=model, prompt=PROMPT, max_tokens=20, stop=[whole[4:7]]).choices[0]
+    cut = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=20, stop=[whole[4:7]]
+    ).choices[0]
     assert cut.text == whole[: whole.find(whole[4:7])] and cut.finish_reason == "stop"
-    echoed = client.completions.create(model=model, prompt=["Once", "Now"], echo=True, logprobs=1, max_tokens=1)
+    echoed = client.completions.create(
+        model=model, prompt=["Once", "Now"], echo=True, logprobs=1, max_tokens=1
+    )
     for choice, prompt in zip(echoed.choices, ("Once", "Now"), strict=True):
         assert choice.text.startswith(prompt) and choice.logprobs
         assert len(choice.logprobs.tokens or []) == len(choice.logprobs.token_logprobs or []) > 1
     pieces = list(
-        client.completions.create(model=model, prompt="Once", echo=True, logprobs=1, max_tokens=9, stream=True)
+        client.completions.create(
+            model=model, prompt="Once", echo=True, logprobs=1, max_tokens=9, stream=True
+        )
     )
     assert "".join(piece.choices[0].text for piece in pieces).startswith("Once")
     usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
@@ -60,7 +83,10 @@ def check_parameters(client: openai.OpenAI) -> None:
         client.completions.create(model=model, prompt="Once", max_tokens=9, **usage),
     ):
         last = list(stream)[-1]
-        assert last.choices == [] and last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+        assert (
+            last.choices == []
+            and last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+        )
         drafts = last.model_extra["metrics"]["speculative_decoding"]
         assert sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
 
@@ -83,28 +109,39 @@ def check_errors(client: openai.OpenAI) -> None:
 
 def check_batches(client: openai.OpenAI) -> None:
     """Upload, run, poll, download, cancel and delete."""
-    bodies: list[dict[str, Any]] = [{"prompt": PROMPT, "max_tokens": 8}] * 3 + [{"prompt": PROMPT, "top_p": 7}]
+    bodies: list[dict[str, Any]] = [{"prompt": PROMPT, "max_tokens": 8}] * 3 + [
+        {"prompt": PROMPT, "top_p": 7}
+    ]
     lines = [
         {"custom_id": f"row {i}", "method": "POST", "url": "/v1/completions", "body": body}
         for i, body in enumerate(bodies)
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    assert client.files.content(file.id).read() == content and file.id in [one.id for one in client.files.list()]
+    assert client.files.content(file.id).read() == content and file.id in [
+        one.id for one in client.files.list()
+    ]
     window: Any = {"completion_window": "24h", "endpoint": "/v1/completions"}
     batch = client.batches.create(input_file_id=file.id, metadata={"run": "a"}, **window)
     while batch.status not in ("completed", "failed"):
         time.sleep(0.5)
         batch = client.batches.retrieve(batch.id)
-    assert batch.request_counts and (batch.request_counts.completed, batch.request_counts.failed) == (3, 1)
+    assert batch.request_counts and (
+        batch.request_counts.completed,
+        batch.request_counts.failed,
+    ) == (3, 1)
     assert batch.output_file_id and batch.error_file_id and batch.metadata == {"run": "a"}
-    found = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    found = [
+        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
+    ]
     assert sorted(line["custom_id"] for line in found) == ["row 0", "row 1", "row 2"]
     [wrong] = client.files.content(batch.error_file_id).text.splitlines()
     assert json.loads(wrong)["response"]["body"]["error"]["param"] == "top_p"
     model = client.models.list().data[0].id
     now = client.completions.create(model=model, prompt=PROMPT, max_tokens=8)
-    assert {line["response"]["body"]["choices"][0]["text"] for line in found} == {now.choices[0].text}
+    assert {line["response"]["body"]["choices"][0]["text"] for line in found} == {
+        now.choices[0].text
+    }
     again = client.batches.create(input_file_id=file.id, **window)
     assert client.batches.cancel(again.id).status in ("cancelling", "cancelled")
     while client.batches.retrieve(again.id).status != "cancelled":
@@ -121,10 +158,14 @@ async def check_async(client: openai.AsyncOpenAI) -> None:
     alone = await client.completions.create(model=model, prompt=PROMPT, max_tokens=12)
 
     async def streamed() -> str:
-        stream = await client.completions.create(model=model, prompt=PROMPT, max_tokens=12, stream=True)
+        stream = await client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=12, stream=True
+        )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    leaving = await client.chat.completions.create(model=model, messages=FRANCE, max_tokens=500, stream=True)
+    leaving = await client.chat.completions.create(
+        model=model, messages=FRANCE, max_tokens=500, stream=True
+    )
     async for _ in leaving:
         break
     await leaving.close()

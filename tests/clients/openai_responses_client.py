@@ -1,6 +1,7 @@
 """OpenAI's own library with the Responses API, its validation strict: python openai_responses_client.py URL.
 
-Run in an environment that has `openai`; the server's chat template must read tools. Knows nothing of eagle_ray.
+Run in an environment that has `openai`; the server's chat template must read tools. Knows nothing
+of eagle_ray.
 """
 
 from __future__ import annotations
@@ -22,14 +23,27 @@ def settings(client: openai.OpenAI) -> Any:
 
 
 def check_text(client: openai.OpenAI) -> None:
-    body = settings(client) | {"input": ASK, "instructions": "Be short.", "temperature": 0.7, "extra_body": {"seed": 3}}
+    body = settings(client) | {
+        "input": ASK,
+        "instructions": "Be short.",
+        "temperature": 0.7,
+        "extra_body": {"seed": 3},
+    }
     whole = client.responses.create(**body)
     assert whole.output_text and whole.usage and whole.usage.output_tokens <= MAX_TOKENS
     assert whole.status in ("completed", "incomplete") and whole.instructions == "Be short."
     events = list(client.responses.create(stream=True, **body))
-    assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == whole.output_text
-    assert events[-1].type == f"response.{whole.status}" and events[-1].response.output_text == whole.output_text
-    again = client.responses.create(**body | {"input": [{"role": "user", "content": ASK}, *whole.output]})
+    assert (
+        "".join(one.delta for one in events if one.type == "response.output_text.delta")
+        == whole.output_text
+    )
+    assert (
+        events[-1].type == f"response.{whole.status}"
+        and events[-1].response.output_text == whole.output_text
+    )
+    again = client.responses.create(
+        **body | {"input": [{"role": "user", "content": ASK}, *whole.output]}
+    )
     assert again.usage and again.usage.input_tokens > whole.usage.input_tokens
     chat = client.chat.completions.create(
         model=body["model"],
@@ -60,20 +74,32 @@ def check_tools(client: openai.OpenAI) -> None:
         check_arguments(call.name, call.arguments)
         with client.responses.stream(input=ASK, tool_choice=choice, **body) as stream:
             stream.until_done()
-            [told] = [item for item in stream.get_final_response().output if item.type == "function_call"]
+            [told] = [
+                item for item in stream.get_final_response().output if item.type == "function_call"
+            ]
         assert (told.name, told.arguments) == (call.name, call.arguments)
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 21}'}
+    result: Any = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": '{"degrees": 21}',
+    }
     history: Any = [{"role": "user", "content": ASK}, *whole.output, result]
     assert client.responses.create(input=history, tool_choice="none", **body).output_text
     tool = openai.pydantic_function_tool(Weather)
-    made: Any = client.responses.parse(input=ASK, tool_choice="required", **body | {"tools": [tool]}).output[0]
+    made: Any = client.responses.parse(
+        input=ASK, tool_choice="required", **body | {"tools": [tool]}
+    ).output[0]
     assert isinstance(made.parsed_arguments, Weather)
 
 
 def check_errors(client: openai.OpenAI) -> None:
     """What needs stored state is refused by name."""
     body = settings(client) | {"input": ASK}
-    for name, value in {"previous_response_id": "resp_1", "background": True, "store": True}.items():
+    for name, value in {
+        "previous_response_id": "resp_1",
+        "background": True,
+        "store": True,
+    }.items():
         for stream in (False, True):
             try:
                 client.responses.create(stream=stream, **body | {name: value})
@@ -94,7 +120,9 @@ async def check_async(client: openai.AsyncOpenAI, body: Any) -> None:
     async with client.responses.stream(input=ASK, **body) as stream:
         async for _ in stream:
             break
-    found = await asyncio.gather(*(client.responses.parse(input=ASK, text_format=Weather, **body) for _ in range(4)))
+    found = await asyncio.gather(
+        *(client.responses.parse(input=ASK, text_format=Weather, **body) for _ in range(4))
+    )
     assert all(isinstance(one.output_parsed, Weather) for one in found)
 
 

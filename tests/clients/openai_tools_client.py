@@ -1,6 +1,7 @@
 """OpenAI's own library with tools and structured output, its validation strict: python openai_tools_client.py URL.
 
-Run in an environment that has `openai`; the server's chat template must read tools. Knows nothing of eagle_ray.
+Run in an environment that has `openai`; the server's chat template must read tools. Knows nothing
+of eagle_ray.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 def check_tool_choice(client: openai.OpenAI) -> None:
     """Each choice of a tool, sampled with a seed: a call where one must be, and a stream with the same message."""
     body = settings(client) | {"tools": TOOLS, "temperature": 0.8, "seed": 3}
-    choices: Any = {"required": {"get_weather", "get_time"}, "named": {"get_weather"}, "auto": None, "none": set()}
+    choices: Any = {
+        "required": {"get_weather", "get_time"},
+        "named": {"get_weather"},
+        "auto": None,
+        "none": set(),
+    }
     for name, expected in choices.items():
         choice = NAMED if name == "named" else name
         for extra in ({}, {"parallel_tool_calls": False}):
             whole = client.chat.completions.create(tool_choice=choice, **body, **extra).choices[0]
             with client.chat.completions.stream(tool_choice=choice, **body, **extra) as stream:
                 stream.until_done()
-            told = stream.current_completion_snapshot.choices[0]  # get_final_completion raises at the length's end
+            told = stream.current_completion_snapshot.choices[
+                0
+            ]  # get_final_completion raises at the length's end
             assert calls_of(told.message) == calls_of(whole.message), (name, told, whole)
-            assert told.message.content == whole.message.content and told.finish_reason == whole.finish_reason, (
+            assert (
+                told.message.content == whole.message.content
+                and told.finish_reason == whole.finish_reason
+            ), (
                 name,
                 told,
                 whole,
@@ -56,7 +67,11 @@ def check_tool_choice(client: openai.OpenAI) -> None:
 
 def check_chunks(client: openai.OpenAI) -> None:
     """The chunks of a call: its id and name come once, then its arguments in pieces."""
-    body = settings(client) | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    body = settings(client) | {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     pieces = []
     for chunk in client.chat.completions.create(stream=True, **body):
         pieces += chunk.choices[0].delta.tool_calls or []
@@ -64,13 +79,20 @@ def check_chunks(client: openai.OpenAI) -> None:
     first, *rest = pieces
     assert first.id and first.function and first.function.name == "get_weather"
     assert not any(piece.id or (piece.function and piece.function.name) for piece in rest)
-    check_arguments("get_weather", "".join(piece.function.arguments or "" for piece in pieces if piece.function))
+    check_arguments(
+        "get_weather", "".join(piece.function.arguments or "" for piece in pieces if piece.function)
+    )
 
 
 def check_strict_tools(client: openai.OpenAI) -> None:
     """A strict tool leaves an answer free, and what it calls fits."""
     for seed in range(3):
-        body = settings(client) | {"tools": [STRICT_TOOL], "tool_choice": "auto", "temperature": 1.0, "seed": seed}
+        body = settings(client) | {
+            "tools": [STRICT_TOOL],
+            "tool_choice": "auto",
+            "temperature": 1.0,
+            "seed": seed,
+        }
         for call in calls_of(client.chat.completions.create(**body).choices[0].message):
             check_arguments(*call)
 
@@ -81,24 +103,33 @@ def check_conversation(client: openai.OpenAI) -> None:
     called = client.chat.completions.create(tool_choice="required", **body).choices[0].message
     assert called.tool_calls
     results: Any = [
-        {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 21}'} for call in called.tool_calls
+        {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 21}'}
+        for call in called.tool_calls
     ]
     for message in (called, called.model_dump(), called.model_dump(exclude_none=True)):
-        answer = client.chat.completions.create(**body | {"messages": [*ASK, message, *results]}, tool_choice="none")
+        answer = client.chat.completions.create(
+            **body | {"messages": [*ASK, message, *results]}, tool_choice="none"
+        )
         assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
 def check_parse(client: openai.OpenAI) -> None:
     """Pydantic classes as forms of answers and as tools, whole and streamed."""
     body = settings(client)
-    parsed = client.chat.completions.parse(response_format=Weather, **body).choices[0].message.parsed
+    parsed = (
+        client.chat.completions.parse(response_format=Weather, **body).choices[0].message.parsed
+    )
     assert isinstance(parsed, Weather)
     with client.chat.completions.stream(response_format=Weather, **body) as stream:
         events = [event.type for event in stream]
     assert stream.get_final_completion().choices[0].message.parsed == parsed
     assert events.count("content.delta") > 2 and "content.done" in events
     tool = openai.pydantic_function_tool(Weather)
-    called = client.chat.completions.parse(tools=[tool], tool_choice="required", **body).choices[0].message
+    called = (
+        client.chat.completions.parse(tools=[tool], tool_choice="required", **body)
+        .choices[0]
+        .message
+    )
     assert called.tool_calls and isinstance(called.tool_calls[0].function.parsed_arguments, Weather)
     with client.chat.completions.stream(tools=[tool], tool_choice="required", **body) as stream:
         stream.until_done()
@@ -110,8 +141,12 @@ def check_parse(client: openai.OpenAI) -> None:
         pass
     else:
         raise AssertionError("an answer that max_tokens cut was parsed")
-    loose = client.chat.completions.create(response_format={"type": "json_object"}, **body).choices[0]
-    assert loose.finish_reason == "length" or isinstance(json.loads(loose.message.content or ""), dict)
+    loose = client.chat.completions.create(response_format={"type": "json_object"}, **body).choices[
+        0
+    ]
+    assert loose.finish_reason == "length" or isinstance(
+        json.loads(loose.message.content or ""), dict
+    )
 
 
 def check_errors(client: openai.OpenAI) -> None:
@@ -119,8 +154,13 @@ def check_errors(client: openai.OpenAI) -> None:
     body = settings(client)
     wrong: Any = {
         "tools": {"tools": [{"type": "web_search"}]},
-        "tool_choice": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
-        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "tool_choice": {
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "nothing"}},
+        },
+        "response_format": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}
+        },
     }
     for name, extra in wrong.items():
         for stream in (False, True):
@@ -142,10 +182,18 @@ def check_batches(client: openai.OpenAI) -> None:
         "wrong": common | {"tools": TOOLS, "tool_choice": "always"},
     }
     url: Any = "/v1/chat/completions"
-    lines = [{"custom_id": id, "method": "POST", "url": url, "body": body} for id, body in bodies.items()]
+    lines = [
+        {"custom_id": id, "method": "POST", "url": url, "body": body} for id, body in bodies.items()
+    ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    file = client.files.wait_for_processing(client.files.create(file=("in.jsonl", content), purpose="batch").id)
-    assert (file.bytes, file.purpose, client.files.retrieve(file.id)) == (len(content), "batch", file)
+    file = client.files.wait_for_processing(
+        client.files.create(file=("in.jsonl", content), purpose="batch").id
+    )
+    assert (file.bytes, file.purpose, client.files.retrieve(file.id)) == (
+        len(content),
+        "batch",
+        file,
+    )
     life: Any = {"anchor": "created_at", "seconds": 3600}
     batch = client.batches.create(
         input_file_id=file.id, endpoint=url, completion_window="24h", output_expires_after=life
@@ -154,8 +202,15 @@ def check_batches(client: openai.OpenAI) -> None:
         time.sleep(0.2)
         batch = client.batches.retrieve(batch.id)
     counts = batch.request_counts
-    assert batch.status == "completed" and counts and (counts.completed, counts.failed) == (3, 1), batch
-    assert batch.output_file_id and batch.error_file_id and batch.usage and batch.usage.output_tokens > 0
+    assert batch.status == "completed" and counts and (counts.completed, counts.failed) == (3, 1), (
+        batch
+    )
+    assert (
+        batch.output_file_id
+        and batch.error_file_id
+        and batch.usage
+        and batch.usage.output_tokens > 0
+    )
     output = client.files.retrieve(batch.output_file_id)
     assert output.expires_at and 0 <= output.expires_at - output.created_at - 3600 < 60
     found = {}
@@ -184,7 +239,14 @@ def check_batches(client: openai.OpenAI) -> None:
 
 
 def main(url: str) -> None:
-    checks = [check_tool_choice, check_chunks, check_strict_tools, check_conversation, check_parse, check_errors]
+    checks = [
+        check_tool_choice,
+        check_chunks,
+        check_strict_tools,
+        check_conversation,
+        check_parse,
+        check_errors,
+    ]
     with openai.OpenAI(base_url=f"{url}/v1", timeout=120, **STRICT) as client:
         for check in [*checks, check_batches]:
             check(client)

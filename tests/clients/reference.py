@@ -1,8 +1,8 @@
 """What a task's scores must be, from the target's own logits: python reference.py FOLDER TARGET_DIRECTORY.
 
 Writes the task's documents (docs.jsonl) and, by transformers' own forward over the target, the
-log-probability of each choice, whether it is the greedy one, and each greedy answer (expected.json). Knows nothing of
-servers, engines or lm-eval.
+log-probability of each choice, whether it is the greedy one, and each greedy answer
+(expected.json). Knows nothing of servers, engines or lm-eval.
 """
 
 from __future__ import annotations
@@ -15,9 +15,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
-CAPITALS |= {"Norway": "Oslo", "Greece": "Athens", "Austria": "Vienna", "Kenya": "Nairobi", "Cuba": "Havana"}
-CAPITALS |= {"Poland": "Warsaw", "Ireland": "Dublin", "Portugal": "Lisbon", "Hungary": "Budapest", "Chile": "Santiago"}
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Japan": "Tokyo",
+    "Egypt": "Cairo",
+    "Peru": "Lima",
+}
+CAPITALS |= {
+    "Norway": "Oslo",
+    "Greece": "Athens",
+    "Austria": "Vienna",
+    "Kenya": "Nairobi",
+    "Cuba": "Havana",
+}
+CAPITALS |= {
+    "Poland": "Warsaw",
+    "Ireland": "Dublin",
+    "Portugal": "Lisbon",
+    "Hungary": "Budapest",
+    "Chile": "Santiago",
+}
 MOST_TOKENS = 24
 UNTIL = "."
 
@@ -29,7 +48,9 @@ def documents() -> list[dict[str, Any]]:
     for i, country in enumerate(names):
         others = [CAPITALS[names[(i + step) % len(names)]] for step in (1, 5, 9)]
         choices = [*others[: i % 4], CAPITALS[country], *others[i % 4 :]]
-        found.append({"question": f"The capital of {country} is", "choices": choices, "answer": i % 4})
+        found.append(
+            {"question": f"The capital of {country} is", "choices": choices, "answer": i % 4}
+        )
     return found
 
 
@@ -40,7 +61,9 @@ def of_choice(model: Any, tokenizer: Any, question: str, choice: str) -> tuple[f
     ids = tokenizer.encode(f"{question} {choice}", add_special_tokens=False)
     logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
     tokens = torch.tensor(ids[len(context) :])
-    return float(logprobs.gather(1, tokens[:, None]).sum()), bool((logprobs.argmax(-1) == tokens).all())
+    return float(logprobs.gather(1, tokens[:, None]).sum()), bool(
+        (logprobs.argmax(-1) == tokens).all()
+    )
 
 
 @torch.inference_mode()
@@ -62,7 +85,9 @@ def main(folder: Path, target: str) -> None:
     docs = documents()
     expected = [
         {
-            "choices": [of_choice(model, tokenizer, doc["question"], choice) for choice in doc["choices"]],
+            "choices": [
+                of_choice(model, tokenizer, doc["question"], choice) for choice in doc["choices"]
+            ],
             "answer": answer(model, tokenizer, doc["question"]),
         }
         for doc in docs

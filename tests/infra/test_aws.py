@@ -35,7 +35,10 @@ def test_ray_would_refuse_a_misspelt_key(cluster, key):
 
 def test_every_node_has_the_token_and_an_endpoint_for_metrics(cluster):
     starts = [cluster["head_start_ray_commands"][-1], cluster["worker_start_ray_commands"][-1]]
-    assert all(line.startswith("RAY_AUTH_MODE=token ray start") and "--metrics-export-port" in line for line in starts)
+    assert all(
+        line.startswith("RAY_AUTH_MODE=token ray start") and "--metrics-export-port" in line
+        for line in starts
+    )
     assert list(cluster["file_mounts"]) == ["/home/ray/.ray/auth_token"]
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
@@ -43,7 +46,10 @@ def test_every_node_has_the_token_and_an_endpoint_for_metrics(cluster):
 def test_nodes_are_what_their_type_has(cluster):
     """Ray believes the numbers; a GPU that is not in them is never used."""
     node_types = cluster["available_node_types"]
-    sizes = {name: (each["node_config"]["InstanceType"], each["resources"]) for name, each in node_types.items()}
+    sizes = {
+        name: (each["node_config"]["InstanceType"], each["resources"])
+        for name, each in node_types.items()
+    }
     assert sizes["gpu"] == ("g6e.2xlarge", {"CPU": 8, "GPU": 1})
     assert sizes["h100"] == ("p5.48xlarge", {"CPU": 192, "GPU": 8})
     market = node_types["h100"]["node_config"]["InstanceMarketOptions"]

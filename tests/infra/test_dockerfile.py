@@ -47,13 +47,19 @@ def instructions() -> list[tuple[str, str]]:
 
 def debian_packages() -> set[str]:
     """Return the Debian packages of the final stage."""
-    (line,) = [rest for word, rest in FINAL.instructions if word == "RUN" and "apt-get install" in rest]
+    (line,) = [
+        rest for word, rest in FINAL.instructions if word == "RUN" and "apt-get install" in rest
+    ]
     return set(re.split(r"--no-install-recommends|&&", line)[2].split())
 
 
 def copied() -> list[str]:
     """Paths that come from the checkout, not from another stage."""
-    sources = [rest.split()[:-1] for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
+    sources = [
+        rest.split()[:-1]
+        for word, rest in instructions()
+        if word == "COPY" and not rest.startswith("--from")
+    ]
     return [path for paths in sources for path in paths]
 
 
@@ -62,7 +68,11 @@ def test_it_is_made_of_known_instructions():
 
 
 def test_stages_copied_from_are_defined_before():
-    used = [rest.split()[0].removeprefix("--from=") for word, rest in instructions() if rest.startswith("--from=")]
+    used = [
+        rest.split()[0].removeprefix("--from=")
+        for word, rest in instructions()
+        if rest.startswith("--from=")
+    ]
     assert used == [stage.name for stage in STAGES[:-1]] == ["requirements", "wheel"]
 
 
@@ -74,9 +84,14 @@ def test_triton_has_a_compiler():
 def test_a_change_of_code_leaves_the_layer_of_the_dependencies():
     """Which has all of them, so the wheel comes after it, alone."""
     runs = [rest for word, rest in FINAL.instructions if word in ("RUN", "COPY")]
-    (dependencies,) = [i for i, rest in enumerate(runs) if "--requirement /tmp/requirements.txt" in rest]
+    (dependencies,) = [
+        i for i, rest in enumerate(runs) if "--requirement /tmp/requirements.txt" in rest
+    ]
     wheel = runs.index("--from=wheel /wheels /tmp/wheels")
-    assert dependencies < wheel and runs[wheel + 1] == "pip install --no-cache-dir --no-deps /tmp/wheels/*.whl"
+    assert (
+        dependencies < wheel
+        and runs[wheel + 1] == "pip install --no-cache-dir --no-deps /tmp/wheels/*.whl"
+    )
     assert {rest.split()[0] for rest in runs[:dependencies]} == {
         "apt-get",
         "infra/constraints.txt",
@@ -95,7 +110,10 @@ def test_what_is_copied_is_there_and_is_sent_to_the_engine():
 
 def test_its_python_is_one_that_the_package_runs_on():
     assert {stage.image for stage in STAGES} == {"python:3.12-slim-bookworm"}
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"] == ">=3.10,<3.14"
+    assert (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+        == ">=3.10,<3.14"
+    )
 
 
 def test_its_command_is_a_script_of_the_package():
@@ -113,13 +131,19 @@ def test_a_wheel_is_made_from_what_is_copied_and_nothing_else(tmp_path):
     subprocess.run([*make, "--wheel-dir", "wheels", "."], cwd=tmp_path, check=True)
     (wheel,) = (tmp_path / "wheels").glob("eagle_ray-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    data = {"assets/tiny/target/model.safetensors", "report/templates/run.html.j2", "report/templates/style.css"}
+    data = {
+        "assets/tiny/target/model.safetensors",
+        "report/templates/run.html.j2",
+        "report/templates/style.css",
+    }
     data |= {"cli/main.py", "serve/page/index.html"}
     assert {f"eagle_ray/{name}" for name in data} <= set(names)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("EAGLE_RAY_IMAGE_ROOT" not in os.environ, reason="minutes and ten gigabytes: `make image-root`")
+@pytest.mark.skipif(
+    "EAGLE_RAY_IMAGE_ROOT" not in os.environ, reason="minutes and ten gigabytes: `make image-root`"
+)
 def test_the_image_compiles_a_kernel_for_a_gpu():
     """All stages, made without a docker engine; stubs stand for the library of a GPU's driver."""
     if missing := image_root.missing_tool(FINAL.image):
@@ -130,7 +154,11 @@ def test_the_image_compiles_a_kernel_for_a_gpu():
 
     (driver,) = root.glob("usr/local/lib/python3*/site-packages/triton/backends/nvidia/driver.c")
     functions = sorted(set(re.findall(r"\bcu[A-Z]\w+(?=\()", driver.read_text())))
-    (root / "tmp/stub.c").write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in functions))
+    (root / "tmp/stub.c").write_text(
+        "".join(f"int {name}(void) {{ return 999; }}\n" for name in functions)
+    )
     image_root.run_in(root, STUB, {})
     (root / "tmp/compile.py").write_text(COMPILE)
-    assert int(image_root.run_in(root, "python /tmp/compile.py", *as_user)) > 1000  # bytes of machine code
+    assert (
+        int(image_root.run_in(root, "python /tmp/compile.py", *as_user)) > 1000
+    )  # bytes of machine code

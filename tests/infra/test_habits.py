@@ -44,7 +44,9 @@ def test_workflow_is_yaml_and_names_existing_targets(path):
     assert named <= TARGETS
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "tests/README.md", "docs/START.md"])
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", "README.md", "tests/README.md", "docs/START.md"]
+)
 def test_page_names_existing_targets(page):
     named = set(re.findall(r"(?:`|\$ )make ([a-z-]+)", text_of(page)))
     assert named and named <= TARGETS
@@ -66,10 +68,14 @@ def test_contributing_names_existing_lists():
     """Recipes name lists in capitals: each one is assigned in the file that is named beside it."""
     page = text_of("CONTRIBUTING.md")
     sources = "".join(
-        path.read_text() for name in ("eagle_ray", "jobs", "tests") for path in (ROOT / name).rglob("*.py")
+        path.read_text()
+        for name in ("eagle_ray", "jobs", "tests")
+        for path in (ROOT / name).rglob("*.py")
     )
     named = set(re.findall(r"`([A-Z][A-Z_]{3,})`", page))
-    assert named and not [name for name in named if not re.search(rf"^{name}\b.*=", sources, re.MULTILINE)]
+    assert named and not [
+        name for name in named if not re.search(rf"^{name}\b.*=", sources, re.MULTILINE)
+    ]
 
 
 def test_the_site_has_every_page_once():
@@ -87,14 +93,20 @@ def test_a_page_in_backticks_is_found_from_where_it_is_named():
 
 def test_locked_and_installed_versions_are_not_below_the_lowest():
     locked = {normal(name): pin for name, pin in PINS.findall(text_of("infra/constraints.txt"))}
-    lowest = {normal(name): bound for name, bound in lowest_versions().items() if normal(name) != "bitsandbytes"}
+    lowest = {
+        normal(name): bound
+        for name, bound in lowest_versions().items()
+        if normal(name) not in ("bitsandbytes", "pyiceberg")  # extras that are not installed
+    }
     assert not [name for name, bound in lowest.items() if Version(locked[name]) < Version(bound)]
     assert Version(version("torch")) >= Version(lowest["torch"])
 
 
 def test_every_dependency_has_a_lower_bound():
     project = text_of("pyproject.toml").partition("[project.scripts]")[0]
-    requirements = [Requirement(text) for text in re.findall(r'^    "([^"]+)",', project, re.MULTILINE)]
+    requirements = [
+        Requirement(text) for text in re.findall(r'^    "([^"]+)",', project, re.MULTILINE)
+    ]
     assert {each.name for each in requirements} == lowest_versions().keys()
     assert "<" in str(next(each for each in requirements if each.name == "ray").specifier)
 
@@ -107,7 +119,9 @@ def test_hooks_have_the_locked_versions():
     assert all(hook["language"] == "python" for hook in hooks)
 
 
-@pytest.mark.parametrize(("platform", "lacks"), [("x86_64", ["_cpu_avx2", "_cpu_avx512"]), ("aarch64", [])])
+@pytest.mark.parametrize(
+    ("platform", "lacks"), [("x86_64", ["_cpu_avx2", "_cpu_avx512"]), ("aarch64", [])]
+)
 def test_a_wheel_without_its_processors_libraries_is_refused(tmp_path, capsys, platform, lacks):
     wheel = tmp_path / WHEEL.format(platform)
     with ZipFile(wheel, "w") as archive:

@@ -36,7 +36,10 @@ def documents(file: Path) -> list[dict[str, Any]]:
 def problems(document: dict[str, Any]) -> list[str]:
     """By the schema of the document's own kind: the whole schema would only say that none of its kinds fits."""
     schema = {"$ref": f"#/$defs/{document['kind']}", "$defs": SCHEMA["$defs"]}
-    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(document)]
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in Draft202012Validator(schema).iter_errors(document)
+    ]
 
 
 def rayjob() -> dict[str, Any]:
@@ -73,12 +76,20 @@ def test_pods_keep_to_kubernetes_own_schema(file):
     """Whose JSON form is a package of a hundred megabytes: pip install kubernetes-validate."""
     if (package := find_spec("kubernetes_validate")) is None:
         pytest.skip("kubernetes-validate is not installed")
-    folder = Path(package.submodule_search_locations[0]) / "kubernetes-json-schema" / "v1.35.0-local-strict"
+    folder = (
+        Path(package.submodule_search_locations[0])
+        / "kubernetes-json-schema"
+        / "v1.35.0-local-strict"
+    )
 
     def retrieve(uri: str) -> Resource:
-        return Resource.from_contents(json.loads((folder / Path(uri).name).read_text()), default_specification=DRAFT4)
+        return Resource.from_contents(
+            json.loads((folder / Path(uri).name).read_text()), default_specification=DRAFT4
+        )
 
-    validator = Draft4Validator({"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve))
+    validator = Draft4Validator(
+        {"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve)
+    )
     for pod in pods(ray_resource(file)):
         assert [error.message for error in validator.iter_errors({"spec": pod})] == []
 
@@ -105,7 +116,10 @@ def set_at(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("spec.rayClusterSpec.authOptions.mode", "tokens"),
         ("spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus", 0),
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.1.emptyDir", {}),
-        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits.memory", "48 GB"),
+        (
+            "spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits.memory",
+            "48 GB",
+        ),
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.volumeMount", []),
     ],
 )
@@ -117,7 +131,14 @@ def test_the_job_is_one_that_eagle_ray_takes(tmp_path):
     config_map = documents(RAYJOB)[0]
     (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
     ((name, text),) = config_map["data"].items()
-    command = ["eagle-ray", "run", "--keep-going", "--exit-zero-if-permanent", "-c", f"{mount['mountPath']}/{name}"]
+    command = [
+        "eagle-ray",
+        "run",
+        "--keep-going",
+        "--exit-zero-if-permanent",
+        "-c",
+        f"{mount['mountPath']}/{name}",
+    ]
     assert rayjob()["spec"]["entrypoint"].split() == command
     (tmp_path / name).write_text(text)
     models_of_here = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
@@ -151,7 +172,9 @@ def large_job() -> dict[str, Any]:
 
 
 RAY_RESOURCES = [lambda: ray_resource(RAYJOB), lambda: ray_resource(RAYSERVICE), large_job]
-each_ray_resource = pytest.mark.parametrize("resource", RAY_RESOURCES, ids=["rayjob", "rayservice", "70b"])
+each_ray_resource = pytest.mark.parametrize(
+    "resource", RAY_RESOURCES, ids=["rayjob", "rayservice", "70b"]
+)
 
 
 @each_ray_resource
@@ -161,9 +184,15 @@ def test_object_store_fits_in_shared_memory_and_that_in_the_pod(resource):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
-        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"] and shm["medium"] == "Memory"
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"] and shm[
+            "medium"
+        ] == "Memory"
         memory = num_bytes(container["resources"]["limits"]["memory"])
-        assert int(group["rayStartParams"]["object-store-memory"]) < 0.95 * num_bytes(shm["sizeLimit"]) < memory / 2
+        assert (
+            int(group["rayStartParams"]["object-store-memory"])
+            < 0.95 * num_bytes(shm["sizeLimit"])
+            < memory / 2
+        )
         assert container["resources"]["requests"]["ephemeral-storage"]
 
 
@@ -186,7 +215,10 @@ def test_pods_are_restricted_and_not_evicted_while_they_work(resource):
     for template in filter(None, [*groups, submitter]):
         (container,) = template["spec"]["containers"]
         assert template["spec"]["securityContext"] == RESTRICTED
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
     for template in groups:
         marks = template["metadata"]["annotations"]
         assert marks["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
@@ -203,7 +235,10 @@ def test_multi_gpu_pods_have_gpus_and_shared_memory_for_ranks():
     assert entrypoint[:6] == rayjob()["spec"]["entrypoint"].split()
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert entrypoint[6:] == ["--set", f"execution.gpus_per_actor={gpus}"]
-    objects, shm = int(workers["rayStartParams"]["object-store-memory"]), shared_memory(workers["template"])
+    objects, shm = (
+        int(workers["rayStartParams"]["object-store-memory"]),
+        shared_memory(workers["template"]),
+    )
     (of_one,) = rayjob()["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert shm > shared_memory(of_one["template"]) and shm - objects > gpus * 10**9
     ranks = 16 * 10**9 + (gpus - 1) * 8 * 10**9  # infra/README.md
@@ -212,7 +247,9 @@ def test_multi_gpu_pods_have_gpus_and_shared_memory_for_ranks():
 
 def shared_memory(template: dict[str, Any]) -> int:
     """Return the bytes of a pod's /dev/shm."""
-    (size,) = [v["emptyDir"]["sizeLimit"] for v in template["spec"]["volumes"] if v["name"] == "shm"]
+    (size,) = [
+        v["emptyDir"]["sizeLimit"] for v in template["spec"]["volumes"] if v["name"] == "shm"
+    ]
     return num_bytes(size)
 
 
@@ -222,28 +259,50 @@ def test_kustomize_makes_the_large_job_of_the_other():
     assert (LARGE.parent / base).resolve() == RAYJOB.parent and RAYJOB.parent not in LARGE.parents
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("kubectl is not installed")
-    made = subprocess.run([kubectl, "kustomize", LARGE.parent], check=True, capture_output=True, text=True).stdout
-    assert [document for document in yaml.safe_load_all(made) if document["kind"] == "RayJob"] == [large_job()]
+    made = subprocess.run(
+        [kubectl, "kustomize", LARGE.parent], check=True, capture_output=True, text=True
+    ).stdout
+    assert [document for document in yaml.safe_load_all(made) if document["kind"] == "RayJob"] == [
+        large_job()
+    ]
 
 
 def test_the_rays_are_the_locked_one():
-    locked = {line for line in (INFRA / "constraints.txt").read_text().splitlines() if line.startswith("ray==")}
-    clusters = [rayjob()["spec"]["rayClusterSpec"], documents(RAYSERVICE)[0]["spec"]["rayClusterConfig"]]
-    assert {f"ray=={cluster['rayVersion']}" for cluster in clusters} == locked == {f"ray=={ray.__version__}"}
+    locked = {
+        line
+        for line in (INFRA / "constraints.txt").read_text().splitlines()
+        if line.startswith("ray==")
+    }
+    clusters = [
+        rayjob()["spec"]["rayClusterSpec"],
+        documents(RAYSERVICE)[0]["spec"]["rayClusterConfig"],
+    ]
+    assert (
+        {f"ray=={cluster['rayVersion']}" for cluster in clusters}
+        == locked
+        == {f"ray=={ray.__version__}"}
+    )
 
 
 @pytest.mark.parametrize("file", [RAYJOB, RAYSERVICE], ids=lambda file: file.name)
 def test_every_mount_has_its_volume_and_every_pod_its_metrics(file):
     for pod in pods(ray_resource(file)):
         (container,) = pod["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            v["name"] for v in pod["volumes"]
+        }
         assert "metrics" in {port["name"] for port in container["ports"]}
 
 
 def test_the_service_is_an_application_of_ours():
-    (application,) = yaml.safe_load(documents(RAYSERVICE)[0]["spec"]["serveConfigV2"])["applications"]
+    (application,) = yaml.safe_load(documents(RAYSERVICE)[0]["spec"]["serveConfigV2"])[
+        "applications"
+    ]
     module, _, name = application["import_path"].partition(":")
-    assert callable(getattr(import_module(module), name)) and set(application["args"]) == {"config", "serving"}
+    assert callable(getattr(import_module(module), name)) and set(application["args"]) == {
+        "config",
+        "serving",
+    }
 
 
 def test_the_services_api_keys_are_a_secret_on_every_node():
@@ -253,10 +312,14 @@ def test_the_services_api_keys_are_a_secret_on_every_node():
     path = Path(application["args"]["serving"]["api_keys_file"])
     for pod in pods(service):
         (container,) = pod["containers"]
-        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == str(path.parent)]
+        [mount] = [
+            mount for mount in container["volumeMounts"] if mount["mountPath"] == str(path.parent)
+        ]
         [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
         assert volume["secret"]["secretName"] and mount["readOnly"]
-        assert "eagle_ray.serve.proxy_errors.middlewares" in {variable["value"] for variable in container["env"]}
+        assert "eagle_ray.serve.proxy_errors.middlewares" in {
+            variable["value"] for variable in container["env"]
+        }
 
 
 RAYS_METRICS, DASHBOARD, HTTP = 8080, 8265, 8000
@@ -271,7 +334,10 @@ def policy_of(manifest: Path) -> dict[str, Any]:
     (policy,) = [
         policy["spec"]
         for policy in documents(NETWORKPOLICY)
-        if all(selects(policy["spec"]["podSelector"], template) for template in templates(ray_resource(manifest)))
+        if all(
+            selects(policy["spec"]["podSelector"], template)
+            for template in templates(ray_resource(manifest))
+        )
     ]
     return policy
 
@@ -296,7 +362,9 @@ def ports_for(policy: dict[str, Any], peer: dict[str, Any] | None) -> set[int] |
 )
 def test_pods_accept_only_other_pods_except_on_named_ports(manifest, for_all, for_operator):
     policy = policy_of(manifest)
-    assert policy["policyTypes"] == ["Ingress"] and "egress" not in policy  # DNS and the bucket stay reachable
+    assert (
+        policy["policyTypes"] == ["Ingress"] and "egress" not in policy
+    )  # DNS and the bucket stay reachable
     assert ports_for(policy, {"podSelector": policy["podSelector"]}) is None
     assert ports_for(policy, None) == for_all
     assert ports_for(policy, OPERATOR) == for_operator
@@ -306,7 +374,11 @@ def test_pods_accept_only_other_pods_except_on_named_ports(manifest, for_all, fo
 
 
 def test_only_submitter_and_operator_reach_the_job_dashboard():
-    submitter = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": rayjob()["metadata"]["name"]}}}
+    submitter = {
+        "podSelector": {
+            "matchLabels": {"batch.kubernetes.io/job-name": rayjob()["metadata"]["name"]}
+        }
+    }
     dashboard = {"protocol": "TCP", "port": DASHBOARD}
     (rule,) = [rule for rule in policy_of(RAYJOB)["ingress"] if dashboard in rule.get("ports", [])]
     assert rule["from"] == [OPERATOR, submitter]

@@ -12,12 +12,14 @@ import pytest
 import yaml
 from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
-from eagle_ray.batch.worker.progress import DESCRIPTIONS, LABELS, LATENCY, PREFIX
+from eagle_ray.batch.worker.progress import DESCRIPTIONS, LATENCY, METRIC_LABELS, METRIC_PREFIX
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
-COUNTERS = {f"ray_{PREFIX}{name}_total" for name in DESCRIPTIONS}
-EXPORTED = COUNTERS | {f"ray_{PREFIX}{LATENCY}_{part}" for part in ("bucket", "sum", "count")}
-NAME = re.compile(rf"ray_{PREFIX}\w+")
+COUNTERS = {f"ray_{METRIC_PREFIX}{name}_total" for name in DESCRIPTIONS}
+EXPORTED = COUNTERS | {
+    f"ray_{METRIC_PREFIX}{LATENCY}_{part}" for part in ("bucket", "sum", "count")
+}
+NAME = re.compile(rf"ray_{METRIC_PREFIX}\w+")
 LABEL = re.compile(r"(\w+)=~?\"")
 
 
@@ -38,21 +40,27 @@ def test_every_metric_of_the_dashboard_is_exported():
 
 
 def test_readme_lists_every_exported_metric_and_no_other():
-    assert set(NAME.findall((INFRA / "README.md").read_text())) == COUNTERS | {f"ray_{PREFIX}{LATENCY}"}
+    assert set(NAME.findall((INFRA / "README.md").read_text())) == COUNTERS | {
+        f"ray_{METRIC_PREFIX}{LATENCY}"
+    }
 
 
 def test_the_dashboards_labels_are_the_metrics():
     labels = {label for query in queries() for label in LABEL.findall(query)}
     groups = {label for query in queries() for label in re.findall(r"by \((\w+)\)", query)}
-    assert labels <= set(LABELS)
-    assert groups <= {*LABELS, "code", "le"}
+    assert labels <= set(METRIC_LABELS)
+    assert groups <= {*METRIC_LABELS, "code", "le"}
 
 
 def test_panels_stand_on_the_grid_and_beside_each_other():
     cells = set()
     for panel in dashboard()["panels"]:
         at = panel["gridPos"]
-        own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not own & cells and max(x for x, _ in own) < 24, panel["title"]
         cells |= own
 

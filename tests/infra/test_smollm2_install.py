@@ -16,7 +16,14 @@ def install(venv: Path, pip_exit_code: int) -> subprocess.CompletedProcess[str]:
     python.write_text(f'#!/bin/sh\necho "$@" > {venv}/arguments\nexit {pip_exit_code}\n')
     python.chmod(0o755)
     (venv / ".installed").touch()
-    command = ["make", "--no-print-directory", f"VENV={venv}", "--old-file", f"{venv}/.installed", f"{venv}/.smollm2"]
+    command = [
+        "make",
+        "--no-print-directory",
+        f"VENV={venv}",
+        "--old-file",
+        f"{venv}/.installed",
+        f"{venv}/.smollm2",
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 

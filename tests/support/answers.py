@@ -1,6 +1,7 @@
 """Answers of a few requests through every entry point, in what clients read of them.
 
-Left out is what differs from one run to the next: ids, times, and how much drafts and caches helped.
+Left out is what differs from one run to the next: ids, times, and how much drafts and caches
+helped.
 
     >>> answers_at("chat", entry_points)["greedy"]["choices"][0]["message"]["content"]         # doctest: +SKIP
     'The capital of France is Paris.'
@@ -26,15 +27,25 @@ CONVERSATION = [
     {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
 ]
 CLOSED = {"additionalProperties": False}
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]} | CLOSED
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+} | CLOSED
 PARAMETERS = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]} | CLOSED
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-# In the words of a row. Each is a question in messages, or in a prompt where its entry point has no messages.
+# In the words of a row. Each is a question in messages, or in a prompt where its entry point has no
+# messages.
 REQUESTS: dict[str, Json] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "n": 3},
     "logprobs": {"logprobs": True, "top_logprobs": 2, "max_tokens": 4},
-    "prompt logprobs": {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 1, "max_tokens": 2},
+    "prompt logprobs": {
+        "logprobs": True,
+        "prompt_logprobs": True,
+        "top_logprobs": 1,
+        "max_tokens": 2,
+    },
     "stop": {"stop": [" is"]},
     "stop kept": {"stop": [" is"], "include_stop_str_in_output": True},
     "special tokens": {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 32},
@@ -53,7 +64,12 @@ REQUESTS: dict[str, Json] = {
     "regex": {"regex": "[A-Z][a-z]{3,9}"},
     "choice": {"choice": ["Rome", "Paris"]},
     "grammar": {"grammar": 'start: "It is " ("Rome" | "Paris")'},
-    "format": {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}},
+    "format": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "city", "schema": SCHEMA},
+        }
+    },
     "tool": {"tools": [ADD], "tool_choice": "required", "max_tokens": 80},
     "tools": {"tools": [ADD]},
     "conversation": {"messages": CONVERSATION},
@@ -65,7 +81,9 @@ ROWS: dict[str, Json] = REQUESTS | {
     "token ids": {"messages": None, "prompt_token_ids": [5, 6, 7]},
 }
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
-CHATS: dict[str, Json] = {name: changes for name, changes in REQUESTS.items() if name != "prompt logprobs"} | {
+CHATS: dict[str, Json] = {
+    name: changes for name, changes in REQUESTS.items() if name != "prompt logprobs"
+} | {
     "token ids": {"return_token_ids": True},
     "streamed": STREAMED | {"n": 2, "temperature": 0.8},
     "streamed logprobs": STREAMED | REQUESTS["logprobs"],
@@ -73,7 +91,9 @@ CHATS: dict[str, Json] = {name: changes for name, changes in REQUESTS.items() if
 }
 ONLY_CHAT = ("tools", "messages", "response_format")
 COMPLETIONS: dict[str, Json] = {
-    name: changes for name, changes in REQUESTS.items() if not {*changes} & {*ONLY_CHAT, "prompt_logprobs", "logprobs"}
+    name: changes
+    for name, changes in REQUESTS.items()
+    if not {*changes} & {*ONLY_CHAT, "prompt_logprobs", "logprobs"}
 } | {
     "format": REQUESTS["format"],
     "logprobs": {"logprobs": 2, "max_tokens": 4},
@@ -95,10 +115,23 @@ RESPONSES: dict[str, Json] = {
     "logprobs": LOGPROBS | {"max_tokens": 4},
     "format": {"text": TEXT_FORMAT},
     "tool": {"tools": [FLAT_TOOL], "tool_choice": "required", "max_tokens": 80},
-    "conversation": {"instructions": "Be short.", "input": [*CONVERSATION[1:3], {"role": "user", "content": QUESTION}]},
-    "labels": {"metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.9, "parallel_tool_calls": False},
+    "conversation": {
+        "instructions": "Be short.",
+        "input": [*CONVERSATION[1:3], {"role": "user", "content": QUESTION}],
+    },
+    "labels": {
+        "metadata": {"a": "b"},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "parallel_tool_calls": False,
+    },
     "streamed": {"stream": True},
-    "streamed tool": {"stream": True, "tools": [FLAT_TOOL], "tool_choice": "required", "max_tokens": 80},
+    "streamed tool": {
+        "stream": True,
+        "tools": [FLAT_TOOL],
+        "tool_choice": "required",
+        "max_tokens": 80,
+    },
 }
 BODIES = {"chat": CHATS, "completions": COMPLETIONS, "responses": RESPONSES}
 PLAIN: Json = {"max_tokens": 20, "seed": 7}
@@ -108,8 +141,25 @@ ASKED: dict[str, Json] = {
     "completions": {"prompt": TEXT},
     "responses": {"input": QUESTION},
 }
-OF_A_RUN = {"request_id", "row_index", "source_file", "run_id", "attempt", "prompt_tokens", "sample_index"}
-OF_A_REQUEST = {"id", "call_id", "item_id", "custom_id", "request_id", "created", "created_at", "completed_at"}
+OF_A_RUN = {
+    "request_id",
+    "row_index",
+    "source_file",
+    "run_id",
+    "attempt",
+    "prompt_tokens",
+    "sample_index",
+}
+OF_A_REQUEST = {
+    "id",
+    "call_id",
+    "item_id",
+    "custom_id",
+    "request_id",
+    "created",
+    "created_at",
+    "completed_at",
+}
 OF_A_REQUEST |= {"system_fingerprint", "metrics", "cached_tokens", "cache_write_tokens"}
 NUM_DECIMALS = 3  # of log-probabilities
 
@@ -120,13 +170,21 @@ def answers_at(entry_point: str, entry_points: EntryPoints) -> Json:
 
 
 def _rows(entry_points: EntryPoints) -> Json:
-    lines = [_encoded({"id": name} | ASKED["row"] | PLAIN | changes) for name, changes in ROWS.items()]
+    lines = [
+        _encoded({"id": name} | ASKED["row"] | PLAIN | changes) for name, changes in ROWS.items()
+    ]
     turns = _encoded({"id": "turns"} | PLAIN | TURNS)
-    answers = [*entry_points.rows(lines), *entry_points.rows([turns], **{"input.columns.turns": "turns"})]
+    answers = [
+        *entry_points.rows(lines),
+        *entry_points.rows([turns], **{"input.columns.turns": "turns"}),
+    ]
     names = [field.name for field in OUTPUT_FIELDS]
     shown = [name for name in names[: names.index("target_model")] if name not in OF_A_RUN]
     return {
-        name: [{column: _cell(row, column) for column in shown if row[column] is not None} for row in answered.body]
+        name: [
+            {column: _cell(row, column) for column in shown if row[column] is not None}
+            for row in answered.body
+        ]
         for name, answered in zip([*ROWS, "turns"], answers, strict=True)
     }
 
@@ -139,9 +197,18 @@ def _batch_lines(entry_points: EntryPoints) -> Json:
     """Return the lines that a run's rows are exported as; a line cannot ask for a stream, nor for an echo."""
     found: Json = {}
     for kind, url in URLS.items():
-        lines = {name: _body(kind, changes) for name, changes in BODIES[kind].items() if _fits_a_line(changes)}
-        read = [_encoded({"custom_id": name, "method": "POST", "url": url, "body": lines[name]}) for name in lines]
-        for name, answered in zip(lines, entry_points.rows(read, "openai_batch", each=False), strict=True):
+        lines = {
+            name: _body(kind, changes)
+            for name, changes in BODIES[kind].items()
+            if _fits_a_line(changes)
+        }
+        read = [
+            _encoded({"custom_id": name, "method": "POST", "url": url, "body": lines[name]})
+            for name in lines
+        ]
+        for name, answered in zip(
+            lines, entry_points.rows(read, "openai_batch", each=False), strict=True
+        ):
             found[f"{kind}: {name}"] = _settled(entry_points.exported(answered.body, url))
     return found
 
@@ -153,7 +220,10 @@ def _fits_a_line(changes: Json) -> bool:
 def _posted(kind: str, entry_points: EntryPoints) -> Json:
     requests = BODIES[kind]
     bodies = [_encoded(_body(kind, changes)) for changes in requests.values()]
-    return {name: _http(answered) for name, answered in zip(requests, entry_points.http(kind, bodies), strict=True)}
+    return {
+        name: _http(answered)
+        for name, answered in zip(requests, entry_points.http(kind, bodies), strict=True)
+    }
 
 
 def _body(kind: str, changes: Json) -> Json:
@@ -198,7 +268,9 @@ def _add(known: Json, delta: Json, choice: Json) -> None:
     for name, value in delta.items():
         if name == "tool_calls":
             for call in value:
-                known["arguments"] = known.get("arguments", "") + call["function"].get("arguments", "")
+                known["arguments"] = known.get("arguments", "") + call["function"].get(
+                    "arguments", ""
+                )
                 known["function"] = call["function"].get("name", known.get("function"))
         elif name in ("content", "text", "reasoning_content") and value is not None:
             known[name] = known.get(name, "") + value
@@ -239,7 +311,15 @@ def _outputs(answered: RequestResult) -> Any:
     if answered.refusal is not None:
         return answered.refusal
     [output] = answered.body
-    names = ("index", "text", "content", "reasoning_content", "tool_calls", "token_ids", "finish_reason")
+    names = (
+        "index",
+        "text",
+        "content",
+        "reasoning_content",
+        "tool_calls",
+        "token_ids",
+        "finish_reason",
+    )
     names += ("cumulative_logprob", "logprobs")
     shown: Json = {"prompt": output.prompt, "prompt_logprobs": output.prompt_logprobs}
     shown["outputs"] = [{name: getattr(one, name) for name in names} for one in output.outputs]
@@ -251,7 +331,9 @@ def _settled(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): _settled(inner) for name, inner in value.items() if name not in OF_A_REQUEST}
+        return {
+            str(name): _settled(inner) for name, inner in value.items() if name not in OF_A_REQUEST
+        }
     return [_settled(one) for one in value] if isinstance(value, list | tuple) else value
 
 

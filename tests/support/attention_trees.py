@@ -13,7 +13,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.draft_tree import pack_ancestors
+from eagle_ray.tree.ancestor_words import pack_ancestors
 from tests.support.kernels import DEVICE
 
 
@@ -21,8 +21,8 @@ from tests.support.kernels import DEVICE
 class RandomTrees:
     """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
 
-    rectangle: rows are B x N. unknown: the host does not know the lengths. stale: what positions hold that no sequence
-    has written. stored: the dtype of the cache, if it is not the rows'.
+    rectangle: rows are B x N. unknown: the host does not know the lengths. stale: what positions
+    hold that no sequence has written. stored: the dtype of the cache, if it is not the rows'.
     """
 
     lengths: list[int]
@@ -55,28 +55,42 @@ class RandomTrees:
     def case(self) -> AttentionCase:
         """Return one layer's trees, rows and caches."""
         torch.manual_seed(self.seed)
-        cache, batch = self._filled(), DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
-        parents = [torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)]) for n in self.counts]
+        cache, batch = (
+            self._filled(),
+            DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE),
+        )
+        parents = [
+            torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)])
+            for n in self.counts
+        ]
         num_nodes = max(self.counts)
         ancestors, depths = self._ancestors(parents, num_nodes)
         seq, node, row_of = self._rows(num_nodes)
         heads, num_rows = self.kv_heads * self.group, len(seq)
         query = torch.randn(1, heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
         key = torch.randn(1, self.kv_heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
-        value = torch.randn(1, self.kv_heads, num_rows, self.value_dim, device=DEVICE, dtype=self.dtype)
+        value = torch.randn(
+            1, self.kv_heads, num_rows, self.value_dim, device=DEVICE, dtype=self.dtype
+        )
         if self.stored is not None:
             key, value = (x.to(self.stored).to(self.dtype) for x in (key, value))
         sinks = torch.randn(heads, device=DEVICE) if self.sinks else None
         attention = AttentionParams(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
-        columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.null_position)
+        columns = torch.where(
+            seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.null_position
+        )
         cells = cache.slot_mapping(batch.slots[seq.clamp(min=0)], columns)
         first = None if self.firsts is None else torch.tensor(self.firsts, device=DEVICE)
         rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
         rows = None if self.rectangle and min(self.counts) == num_nodes else rows
         unknown = replace(batch, host_lengths=[]) if self.unknown else batch
-        kernels = TritonTreeMetadata(cache, unknown, cells, pack_ancestors(ancestors), depths, depths, rows, first)
+        kernels = TritonTreeMetadata(
+            cache, unknown, cells, pack_ancestors(ancestors), depths, depths, rows, first
+        )
         unpack = seq.clamp(min=0) * num_nodes + node
-        portable = TreeMetadata(cache, batch, cells, ancestors, depths, depths, row_of, unpack, first)
+        portable = TreeMetadata(
+            cache, batch, cells, ancestors, depths, depths, row_of, unpack, first
+        )
         return AttentionCase(kernels, portable, query, key, value, attention, seq >= 0)
 
     def _filled(self) -> KVCache:
@@ -87,7 +101,9 @@ class RandomTrees:
         blocks.free_blocks = order
         for slot, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             assert blocks.reserve(slot, length + count)
-        cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim, self.stored)
+        cache = KVCache(
+            blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim, self.stored
+        )
         cache.keys.copy_(torch.randn(cache.keys.shape, device=DEVICE))
         cache.values.copy_(torch.randn(cache.values.shape, device=DEVICE))
         if self.stale is not None:
@@ -115,13 +131,21 @@ class RandomTrees:
 
     def _rows(self, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
         """seq and node of each row, and the row of each node."""
-        places = [(b, i) for b, n in enumerate(self.counts) for i in range(num_nodes if self.rectangle else n)]
+        places = [
+            (b, i)
+            for b, n in enumerate(self.counts)
+            for i in range(num_nodes if self.rectangle else n)
+        ]
         seq = [b if i < self.counts[b] else -1 for b, i in places] + [-1] * self.padding
         node = [i for _, i in places] + [0] * self.padding
         row_of = torch.zeros(len(self.counts), num_nodes, dtype=torch.int64)
         for row, (b, i) in enumerate(places):
             row_of[b, i] = row
-        return torch.tensor(seq, device=DEVICE), torch.tensor(node, device=DEVICE), row_of.to(DEVICE)
+        return (
+            torch.tensor(seq, device=DEVICE),
+            torch.tensor(node, device=DEVICE),
+            row_of.to(DEVICE),
+        )
 
 
 @dataclass(frozen=True)
@@ -142,15 +166,21 @@ class AttentionCase:
     def by_torch(self) -> Tensor:
         """In fp64, over the numbers that the cache holds."""
         cache, (key_dim, value_dim) = self.kernels.cache, (self.key.shape[-1], self.value.shape[-1])
-        exact = KVCache(cache.blocks, 1, self.key.shape[1], key_dim, torch.float64, DEVICE, value_dim)
+        exact = KVCache(
+            cache.blocks, 1, self.key.shape[1], key_dim, torch.float64, DEVICE, value_dim
+        )
         exact.keys.copy_(cache.keys)
         exact.values.copy_(cache.values)
         portable = replace(self.portable, cache=exact)
-        return portable.attend(self.query.double(), self.key.double(), self.value.double(), self.attention)
+        return portable.attend(
+            self.query.double(), self.key.double(), self.value.double(), self.attention
+        )
 
 
 def kernel_trees(seq: torch.Tensor, batch: int) -> KernelTrees:
     """Nothing but where rows lie."""
     nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
     rows = PackedRows.of(seq, batch)
-    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0)
+    return KernelTrees(
+        *[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0
+    )

@@ -2,9 +2,9 @@
 
     kill_servers("/tmp/kept", random.Random(1), num_kills=3)
 
-A server here is usually a runner of batches without HTTP and engine, in a process of its own that starts in half a
-second. It answers a line by what its prompt says, writes files in chunks of CHUNK_BYTES and looks for work many times a
-second.
+A server here is usually a runner of batches without HTTP and engine, in a process of its own that
+starts in half a second. It answers a line by what its prompt says, writes files in chunks of
+CHUNK_BYTES and looks for work many times a second.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def kill_servers(
 ) -> None:
     """Run two servers on one store, kill one of them at random moments, start another, and check every batch's end.
 
-    A client cancels one of the batches in the middle. In a bucket, some servers are not killed: they are stopped, for
-    longer than a lease lasts, and go on.
+    A client cancels one of the batches in the middle. In a bucket, some servers are not killed:
+    they are stopped, for longer than a lease lasts, and go on.
 
     start: starts a server in a process. start_s: seconds until it begins to work, about.
     """
@@ -107,24 +107,38 @@ def check_ends(store: BatchStore, ids: list[str], may_be_cancelled: str | None =
     files = store.files("all")
     for id in ids:
         record = store.get("all", id)
-        assert record.status == "completed" or (record.status == "cancelled" and id == may_be_cancelled)
+        assert record.status == "completed" or (
+            record.status == "cancelled" and id == may_be_cancelled
+        )
         shown, [done, failed] = record.as_json(), [{}, {}]
         for file_id, found in ((shown["output_file_id"], done), (shown["error_file_id"], failed)):
             data = b"".join(files.read(files.get(file_id))) if file_id else b""
             assert data.endswith(b"\n") or not file_id
             lines = [json.loads(line) for line in data.splitlines()]
             found |= {line["custom_id"]: line for line in lines}
-            assert len(found) == len(lines) and (not file_id or files.get(file_id).bytes == len(data))
-        asked = [json.loads(line)["custom_id"] for line in files.lines(files.get(record.input_file_id))]
-        assert not done.keys() & failed.keys() and sorted(done.keys() | failed.keys()) == sorted(asked)
+            assert len(found) == len(lines) and (
+                not file_id or files.get(file_id).bytes == len(data)
+            )
+        asked = [
+            json.loads(line)["custom_id"] for line in files.lines(files.get(record.input_file_id))
+        ]
+        assert not done.keys() & failed.keys() and sorted(done.keys() | failed.keys()) == sorted(
+            asked
+        )
         counts = {"total": NUM_LINES, "completed": len(done), "failed": len(failed)}
         assert shown["request_counts"] == counts
-        assert all(line["response"]["body"].get("text", id) == id for id, line in done.items())  # without an engine
+        assert all(
+            line["response"]["body"].get("text", id) == id for id, line in done.items()
+        )  # without an engine
         usages = [TokenUsage.of_body(line["response"]["body"]) for line in done.values()]
-        assert shown["usage"]["total_tokens"] == sum(usage.prompt + usage.output for usage in usages)
+        assert shown["usage"]["total_tokens"] == sum(
+            usage.prompt + usage.output for usage in usages
+        )
         if record.status == "completed":
             assert {id for id in asked if _is_wrong(id)} == failed.keys()
-    sweep(store)  # a second server may have been killed while it looked at a batch that another one had just ended
+    sweep(
+        store
+    )  # a second server may have been killed while it looked at a batch that another one had just ended
     assert store.open_ids() == [] and files.unfinished_ids() == []
     assert [*(store.root / "all" / "work").glob("**/*")] == []
 
@@ -149,21 +163,36 @@ async def _respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
     return 200, json.dumps({"text": asked["prompt"], "usage": usage}).encode()
 
 
-def shorten_runner_intervals(set_value: Callable[[object, str, float], None], in_bucket: bool = False) -> None:
+def shorten_runner_intervals(
+    set_value: Callable[[object, str, float], None], in_bucket: bool = False
+) -> None:
     """Make a runner look for work, flush and try again many times a second. set_value: setattr, or a test's own.
 
     in_bucket: fewer times, as each look at a bucket is several requests.
     """
-    for name in ("POLL_S", "FLUSH_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+    for name in (
+        "BATCH_POLL_S",
+        "ANSWER_LOG_S",
+        "TRY_AGAIN_AFTER_S",
+        "AFTER_LOSS_S",
+        "RETRY_AFTER_ERROR_S",
+    ):
         set_value(batch_runner, name, 0.1 if in_bucket else 0.02)
-    set_value(file_store, "CHUNK_BYTES", CHUNK_BYTES)
-    for name, seconds in {"LEASE_S": LEASE_S, "SELF_FENCE_S": 0.7, "HEARTBEAT_S": 0.2, "POLL_S": 0.1}.items():
+    set_value(file_store, "UPLOAD_CHUNK_BYTES", CHUNK_BYTES)
+    for name, seconds in {
+        "LEASE_S": LEASE_S,
+        "SELF_FENCE_S": 0.7,
+        "HEARTBEAT_S": 0.2,
+        "LEASE_POLL_S": 0.1,
+    }.items():
         set_value(lease, name, seconds)
 
 
 if __name__ == "__main__":
     shorten_runner_intervals(setattr, sys.argv[1].startswith("s3://"))
-    asyncio.run(BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run())
+    asyncio.run(
+        BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run()
+    )
 
 
 class Replicas:
@@ -190,7 +219,11 @@ class Replicas:
                 return 429, b"{}"
             if prompt == "wrong":
                 return 400, b'{"error": {"message": "no"}}'
-            usage = {"prompt_tokens": 2, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+            usage = {
+                "prompt_tokens": 2,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 1},
+            }
             return 200, json.dumps({"text": prompt, "usage": usage}).encode()
         finally:
             self.now -= 1
@@ -229,7 +262,9 @@ def finish(store, runner, *batches):
     """Run the batches to their ends; return their records."""
     ids = {batch.id for batch in batches}
     poll_s = 0.1 if store.root.is_s3 else 0.01
-    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}, poll_s=poll_s))
+    asyncio.run(
+        run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}, poll_s=poll_s)
+    )
     return [store.find(batch.owner, batch.id) for batch in batches]
 
 
@@ -241,10 +276,17 @@ def lines_in(store, record, id):
 
 def batch_outcome(store, record):
     """The ids of the output file and of the error file; together every id once."""
-    done, failed = lines_in(store, record, record.output_id), lines_in(store, record, record.error_id)
+    done, failed = (
+        lines_in(store, record, record.output_id),
+        lines_in(store, record, record.error_id),
+    )
     ids = sorted(line["custom_id"] for line in done + failed)
     assert ids == sorted(set(ids))
-    assert record.request_counts == {"total": len(ids), "completed": len(done), "failed": len(failed)}
+    assert record.request_counts == {
+        "total": len(ids),
+        "completed": len(done),
+        "failed": len(failed),
+    }
     return done, failed
 
 
@@ -256,7 +298,10 @@ OLD = Path(__file__).parents[1] / "goldens" / "batch_store" / "store"
 
 
 def answer(id, status=200, usage=(3, 4)):
-    details = {"prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": {"reasoning_tokens": 1}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    }
     counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1]} | details
     body = {"usage": counts} if status == 200 else {"error": {}}
     return response_answer("batch_1", id, status, json.dumps(body).encode())

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -40,7 +40,9 @@ RAW: dict[str, Any] = {  # of an EAGLE-1/2 head for `toy.llama`
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
 }
-E3: dict[str, Any] = RAW | {"draft_vocab_size": 60}  # of an EAGLE-3 head for `toy.llama` with 8 layers
+E3: dict[str, Any] = RAW | {
+    "draft_vocab_size": 60
+}  # of an EAGLE-3 head for `toy.llama` with 8 layers
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -59,7 +61,9 @@ def target_config(**shape: object) -> LlamaConfig:
 
 def eagle_tensors(raw: dict[str, Any] = RAW, seed: int = 0) -> Tensors:
     """EAGLE-1 and 2: fc.bias as the config's `bias` says, default true; biases of q, k and v as `qkv_bias` says."""
-    shapes = _layer("layers.0.", raw, raw["hidden_size"]) | {"fc.weight": (raw["hidden_size"], 2 * raw["hidden_size"])}
+    shapes = _layer("layers.0.", raw, raw["hidden_size"]) | {
+        "fc.weight": (raw["hidden_size"], 2 * raw["hidden_size"])
+    }
     if raw.get("bias", True):
         shapes["fc.bias"] = (raw["hidden_size"],)
     return _random(shapes, seed)
@@ -85,7 +89,9 @@ def eagle3_tensors(raw: dict[str, Any] = E3, seed: int = 0) -> Tensors:
         shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(3)}
     if raw.get("norm_before_fc"):
         shapes["input_norm.weight"] = (3 * target_width,)
-    chosen = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[: raw["draft_vocab_size"]]
+    chosen = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[
+        : raw["draft_vocab_size"]
+    ]
     return _random(shapes, seed) | maps(chosen, vocab_size)
 
 
@@ -95,7 +101,9 @@ def maps(chosen: Tensor, vocab_size: int) -> Tensors:
     return {"d2t": chosen - torch.arange(len(chosen)), "t2d": mask}
 
 
-def write(path: Path, tensors: Tensors, raw: dict[str, Any] = RAW, layout: str = "safetensors") -> Path:
+def write(
+    path: Path, tensors: Tensors, raw: dict[str, Any] = RAW, layout: str = "safetensors"
+) -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw))
     kind = layout.split()[-1]
@@ -105,7 +113,11 @@ def write(path: Path, tensors: Tensors, raw: dict[str, Any] = RAW, layout: str =
         return path
     shards = {key: f"part-{i % 2}.{kind}" for i, key in enumerate(tensors)}
     for shard in set(shards.values()):
-        _save({key: tensor for key, tensor in tensors.items() if shards[key] == shard}, path / shard, kind)
+        _save(
+            {key: tensor for key, tensor in tensors.items() if shards[key] == shard},
+            path / shard,
+            kind,
+        )
     (path / f"{name}.index.json").write_text(json.dumps({"weight_map": shards}))
     return path
 
@@ -120,7 +132,9 @@ def _save(tensors: Tensors, file: Path, layout: str) -> None:
 def _layer(prefix: str, raw: dict[str, Any], inputs: int) -> dict[str, tuple[int, ...]]:
     width, middle = raw["hidden_size"], raw["intermediate_size"]
     head_dim = raw.get("head_dim", width // raw["num_attention_heads"])
-    sizes = {name: raw[f"num_{kind}_heads"] * head_dim for name, kind in zip("qkv", KINDS, strict=True)}
+    sizes = {
+        name: raw[f"num_{kind}_heads"] * head_dim for name, kind in zip("qkv", KINDS, strict=True)
+    }
     shapes = {f"self_attn.{name}_proj.weight": (size, inputs) for name, size in sizes.items()}
     if raw.get("qkv_bias"):
         shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
@@ -165,7 +179,9 @@ LAYERS = dict(
 )
 
 
-def zlab_config(num_target_layers: int = 2, ids: tuple[int, ...] = (0,), **dflash: Any) -> dict[str, Any]:
+def zlab_config(
+    num_target_layers: int = 2, ids: tuple[int, ...] = (0,), **dflash: Any
+) -> dict[str, Any]:
     """A config.json in z-lab's layout; `dflash` is added to its dflash_config."""
     section = {"mask_token_id": MASK, "target_layer_ids": list(ids), **dflash}
     top = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": BLOCK}
@@ -174,8 +190,18 @@ def zlab_config(num_target_layers: int = 2, ids: tuple[int, ...] = (0,), **dflas
 
 def speculators_config(ids: tuple[int, ...] = (0, 1), **top: Any) -> dict[str, Any]:
     """A config.json in speculators' layout, with a draft vocabulary of 40 tokens."""
-    own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": list(ids), "draft_vocab_size": 40}
-    return {"speculators_model_type": "dflash", "transformer_layer_config": dict(LAYERS), **own, **top}
+    own = {
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": list(ids),
+        "draft_vocab_size": 40,
+    }
+    return {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": dict(LAYERS),
+        **own,
+        **top,
+    }
 
 
 DRAFTED = 40  # tokens of a draft vocabulary
@@ -183,21 +209,46 @@ DRAFTED = 40  # tokens of a draft vocabulary
 
 def deepspec_config(ids: tuple[int, ...] = (0,), **top: Any) -> dict[str, Any]:
     """A config.json of DSpark in DeepSpec's layout, with a vanilla Markov head and a confidence head."""
-    own = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": list(ids), "num_target_layers": 2}
+    own = {
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "target_layer_ids": list(ids),
+        "num_target_layers": 2,
+    }
     markov = {"markov_rank": 6, "markov_head_type": "vanilla"}
-    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 8}
+    confidence = {
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "num_anchors": 8,
+    }
     return {"architectures": ["Qwen3DSparkModel"], **LAYERS, **own, **markov, **confidence, **top}
 
 
 def dflash2_config(**dflash: Any) -> dict[str, Any]:
     """A config.json of DFlash2 in z-lab's layout."""
-    selector = {"selector_rank": 5, "selector_top_k": 9, "conv_kernel_size": 2, "conv_group_size": 8}
-    return zlab_config(**{**selector, **dflash}) | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+    selector = {
+        "selector_rank": 5,
+        "selector_top_k": 9,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+    }
+    return zlab_config(**{**selector, **dflash}) | {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+    }
 
 
 def domino_config(**dflash: Any) -> dict[str, Any]:
     """A config.json of Domino in z-lab's layout."""
-    return zlab_config(**{"projector_type": "domino", "gru_hidden_dim": 7, "emb_dim": 5, "shift_label": True, **dflash})
+    return zlab_config(
+        **{
+            "projector_type": "domino",
+            "gru_hidden_dim": 7,
+            "emb_dim": 5,
+            "shift_label": True,
+            **dflash,
+        }
+    )
 
 
 PATH_CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -219,17 +270,29 @@ def path_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     drafted = DRAFTED if "speculators_model_type" in config else VOCAB
     if rank := own.get("markov_rank"):
-        shapes |= {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+        shapes |= {
+            "markov_head.markov_w1.weight": (VOCAB, rank),
+            "markov_head.markov_w2.weight": (drafted, rank),
+        }
         kind = own["markov_head_type"]
-        outputs, inputs = {"gated": (rank, HIDDEN + rank), "rnn": (3 * rank, 2 * rank + HIDDEN)}.get(kind, (0, 0))
+        outputs, inputs = {
+            "gated": (rank, HIDDEN + rank),
+            "rnn": (3 * rank, 2 * rank + HIDDEN),
+        }.get(kind, (0, 0))
         if outputs:
             name = {"gated": "gate_proj", "rnn": "joint_proj"}[kind]
-            shapes |= {f"markov_head.{name}.weight": (outputs, inputs), f"markov_head.{name}.bias": (outputs,)}
+            shapes |= {
+                f"markov_head.{name}.weight": (outputs, inputs),
+                f"markov_head.{name}.bias": (outputs,),
+            }
     if own.get("enable_confidence_head", "speculators_model_type" in config) and rank:
         width = HIDDEN + rank * own.get("confidence_head_with_markov", True)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     if rank := own.get("selector_rank"):
-        shapes |= {f"candidate_selector.{name}_codebook": (VOCAB, rank) for name in ("predecessor", "successor")}
+        shapes |= {
+            f"candidate_selector.{name}_codebook": (VOCAB, rank)
+            for name in ("predecessor", "successor")
+        }
         shapes["candidate_selector.hidden_projection.weight"] = (rank, HIDDEN)
         taps, groups = own["conv_kernel_size"], HIDDEN // own["conv_group_size"]
         for i in range(NUM_LAYERS):
@@ -238,8 +301,14 @@ def path_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
     if "projector_type" in own:
         state, inner = own["gru_hidden_dim"], own["emb_dim"]
-        shapes |= {"prefix_gru.weight_ih_l0": (3 * state, HIDDEN), "prefix_gru.weight_hh_l0": (3 * state, state)}
-        shapes |= {"embed_proj.0.weight": (inner, HIDDEN + state), "embed_proj.2.weight": (VOCAB, inner)}
+        shapes |= {
+            "prefix_gru.weight_ih_l0": (3 * state, HIDDEN),
+            "prefix_gru.weight_hh_l0": (3 * state, state),
+        }
+        shapes |= {
+            "embed_proj.0.weight": (inner, HIDDEN + state),
+            "embed_proj.2.weight": (VOCAB, inner),
+        }
     return shapes
 
 
@@ -256,7 +325,11 @@ def tensors_of(config: dict[str, Any], seed: int = 3) -> dict[str, Tensor]:
     is_speculators = "speculators_model_type" in config
     own = config | config.get("dflash_config", {})
     ids = own["aux_hidden_state_layer_ids" if is_speculators else "target_layer_ids"]
-    tensors = {"fc.weight": matrix(HIDDEN, len(ids) * HIDDEN), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    tensors = {
+        "fc.weight": matrix(HIDDEN, len(ids) * HIDDEN),
+        "hidden_norm.weight": norm(),
+        "norm.weight": norm(),
+    }
     for i in range(NUM_LAYERS):
         for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
             tensors[f"layers.{i}.self_attn.{name}_proj.weight"] = matrix(rows, HIDDEN)
@@ -265,15 +338,25 @@ def tensors_of(config: dict[str, Any], seed: int = 3) -> dict[str, Tensor]:
             tensors[f"layers.{i}.self_attn.{name}.weight"] = norm(DIM)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"layers.{i}.{name}.weight"] = norm()
-        for name, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+        for name, shape in (
+            ("gate", (INNER, HIDDEN)),
+            ("up", (INNER, HIDDEN)),
+            ("down", (HIDDEN, INNER)),
+        ):
             tensors[f"layers.{i}.mlp.{name}_proj.weight"] = matrix(*shape)
     if is_speculators:
         chosen = torch.randperm(VOCAB, generator=random)[:40].sort().values
-        tensors |= {"embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(40, HIDDEN)}
+        tensors |= {
+            "embed_tokens.weight": matrix(VOCAB, HIDDEN),
+            "lm_head.weight": matrix(40, HIDDEN),
+        }
         tensors |= {"d2t": chosen - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
         tensors["t2d"][chosen] = True
     if "Qwen3DSparkModel" in config.get("architectures", ()):
-        tensors |= {"embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+        tensors |= {
+            "embed_tokens.weight": matrix(VOCAB, HIDDEN),
+            "lm_head.weight": matrix(VOCAB, HIDDEN),
+        }
     for name, shape in path_shapes(config).items():
         tensors[name] = torch.randn(shape, generator=random) * (1.5 / math.sqrt(shape[-1]))
     return tensors
@@ -300,12 +383,17 @@ def published_draft(path: Path, kind: str, num_target_layers: int) -> Path:
     sizes = 3, 2, LLAMA["hidden_size"], LLAMA["vocab_size"]
     if kind == "eagle3":
         return write(path, eagle3_tensors(), E3)
+    if kind == "peagle":
+        masks = {"mask_hidden": torch.ones(1, 1, 3 * E3["hidden_size"])}
+        return write(path, eagle3_tensors() | masks, E3 | {"mask_token_id": MASK})
     if kind in ("medusa", "hydra"):
         torch.manual_seed(3)
         heads = MedusaHeads(*sizes, own_lm_head=True) if kind == "medusa" else HydraHeads(*sizes)
         save_path_heads(heads, path)
     elif kind == "draft_model":
-        llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8).save_pretrained(path)
+        llama(
+            seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8
+        ).save_pretrained(path)
     elif kind == "dflash":
         publish(path, zlab_config(num_target_layers))
     elif kind in PATH_CONFIGS:
@@ -337,17 +425,25 @@ def published_outputs(
 ) -> Tensor:
     """The outputs of one block, row by row and head by head.
 
-    block: embeddings [N, H] of the root and of masks. features: [T, F], of the T tokens before the root.
+    block: embeddings [N, H] of the root and of masks. features: [T, F], of the T tokens before the
+    root.
     """
     context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     hidden, start = block, len(features)
     for i in range(NUM_LAYERS):
-        weights = {k.removeprefix(f"layers.{i}."): v for k, v in tensors.items() if k.startswith(f"layers.{i}.")}
+        weights = {
+            k.removeprefix(f"layers.{i}."): v
+            for k, v in tensors.items()
+            if k.startswith(f"layers.{i}.")
+        }
         normed = rms_norm(hidden, weights["input_layernorm.weight"])
         own = convolved(weights, "attention_conv", 0, normed, normed)
         rows = torch.cat([context, own])
         out = torch.stack(
-            [attention_row(weights, own[n], rows, start + n, start, causal, windows[i]) for n in range(len(block))]
+            [
+                attention_row(weights, own[n], rows, start + n, start, causal, windows[i])
+                for n in range(len(block))
+            ]
         )
         out = out @ weights["self_attn.o_proj.weight"].T
         hidden = hidden + convolved(weights, "attention_conv", 1, normed, out)
@@ -359,13 +455,17 @@ def published_outputs(
     return rms_norm(hidden, tensors["norm.weight"])
 
 
-def convolved(weights: dict[str, Tensor], name: str, side: int, normed: Tensor, rows: Tensor) -> Tensor:
+def convolved(
+    weights: dict[str, Tensor], name: str, side: int, normed: Tensor, rows: Tensor
+) -> Tensor:
     """DFlash2's convolution before (side 0) or after a part of a layer, channel by channel; `rows` in other heads."""
     if f"{name}.base_kernel" not in weights:
         return rows
     kernel = weights[f"{name}.base_kernel"][side]  # [taps, H]
     taps, size = kernel.shape
-    corrections = (normed @ weights[f"{name}.kernel_projection.weight"].T).view(len(rows), 2, taps, -1)[:, side]
+    corrections = (normed @ weights[f"{name}.kernel_projection.weight"].T).view(
+        len(rows), 2, taps, -1
+    )[:, side]
     group = size // corrections.shape[2]
     out = torch.zeros_like(rows)
     for n in range(len(rows)):
@@ -377,12 +477,17 @@ def convolved(weights: dict[str, Tensor], name: str, side: int, normed: Tensor, 
 
 
 def published_path(
-    tensors: dict[str, Tensor], config: dict[str, Any], path: list[int], rows: Tensor, logits: Tensor, embed: Tensor
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    path: list[int],
+    rows: Tensor,
+    logits: Tensor,
+    embed: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The logits of the children of the last token of a path, and the head's log-odds of acceptance there.
 
-    path: tokens from the root on. rows: outputs of the block [L, H] that predict the children of each. logits: of these
-    rows [L, Dv]. embed: the embedding [V, H].
+    path: tokens from the root on. rows: outputs of the block [L, H] that predict the children of
+    each. logits: of these rows [L, Dv]. embed: the embedding [V, H].
     """
     own = config | config.get("dflash_config", {})
     row, base, last, confidence = rows[len(path) - 1], logits[len(path) - 1], path[-1], None
@@ -401,14 +506,20 @@ def published_path(
         if own["markov_head_type"] == "rnn":
             state = torch.zeros(rank)
             for token, each in zip(path, rows, strict=False):
-                mixed = tensors["markov_head.joint_proj.weight"] @ torch.cat([state, w1[token], each])
-                gate, candidate, output = (mixed + tensors["markov_head.joint_proj.bias"]).split(rank)
+                mixed = tensors["markov_head.joint_proj.weight"] @ torch.cat(
+                    [state, w1[token], each]
+                )
+                gate, candidate, output = (mixed + tensors["markov_head.joint_proj.bias"]).split(
+                    rank
+                )
                 state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
                 latent = output.tanh()
         return base + w2 @ latent, confidence
     if "prefix_gru.weight_ih_l0" in tensors:
         gru = torch.nn.GRU(HIDDEN, own["gru_hidden_dim"], bias=False)
-        gru.load_state_dict({name: tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        gru.load_state_dict(
+            {name: tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")}
+        )
         state = gru(embed[torch.tensor(path)])[0][-1].detach()
         inner = tensors["embed_proj.0.weight"] @ torch.cat([row, state])
         added = tensors["embed_proj.2.weight"] @ (inner * inner.sigmoid())
@@ -417,12 +528,20 @@ def published_path(
     latent = tensors["candidate_selector.predecessor_codebook"][last] * gate
     chosen = base.topk(own["selector_top_k"]).indices
     scores = torch.full_like(base, -torch.inf)
-    scores[chosen] = base[chosen] + tensors["candidate_selector.successor_codebook"][chosen] @ latent
+    scores[chosen] = (
+        base[chosen] + tensors["candidate_selector.successor_codebook"][chosen] @ latent
+    )
     return scores, None
 
 
 def attention_row(
-    weights: dict[str, Tensor], own: Tensor, rows: Tensor, position: int, start: int, causal: bool, window: int | None
+    weights: dict[str, Tensor],
+    own: Tensor,
+    rows: Tensor,
+    position: int,
+    start: int,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     """One row's attention. rows: the context, then the block, which begins at position `start`."""
     seen = [j for j in range(len(rows)) if not (causal and j > position)]
@@ -431,13 +550,20 @@ def attention_row(
     for head in range(HEADS):
         mine, theirs = slice(head * DIM, (head + 1) * DIM), head // (HEADS // KV_HEADS)
         shared = slice(theirs * DIM, (theirs + 1) * DIM)
-        query = rms_norm(weights["self_attn.q_proj.weight"][mine] @ own, weights["self_attn.q_norm.weight"])
+        query = rms_norm(
+            weights["self_attn.q_proj.weight"][mine] @ own, weights["self_attn.q_norm.weight"]
+        )
         query = rotate(query, position)
         keys = [
-            rms_norm(weights["self_attn.k_proj.weight"][shared] @ rows[j], weights["self_attn.k_norm.weight"])
+            rms_norm(
+                weights["self_attn.k_proj.weight"][shared] @ rows[j],
+                weights["self_attn.k_norm.weight"],
+            )
             for j in seen
         ]
-        scores = torch.stack([query @ rotate(key, j) for key, j in zip(keys, seen, strict=True)]) / math.sqrt(DIM)
+        scores = torch.stack(
+            [query @ rotate(key, j) for key, j in zip(keys, seen, strict=True)]
+        ) / math.sqrt(DIM)
         values = torch.stack([weights["self_attn.v_proj.weight"][shared] @ rows[j] for j in seen])
         outputs.append(scores.softmax(0) @ values)
     return torch.cat(outputs)
@@ -446,8 +572,24 @@ def attention_row(
 COMMIT = "1" * 40
 
 
+def write_shuffled(source: Path, path: Path, seed: int = 0) -> Path:
+    """A copy of a head whose matrices have their numbers in another order: it fits in shape, and knows nothing."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_bytes((source / "config.json").read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            order = torch.randperm(tensor.numel(), generator=generator)
+            tensors[name] = tensor.flatten()[order].view_as(tensor).contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 @contextmanager
-def hub(repos: dict[str, Path], gated: frozenset[str] | set[str], cache: Path) -> Iterator[list[str]]:
+def hub(
+    repos: dict[str, Path], gated: frozenset[str] | set[str], cache: Path
+) -> Iterator[list[str]]:
     """Where huggingface_hub looks meanwhile. cache: its own, empty at first."""
     asked: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, repos, gated, asked))
@@ -483,9 +625,13 @@ class _Hub(BaseHTTPRequestHandler):
             self._send(name, "/".join(parts[4:]))
         elif parts[4] == "tree":
             files = [file for file in self.repos[name].rglob("*") if file.is_file()]
-            self._answer_json([{"type": "file", **_entry(file, self.repos[name])} for file in files])
+            self._answer_json(
+                [{"type": "file", **_entry(file, self.repos[name])} for file in files]
+            )
         else:
-            self._answer_json({"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "siblings": [], "tags": []})
+            self._answer_json(
+                {"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "siblings": [], "tags": []}
+            )
 
     do_HEAD = do_GET
 
@@ -499,7 +645,9 @@ class _Hub(BaseHTTPRequestHandler):
             return
         if self.command == "GET":
             self.asked.append(f"{name}/{path}")
-        self._answer(file.read_bytes(), 200, {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT})
+        self._answer(
+            file.read_bytes(), 200, {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT}
+        )
 
     def _answer_json(self, value: object) -> None:
         self._answer(json.dumps(value).encode(), 200, {"Content-Type": "application/json"})

@@ -18,7 +18,12 @@ import yaml
 from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import JobConfig
 
-MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+MODEST = {
+    "num_cpus": 1,
+    "object_store_memory": 100 << 20,
+    "node_ip_address": "127.0.0.1",
+    "include_dashboard": False,
+}
 ON_FAKE_GPUS = {"model.device": "cpu", "execution.gpus_per_actor": 1}
 
 
@@ -28,7 +33,9 @@ def cluster_of(num_workers: int) -> Iterator:
     prepare_ray_environment(LOCAL)
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
+    cluster = Cluster(
+        initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0}
+    )
     try:
         for _ in range(num_workers):
             add_node(cluster)
@@ -45,9 +52,19 @@ def add_node(cluster, kind: str | None = None):
 def start_run(config: JobConfig, directory: Path, *flags: str) -> subprocess.Popen:
     """``eagle-ray run`` in a process of its own."""
     (directory / "job.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    command = [sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(directory / "job.yaml"), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli",
+        "run",
+        "-c",
+        str(directory / "job.yaml"),
+        *flags,
+    ]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def raylet_of(node) -> int:
@@ -67,9 +84,24 @@ def head_in(directory: Path, **environment: str) -> Iterator[str]:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"PYTHONPATH": os.getcwd()}
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
-    command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", "--num-cpus=2"]
-    command += ["--object-store-memory=104857600", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+    ]
+    command += [
+        f"--port={port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+        "--num-cpus=2",
+    ]
+    command += [
+        "--object-store-memory=104857600",
+        "--include-dashboard=true",
+        "--dashboard-agent-listen-port=0",
+    ]
     command += [f"--ray-client-server-port={client}", f"--temp-dir={directory}"]
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)

@@ -1,19 +1,21 @@
 """What the pages and --help promise, and the test of each promise.
 
-tests/documented.yaml is the list. An entry quotes sentences as they stand in their page, and names the tests that go in
-by a user's way (a command, LLM, a job, HTTP), or says why there is none.
+tests/documented.yaml is the list. An entry quotes sentences as they stand in their page, and names
+the tests that go in by a user's way (a command, LLM, a job, HTTP), or says why there is none.
 
     README.md:
     - says:
       - Ids that occur twice are refused before the start, with both places.
-      tests: [cli/test_documented_inputs.py::test_an_id_that_occurs_twice_is_refused_with_both_places]
+      tests:
+          [cli/test_documented_inputs.py::test_an_id_that_occurs_twice_is_refused_with_both_places]
     - says:
       - FP8 layers have not run on a GPU yet.
       untested: a GPU
-      below: [kernels/test_gpu_linears.py::test_fp8_weight_is_nearest]  # tests of what is behind the way, if any
+      below: [kernels/test_gpu_linears.py::test_fp8_weight_is_nearest]  # tests of what is behind
+          the way, if any
 
-A page is cut into units: sentences, table rows, lines of code, arguments of --help. A promise is quoted whole, so one
-that is worded anew is looked at again with its test.
+A page is cut into units: sentences, table rows, lines of code, arguments of --help. A promise is
+quoted whole, so one that is worded anew is looked at again with its test.
 
     $ python -m tests.support.documented     # make documented: promises with tests, what has none, the rest
 """
@@ -43,7 +45,7 @@ COMMAND = "eagle-ray"
 FOLDERS = ("api", "batch", "serve", "training", "methods", "parallel", "planner")
 PAGES = ("README.md", "configs/README.md", "eagle_ray/README.md")
 PAGES += tuple(f"eagle_ray/{folder}/README.md" for folder in FOLDERS)
-PAGES += ("infra/README.md",)
+PAGES += ("infra/README.md", "docs/embeddings.md")
 SENTENCE_END = re.compile(r"(?<=[.?!)\"])(?<!\.\.\.)(?<![^.?!][)\"]) (?=[A-Z`*\"\[(])")
 LIST_ITEM = re.compile(r"^ *[-*] ")
 TABLE_RULE = re.compile(r"[|:\- ]+")
@@ -72,7 +74,11 @@ class Entry:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Entry:
-        values = {name: tuple(map(one_line, value)) for name, value in content.items() if isinstance(value, list)}
+        values = {
+            name: tuple(map(one_line, value))
+            for name, value in content.items()
+            if isinstance(value, list)
+        }
         return cls(**{**content, **values})
 
 
@@ -146,7 +152,11 @@ def units_of_help(text: str) -> list[str]:
             name, description = found.pop()
             found.append((name, f"{description} {line}"))
     described = [(name, one_line(description)) for name, description in found]
-    return [f"{name} {description}" for name, description in described if description and name != "--help"]
+    return [
+        f"{name} {description}"
+        for name, description in described
+        if description and name != "--help"
+    ]
 
 
 def one_line(text: str) -> str:
@@ -206,9 +216,13 @@ def module_of(name: str) -> ParsedModule | None:
     imports = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            imports |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+            imports |= {
+                alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names
+            }
         elif isinstance(node, ast.Import):
-            imports |= {alias.asname or alias.name.split(".")[0]: (alias.name, "") for alias in node.names}
+            imports |= {
+                alias.asname or alias.name.split(".")[0]: (alias.name, "") for alias in node.names
+            }
     return ParsedModule(dict(_definitions(tree.body)), imports)
 
 
@@ -220,7 +234,9 @@ def _definitions(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[tuple[s
             yield node.name, node
             yield from _definitions(node.body, f"{node.name}::")
         elif isinstance(node, ast.Assign):
-            yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
+            yield from (
+                (target.id, node) for target in node.targets if isinstance(target, ast.Name)
+            )
 
 
 def exists(test: str) -> bool:
@@ -261,7 +277,11 @@ def ways_of(test: str) -> set[str]:
 
 def _ways(module: str, name: str, seen: set[tuple[str, str]]) -> Iterator[str]:
     """Yield the ways of a definition and of all that it names: helpers, fixtures, constants."""
-    if (module, name) in seen or (here := module_of(module)) is None or (node := here.definitions.get(name)) is None:
+    if (
+        (module, name) in seen
+        or (here := module_of(module)) is None
+        or (node := here.definitions.get(name)) is None
+    ):
         return
     seen.add((module, name))
     used = set()
@@ -272,7 +292,11 @@ def _ways(module: str, name: str, seen: set[tuple[str, str]]) -> Iterator[str]:
             used.add(inner.arg)
         elif isinstance(inner, ast.Attribute):
             used.add(inner.attr)
-            if isinstance(inner.value, ast.Name) and inner.value.id == "eagle_ray" and inner.attr in ATTRIBUTES:
+            if (
+                isinstance(inner.value, ast.Name)
+                and inner.value.id == "eagle_ray"
+                and inner.attr in ATTRIBUTES
+            ):
                 yield ATTRIBUTES[inner.attr]
         elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
             yield from (way for pattern, way in IN_TEXTS.items() if re.search(pattern, inner.value))
@@ -327,7 +351,9 @@ def listing() -> str:
     for page, found in listed.items():
         lines += [_sentence(f"{page}: {unit}") for unit in unlisted(units_of_page(page), found)]
     num = Counter(bool(entry.tests) for _, entry in everything for _ in entry.says)
-    total = f"{num.total()} sentences, rows and lines: {num[True]} with a test, {num[False]} without"
+    total = (
+        f"{num.total()} sentences, rows and lines: {num[True]} with a test, {num[False]} without"
+    )
     return "\n".join([*lines, "", total]).strip()
 
 
@@ -336,7 +362,9 @@ def _heading(text: str) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+    return textwrap.fill(
+        text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Where a run of the tests spends its time: a plugin of pytest that shows progress and ends with tables.
 
-While tests run under pytest-xdist, a line every few seconds says how many are done and how long the rest will take. At
-the end come the slowest tests and modules, and the seconds spent in collection, fixtures and children. The numbers are
-written to runs/durations.json. tests/durations.json is the run that a change is compared with; `make durations`
-replaces it by the latest run.
+While tests run under pytest-xdist, a line every few seconds says how many are done and how long the
+rest will take. At the end come the slowest tests and modules, the modules by CPU, which
+says more on a busy machine, and the seconds spent in collection, fixtures and children. The numbers
+are written to runs/durations.json. tests/durations.json is the run that a change is compared with;
+`make durations` replaces it by the latest run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ NUM_SHOWN = 40  # tests, and modules
 NEW_TEST_S = 0.1  # what a test of an unknown module is expected to take
 PROGRESS_EVERY_S = 15.0
 GROWN_BY, GROWN_BY_S = 1.5, 3.0  # a module is reported if it takes this much longer than recorded
-PARTS = ("fixtures", "calls", "children", "own CPU", "children's CPU")  # what is summed over tests, in seconds
+PARTS = (
+    "fixtures",
+    "calls",
+    "children",
+    "own CPU",
+    "children's CPU",
+)  # what is summed over tests, in seconds
 
 
 class ChildTime:
@@ -75,7 +82,9 @@ class Meter:
         report = yield
         if report.when == "teardown":
             after = (self._children.seconds, *_cpu_seconds())
-            report.user_properties.append(("seconds", [b - a for a, b in zip(self._before, after, strict=True)]))
+            report.user_properties.append(
+                ("seconds", [b - a for a, b in zip(self._before, after, strict=True)])
+            )
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -108,7 +117,9 @@ def _age_s() -> float:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own, children = (
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
 
 
@@ -120,6 +131,7 @@ class Summary:
         self._collection: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()  # seconds by test
+        self._cpu: Counter[str] = Counter()  # seconds of CPU by module, children included
         self._remaining: Counter[str] = Counter()  # tests that have not ended, by module
         self._num_tests, self._num_done = 0, 0
         self._started_at, self._shown_at = time.perf_counter(), 0.0
@@ -137,7 +149,8 @@ class Summary:
         self._num_tests = len(ids)
         recorded = recorded_durations()
         self._expected_s = {
-            module: recorded.get(module, NEW_TEST_S * count) / count for module, count in self._remaining.items()
+            module: recorded.get(module, NEW_TEST_S * count) / count
+            for module, count in self._remaining.items()
         }
         self._expected_of_lanes = self._remaining_s()
         self._started_at = time.perf_counter()
@@ -151,14 +164,18 @@ class Summary:
         if report.failed:
             self._print(f"FAILED {report.nodeid} ({report.when})")
         if report.when == "teardown":
-            self._totals.update(dict(zip(PARTS[2:], dict(report.user_properties)["seconds"], strict=True)))
+            seconds = dict(report.user_properties)["seconds"]
+            self._totals.update(dict(zip(PARTS[2:], seconds, strict=True)))
+            self._cpu[module_of(report.nodeid)] += sum(seconds[1:])
             self._remaining[module_of(report.nodeid)] -= 1
             self._num_done += 1
             self._show_progress()
 
     def _remaining_s(self) -> dict[str, float]:
         """Return what the tests that have not ended are expected to take: those of the Ray lane, and all."""
-        seconds = {module: self._expected_s[module] * count for module, count in self._remaining.items()}
+        seconds = {
+            module: self._expected_s[module] * count for module, count in self._remaining.items()
+        }
         of_ray = sum(value for module, value in seconds.items() if lane_of(module) == RAY)
         return {RAY: of_ray, "all": sum(seconds.values())}
 
@@ -204,8 +221,13 @@ class Summary:
         for nodeid, seconds in self._tests.items():
             modules[module_of(nodeid)] += seconds
         write = terminalreporter.write_line
-        for title, table in (("tests", self._tests), ("modules", modules)):
-            terminalreporter.section(f"slowest {title}, in seconds")
+        tables = {
+            "slowest tests, in seconds": self._tests,
+            "slowest modules, in seconds": modules,
+            "modules by CPU, in seconds": self._cpu,
+        }
+        for title, table in tables.items():
+            terminalreporter.section(title)
             for name, seconds in table.most_common(NUM_SHOWN):
                 write(f"{seconds:7.1f}  {name}")
         terminalreporter.section("seconds, summed over workers")
@@ -214,7 +236,9 @@ class Summary:
         write(f"in {_minutes(_age_s())} from the start of pytest")
         for module, before in recorded_durations().items():
             if modules[module] > max(before * GROWN_BY, before + GROWN_BY_S):
-                write(f"{module} took {modules[module]:.1f} s, {before:.1f} s when tests/durations.json was written")
+                write(
+                    f"{module} took {modules[module]:.1f} s, {before:.1f} s when tests/durations.json was written"
+                )
         self._write(totals, modules)
 
     def _write(self, totals: dict[str, float], modules: Counter[str]) -> None:
@@ -222,8 +246,11 @@ class Summary:
             "measured": f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}",
             "tests": self._num_done,
             "seconds": {name: round(seconds, 1) for name, seconds in totals.items()},
-            "slowest": {name: round(seconds, 1) for name, seconds in self._tests.most_common(NUM_SHOWN)},
+            "slowest": {
+                name: round(seconds, 1) for name, seconds in self._tests.most_common(NUM_SHOWN)
+            },
             "modules": {name: round(modules[name], 2) for name in sorted(modules)},
+            "cpu": {name: round(self._cpu[name], 2) for name in sorted(self._cpu)},
         }
         LATEST.parent.mkdir(exist_ok=True)
         LATEST.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,18 +2,20 @@
 
     assert loader_faults(directory) == {VLLM: [], SGLANG: []}
 
-The rules were read in the wheels of vLLM 0.33.0 and SGLang 0.5.23 in November 2026. A rule says what a checkpoint needs
-so that the engine computes what the head was trained to compute. Most broken rules raise no error there: a missing
-tensor keeps what the memory held, an unexpected bias is dropped, and only acceptance suffers.
+The rules were read in the wheels of vLLM 0.33.0 and SGLang 0.5.23 in November 2026. A rule says
+what a checkpoint needs so that the engine computes what the head was trained to compute. Most
+broken rules raise no error there: a missing tensor keeps what the memory held, an unexpected bias
+is dropped, and only acceptance suffers.
 
     vLLM      transformers_utils/configs/eagle.py (architectures), models/registry.py, models/llama_eagle.py,
               models/llama_eagle3.py, models/utils.py (AutoWeightsLoader), v1/worker/gpu_model_runner.py (layer ids)
     SGLang    srt/models/registry.py, srt/models/llama_eagle.py, srt/models/llama_eagle3.py, srt/models/llama.py,
               srt/model_executor/model_runner_components/spec_aux_hidden_state.py (layer ids)
 
-Facts that no checkpoint can break: both use the target's embedding if the head has none. SGLang uses the target's in
-any case, unless `target_hidden_size` differs from `hidden_size`. SGLang refuses a head whose max_position_embeddings is
-below the target's context length, unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN is set.
+Facts that no checkpoint can break: both use the target's embedding if the head has none. SGLang
+uses the target's in any case, unless `target_hidden_size` differs from `hidden_size`. SGLang
+refuses a head whose max_position_embeddings is below the target's context length, unless
+SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN is set.
 """
 
 from __future__ import annotations
@@ -54,8 +56,15 @@ EAGLE3_KEYS = (
     "norm.weight",
     "lm_head.weight",
 )
-IGNORED_KEYS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # by both, wherever they are
-OPTIONAL_KEYS = {EAGLE: {"embed_tokens.weight", "lm_head.weight"}, EAGLE3: {"embed_tokens.weight", "d2t", "t2d"}}
+IGNORED_KEYS = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)  # by both, wherever they are
+OPTIONAL_KEYS = {
+    EAGLE: {"embed_tokens.weight", "lm_head.weight"},
+    EAGLE3: {"embed_tokens.weight", "d2t", "t2d"},
+}
 ATTENTION_BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -87,7 +96,11 @@ class Checkpoint:
     @property
     def num_features(self) -> int:
         """The number of layers of the target that both expect fc to read."""
-        return self.raw.get("num_aux_hidden_states") or len(self.eagle_config.get(LAYER_IDS) or ()) or 3
+        return (
+            self.raw.get("num_aux_hidden_states")
+            or len(self.eagle_config.get(LAYER_IDS) or ())
+            or 3
+        )
 
     @property
     def needed_keys(self) -> set[str]:
@@ -105,7 +118,9 @@ class Checkpoint:
     @property
     def extra_keys(self) -> set[str]:
         known = self.needed_keys | OPTIONAL_KEYS[self.generation]
-        return {key for key in self.tensors.keys() - known if not key.endswith((*IGNORED_KEYS, ".bias"))}
+        return {
+            key for key in self.tensors.keys() - known if not key.endswith((*IGNORED_KEYS, ".bias"))
+        }
 
     def is_on(self, *keys: str) -> bool:
         return any(self.raw.get(key) for key in keys)
@@ -158,7 +173,9 @@ def _maps_the_vocabulary(head: Checkpoint) -> bool:
 
 
 RULES = (
-    Rule(BOTH, ANY, "model_type: must be llama", lambda head: head.raw.get("model_type") == "llama"),
+    Rule(
+        BOTH, ANY, "model_type: must be llama", lambda head: head.raw.get("model_type") == "llama"
+    ),
     Rule(
         (VLLM,),
         ANY,
@@ -173,7 +190,12 @@ RULES = (
         "may only follow",
         _sglang_architecture,
     ),
-    Rule(BOTH, ANY, f"config.json: must have {', '.join(CONFIG_KEYS)}", lambda head: head.raw.keys() >= {*CONFIG_KEYS}),
+    Rule(
+        BOTH,
+        ANY,
+        f"config.json: must have {', '.join(CONFIG_KEYS)}",
+        lambda head: head.raw.keys() >= {*CONFIG_KEYS},
+    ),
     Rule(
         BOTH,
         ANY,
@@ -217,7 +239,9 @@ RULES = (
         lambda head: head.raw.get("target_hidden_size", 1) is not None,
     ),
     Rule(BOTH, ANY, "tensor names: must not start with model.", _has_bare_names),
-    Rule(BOTH, ANY, "tensors: some are missing", lambda head: head.needed_keys <= head.tensors.keys()),
+    Rule(
+        BOTH, ANY, "tensors: some are missing", lambda head: head.needed_keys <= head.tensors.keys()
+    ),
     Rule(
         (VLLM,),
         ANY,
@@ -273,7 +297,9 @@ RULES = (
 def loader_faults(directory: Path) -> dict[str, list[str]]:
     """Return, for each loader, the rules that the head in `directory` breaks; all lists are empty for a good head."""
     head = read_checkpoint(directory)
-    broken = [rule for rule in RULES if head.generation in rule.generations and not rule.holds(head)]
+    broken = [
+        rule for rule in RULES if head.generation in rule.generations and not rule.holds(head)
+    ]
     return {loader: [rule.text for rule in broken if loader in rule.loaders] for loader in BOTH}
 
 
@@ -282,6 +308,12 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     raw = json.loads((directory / "config.json").read_text("utf-8"))
     files = sorted(directory.glob("*.safetensors"))
     parts: list[Mapping[str, Tensor]] = [load_file(file) for file in files]
-    parts = parts or [torch.load(file, weights_only=True) for file in sorted(directory.glob("*.bin"))]
-    tensors = {key.replace("midlayer.", "layers.0."): tensor for part in parts for key, tensor in part.items()}
+    parts = parts or [
+        torch.load(file, weights_only=True) for file in sorted(directory.glob("*.bin"))
+    ]
+    tensors = {
+        key.replace("midlayer.", "layers.0."): tensor
+        for part in parts
+        for key, tensor in part.items()
+    }
     return Checkpoint(raw, tensors)

@@ -26,7 +26,7 @@ from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.budget import Budget, best_of_batch
-from eagle_ray.tree.expand import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.toy_models import LLAMA, head, llama, run
 
@@ -48,7 +48,8 @@ def mostly_slow(fast: Iterable[tuple], *values: Iterable) -> list:
     for used, each in zip(zip(*fast, strict=True), values, strict=True):
         assert set(used) == set(each)
     return [
-        pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in itertools.product(*values)
+        pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow])
+        for case in itertools.product(*values)
     ]
 
 
@@ -66,7 +67,10 @@ def some_prompts(count: int, vocab: int = 97, seed: int = 0) -> list[list[int]]:
 
 
 def some_params(count: int, max_tokens: int) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=max_tokens, seed=i * 7 - 3, **SAMPLING[i % len(SAMPLING)]) for i in range(count)]
+    return [
+        SamplingParams(max_tokens=max_tokens, seed=i * 7 - 3, **SAMPLING[i % len(SAMPLING)])
+        for i in range(count)
+    ]
 
 
 def differing_rows(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
@@ -74,7 +78,9 @@ def differing_rows(outputs: list[list[int]], plain: list[PlainOutput]) -> list[i
     rows = []
     for i, (ids, oracle) in enumerate(zip(outputs, plain, strict=True)):
         if ids != oracle.ids:
-            place = next(j for j, (a, b) in enumerate(itertools.zip_longest(ids, oracle.ids)) if a != b)
+            place = next(
+                j for j, (a, b) in enumerate(itertools.zip_longest(ids, oracle.ids)) if a != b
+            )
             in_both = place < min(len(ids), len(oracle.ids))
             rows += [] if in_both and ids[place] in oracle.reachable[place] else [i]
     return rows
@@ -96,7 +102,7 @@ class RandomPlanner:
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self.rng.random() < 0.3:
-            return PLAIN
+            return PLAIN_PLAN
         some = sorted(self.rng.sample(range(len(batch)), self.rng.randint(1, len(batch))))
         members = self.rng.choice([None, tuple(some)])
         enough = self.rng.choice([None, lambda builder: self.rng.random() < 0.3])
@@ -117,19 +123,23 @@ class RandomPlanner:
 
 def assert_equal(sequences: list[Sequence], plain: list) -> None:
     assert differing_rows([s.output_ids for s in sequences], plain) == []
-    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    assert (
+        sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    )
 
 
 TREE = dict(max_nodes=20, max_depth=4, top_k=4, budget="uniform")
 
 
 def weights_for(method: str) -> nn.Module:
-    """Random, in the shapes that go with the toy Llama. The small model has one layer and heads of its own width;
-    a DFlash head comes from a published directory.
+    """Random, in the shapes that go with the toy Llama. The small model has one layer and heads of
+    its own width; a DFlash head comes from a published directory.
     """
     torch.manual_seed(3)
     if method == "draft_model":
-        return DraftModel(llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8))
+        return DraftModel(
+            llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8)
+        )
     if method.startswith("dflash"):
         switch = {"causal_head": True} if method == "dflash causal" else {}
         with TemporaryDirectory() as directory:
@@ -140,17 +150,24 @@ def weights_for(method: str) -> nn.Module:
     return head()
 
 
-def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **settings: object) -> Engine:
+def engine_for(
+    method: str, num_slots: int, weights: nn.Module | None = None, **settings: object
+) -> Engine:
     kv_tokens = settings.pop("kv_tokens", None)
     speculative = SpeculativeConfig(method=method.split()[0], **{**TREE, **settings})
     weights = weights_for(method) if weights is None else weights
-    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
+    return build_engine(
+        llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens)
+    )
 
 
 def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: int) -> Oracle:
     model = llama(**shape)
     model.set_attn_implementation("sdpa")
-    plain = [reference_decode(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [
+        reference_decode(model, ids, p, frozenset([2]))
+        for ids, p in zip(prompts, params, strict=True)
+    ]
     return prompts, params, plain
 
 
@@ -158,14 +175,18 @@ def check_lossless(engine: Engine, oracle: Oracle) -> list[Sequence]:
     prompts, params, plain = oracle
     sequences = run(engine, prompts, params)
     assert differing_rows([s.output_ids for s in sequences], plain) == []
-    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    assert (
+        sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+    )
     return sequences
 
 
 def check_lossless_when_preempted(engine: Engine, oracle: Oracle, every: int) -> None:
     """Send the youngest running sequence back every few steps."""
     prompts, params, plain = oracle
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    sequences = [
+        Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     for sequence in sequences:
         engine.add(sequence)
     for number in itertools.count(1):
@@ -185,7 +206,11 @@ def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams
     """Prompts and parameters of sequences that end after very different numbers of steps, some with logprobs."""
     params = [
         replace(
-            p, max_tokens=2 + 7 * i % most, ignore_eos=i % 2 == 0, logprobs=i % 5 == 0, top_logprobs=3 * (i % 10 == 0)
+            p,
+            max_tokens=2 + 7 * i % most,
+            ignore_eos=i % 2 == 0,
+            logprobs=i % 5 == 0,
+            top_logprobs=3 * (i % 10 == 0),
         )
         for i, p in enumerate(some_params(num, most))
     ]
@@ -203,7 +228,11 @@ class IntermittentPlanner:
 
     def plan(self, batch) -> DraftPlan:
         self._step += 1
-        return PLAIN if self._step % (self._off + 3) < self._off else replace(self._uniform.plan(batch), max_depth=2)
+        return (
+            PLAIN_PLAN
+            if self._step % (self._off + 3) < self._off
+            else replace(self._uniform.plan(batch), max_depth=2)
+        )
 
     def allocate(self, draft, plan, batch):
         return self._uniform.allocate(draft, plan, batch)

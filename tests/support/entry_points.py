@@ -3,7 +3,8 @@
     with EntryPoints(tmp_path, "corpus") as entry_points:
         entry_points.http("chat", [b'{"messages": []}'])         # ['400 bad_value messages: messages: must be ...']
 
-This module alone imports what reads requests, so that a move of a module changes a line here and no other test.
+This module alone imports what reads requests, so that a move of a module changes a line here and no
+other test.
 """
 
 from __future__ import annotations
@@ -45,11 +46,20 @@ from eagle_ray.storage.path import StoragePath
 from tests.support.serving import request as http_request
 
 __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "EntryPoints", "openapi"]
-URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
+URLS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
 Json = dict[str, Any]
 PATHS = URLS | {"tokenize": "/tokenize"}
 SAMPLING_NAMES = frozenset(SAMPLING)
-CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # arguments of LLM.chat
+CHAT_OPTIONS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)  # arguments of LLM.chat
 # Reads tools and one value, so that both show in a prompt; the model has seen neither.
 TEMPLATE = (
     "<|bos|>{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>{% endif %}"
@@ -58,9 +68,17 @@ TEMPLATE = (
     "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-OF_TEXT = ("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "stop_in_reasoning")  # not the engine's
+OF_TEXT = (
+    "n",
+    "stop",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "stop_in_reasoning",
+)  # not the engine's
 NO_PATHS = ["input.path=in.jsonl", "output.path=out"]
-ENGINE_NAMES = tuple(name for name, row in SAMPLING.items() if row.group is not Group.FORM and name not in OF_TEXT)
+ENGINE_NAMES = tuple(
+    name for name, row in SAMPLING.items() if row.group is not Group.FORM and name not in OF_TEXT
+)
 AT_ONCE = 16  # requests
 MAX_SHOWN_CHARS = 160  # of one value of an accepted request
 ENGINE = {
@@ -71,7 +89,9 @@ ENGINE = {
     "speculative.top_k": 2,
     "speculative.budget": "uniform",
 }
-_recorded: contextvars.ContextVar[list[EngineSequence] | None] = contextvars.ContextVar("recorded", default=None)
+_recorded: contextvars.ContextVar[list[EngineSequence] | None] = contextvars.ContextVar(
+    "recorded", default=None
+)
 
 
 @dataclasses.dataclass
@@ -149,9 +169,13 @@ class EntryPoints:
             checked = check_lines(io.BytesIO(line), URLS[entry_point], 100)
             if checked.errors:
                 error = checked.errors[0]
-                return RequestResult(f"file refused: {_joined(error['code'], error['param'])}: {error['message']}")
+                return RequestResult(
+                    f"file refused: {_joined(error['code'], error['param'])}: {error['message']}"
+                )
             [(_, body)] = read_lines(io.BytesIO(line))
-            status, text = await self.service.answer_line(0, URLS[entry_point], json.dumps(body).encode())
+            status, text = await self.service.answer_line(
+                0, URLS[entry_point], json.dumps(body).encode()
+            )
             return _http_answer(status, json.loads(text))
 
         return asyncio.run(_all(answer, lines))
@@ -160,7 +184,9 @@ class EntryPoints:
         """Make each call; its outputs are the answer."""
         llm = self.llm
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            return list(threads.map(lambda call: contextvars.Context().run(_called, call, llm), calls))
+            return list(
+                threads.map(lambda call: contextvars.Context().run(_called, call, llm), calls)
+            )
 
     def configured(self, sets: Sequence[str]) -> list[RequestResult]:
         """Set one key each, as --set does; the answer is the configuration."""
@@ -169,7 +195,9 @@ class EntryPoints:
             try:
                 return RequestResult(body=load_config(None, [*NO_PATHS, one], env={}))
             except ConfigError as error:
-                return RequestResult(f"ConfigError: {str(error).removesuffix(f' (from --set {one})')}")
+                return RequestResult(
+                    f"ConfigError: {str(error).removesuffix(f' (from --set {one})')}"
+                )
 
         return [load(one) for one in sets]
 
@@ -195,10 +223,20 @@ class EntryPoints:
     @property
     def service(self) -> Service:
         if self._service is None:
-            limits = {"serving.slots": AT_ONCE, "serving.max_queued": 4096, "serving.max_body_bytes": 1 << 20}
+            limits = {
+                "serving.slots": AT_ONCE,
+                "serving.max_queued": 4096,
+                "serving.max_body_bytes": 1 << 20,
+            }
             limits["serving.max_queued_tokens"] = 1 << 30
-            settings = ENGINE | limits | {"model.device": "cpu", "model.chat_template": str(self._template)}
-            self._service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
+            settings = (
+                ENGINE
+                | limits
+                | {"model.device": "cpu", "model.chat_template": str(self._template)}
+            )
+            self._service = Service.start(
+                load_serve_config(None, env={}, overrides=settings), WorkerPlan()
+            )
         return self._service
 
     @property
@@ -206,7 +244,14 @@ class EntryPoints:
         if self._llm is None:
             settings = {name.partition(".")[2]: value for name, value in ENGINE.items()}
             template = str(self._template)
-            self._llm = LLM("embedded:tiny", device="cpu", slots=AT_ONCE, threads=1, chat_template=template, **settings)
+            self._llm = LLM(
+                "embedded:tiny",
+                device="cpu",
+                slots=AT_ONCE,
+                threads=1,
+                chat_template=template,
+                **settings,
+            )
         return self._llm
 
     @property
@@ -228,12 +273,21 @@ class EntryPoints:
         return output_line([row | {"url": url} for row in rows], self.decode_token)
 
     def _job(self, name: str, **settings: Any) -> JobConfig:
-        paths = {"input.path": str(self._directory / name), "output.path": str(self._directory / "out")}
-        own = {"model.target": "embedded:tiny", "model.device": "cpu", "model.chat_template": str(self._template)}
+        paths = {
+            "input.path": str(self._directory / name),
+            "output.path": str(self._directory / "out"),
+        }
+        own = {
+            "model.target": "embedded:tiny",
+            "model.device": "cpu",
+            "model.chat_template": str(self._template),
+        }
         own["execution.slots"] = AT_ONCE
         return load_config(None, env={}, overrides=ENGINE | paths | own | settings)
 
-    def _read_rows(self, lines: list[bytes], settings: Json) -> tuple[list[RequestResult], list[Json]]:
+    def _read_rows(
+        self, lines: list[bytes], settings: Json
+    ) -> tuple[list[RequestResult], list[Json]]:
         """Return an answer for each line, to be filled in, and the requests; or the refusal of the whole file."""
         self._num_files += 1
         name = f"in{self._num_files}.jsonl"
@@ -242,7 +296,9 @@ class EntryPoints:
             plan = plan_input(self._job(name, **settings))
             return [RequestResult() for _ in lines], list(request_rows(plan.without_carried))
         except ConfigError as error:
-            return [RequestResult(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
+            return [
+                RequestResult(f"ConfigError: {self._without_place(str(error))}") for _ in lines
+            ], []
 
     def _answer_rows(self, requests: list[tuple[RequestResult, Json]]) -> None:
         """Answer all requests in the worker together, and give each its sequences and output rows."""
@@ -259,8 +315,12 @@ class EntryPoints:
             requests[int(sequence.request_id.partition("/")[0])][0].sequences.append(sequence)
         for row in output:
             answered, request = requests[int(row["request_id"])]
-            message = None if row["error_message"] is None else self._without_place(row["error_message"])
-            answered.body.append(row | {"request_id": request["request_id"], "error_message": message})
+            message = (
+                None if row["error_message"] is None else self._without_place(row["error_message"])
+            )
+            answered.body.append(
+                row | {"request_id": request["request_id"], "error_message": message}
+            )
             if message is not None:
                 answered.refusal = f"{row['error_code']}: {message}"
 
@@ -298,7 +358,10 @@ def engine_values(sequence: EngineSequence) -> dict[str, Any]:
 
 
 def _set_fields(value: Any) -> dict[str, Any]:
-    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    fields = {
+        field.name: (getattr(value, field.name), field.default)
+        for field in dataclasses.fields(value)
+    }
     return {name: inner for name, (inner, default) in fields.items() if inner != default}
 
 
@@ -310,7 +373,9 @@ def _record_sequences(patch: pytest.MonkeyPatch) -> None:
         _record(sequence)
         return await generate(self, sequence)
 
-    async def recorded_stream(self: AsyncEngine, sequence: EngineSequence) -> AsyncGenerator[int, None]:
+    async def recorded_stream(
+        self: AsyncEngine, sequence: EngineSequence
+    ) -> AsyncGenerator[int, None]:
         _record(sequence)
         async for count in stream(self, sequence):
             yield count

@@ -1,8 +1,8 @@
 """Triton's interpreter computes the same with a fraction of the Python around each operation.
 
-It makes each type, shape and constant anew for each operation, replaces all of triton.language at each call of each
-function, combines a custom reduction element by element, and computes every sum of whole numbers twice to look for an
-overflow that it then reports to nobody.
+It makes each type, shape and constant anew for each operation, replaces all of triton.language at
+each call of each function, combines a custom reduction element by element, and computes every sum
+of whole numbers twice to look for an overflow that it then reports to nobody.
 """
 
 from __future__ import annotations
@@ -17,9 +17,23 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-SCALARS = {kind.name: kind for kind in vars(core).values() if type(kind) is core.dtype and kind.name != "void"}
+SCALARS = {
+    kind.name: kind
+    for kind in vars(core).values()
+    if type(kind) is core.dtype and kind.name != "void"
+}
 POINTER = np.dtype(np.uint64)
-PLAIN = (int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type, core.block_type)
+PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    core.tensor,
+    core.dtype,
+    core.pointer_type,
+    core.block_type,
+)
 
 
 def speed_up() -> None:
@@ -27,7 +41,9 @@ def speed_up() -> None:
     _keep_replaced()
     _share_types()
     _share_answers()
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
     interpreter.ReduceOps.generic_reduce = _reduce_pairs
 
 
@@ -54,7 +70,9 @@ def _keep_replaced() -> None:
 
 
 def _replace_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    function = getattr(member, "__wrapped__", member)  # of a builtin, without the check of what is always given here
+    function = getattr(
+        member, "__wrapped__", member
+    )  # of a builtin, without the check of what is always given here
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = interpreter.interpreter_semantic
@@ -106,7 +124,9 @@ def _share_answers() -> None:
         scalar = kind.scalar
         return POINTER if type(scalar) is core.pointer_type else of_names[scalar.name]
 
-    def computation_type(self: Any, left: Any, left_is_scalar: bool, right: Any, right_is_scalar: bool, div: bool):
+    def computation_type(
+        self: Any, left: Any, left_is_scalar: bool, right: Any, right_is_scalar: bool, div: bool
+    ):
         key = left.name, left_is_scalar, right.name, right_is_scalar, div
         if key not in answers:
             answers[key] = computed(self, left, left_is_scalar, right, right_is_scalar, div)

@@ -1,7 +1,8 @@
 """Children of a test's own program that are forked from it, instead of importing torch again.
 
-A program that warm_python forks has imported torch and the engine, but what it starts would be a fresh interpreter.
-With ``subprocess.Popen = ForkedPopen`` in it, its children are copies of it that run the code of ``-c``.
+A program that warm_python forks has imported torch and the engine, but what it starts would be a
+fresh interpreter. With ``subprocess.Popen = ForkedPopen`` in it, its children are copies of it that
+run the code of ``-c``.
 """
 
 from __future__ import annotations

@@ -16,11 +16,19 @@ import numpy as np
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
 BLOCK = 32
 ALIGNMENT = 32
-TOY_WORDS = ["\u0120a", "\u0120b", "ab"]  # of the toy tokenizer's vocabulary, each made by one merge
-TOY_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+TOY_WORDS = [
+    "\u0120a",
+    "\u0120b",
+    "ab",
+]  # of the toy tokenizer's vocabulary, each made by one merge
+TOY_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+)
 
 
-def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, np.ndarray]]) -> None:
+def write_gguf(
+    path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, np.ndarray]]
+) -> None:
     """Write a file of version 3. tensors: type and float32 values by name."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
@@ -30,7 +38,9 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[in
         header += _string(name) + struct.pack("<I", values.ndim)
         header += b"".join(struct.pack("<Q", size) for size in reversed(values.shape))
         header += struct.pack("<IQ", type_id, len(data))
-        data = _padded(data + b"".join(_encode(block, type_id) for block in _blocks(values, type_id)))
+        data = _padded(
+            data + b"".join(_encode(block, type_id) for block in _blocks(values, type_id))
+        )
     path.write_bytes(_padded(header) + data)
 
 
@@ -67,7 +77,9 @@ def toy_tensors(metadata: dict[str, Any], seed: int = 0) -> dict[str, tuple[int,
     rng = np.random.default_rng(seed)
     hidden, feed_forward = metadata["llama.embedding_length"], metadata["llama.feed_forward_length"]
     vocab_size = len(metadata["tokenizer.ggml.tokens"])
-    kv_size = hidden * metadata["llama.attention.head_count_kv"] // metadata["llama.attention.head_count"]
+    kv_size = (
+        hidden * metadata["llama.attention.head_count_kv"] // metadata["llama.attention.head_count"]
+    )
 
     def weight(type_id: int, *shape: int) -> tuple[int, np.ndarray]:
         return type_id, rng.normal(0, 0.2, shape).astype(np.float32)
@@ -88,7 +100,9 @@ def toy_tensors(metadata: dict[str, Any], seed: int = 0) -> dict[str, tuple[int,
     return tensors | {"output_norm.weight": weight(F32, hidden)}
 
 
-def scripted_tensors(metadata: dict[str, Any], script: list[int]) -> dict[str, tuple[int, np.ndarray]]:
+def scripted_tensors(
+    metadata: dict[str, Any], script: list[int]
+) -> dict[str, tuple[int, np.ndarray]]:
     """Return tensors of a model that writes the rest of a script of token ids after its first one.
 
     Each id occurs once. The model needs as many hidden numbers as tokens; its layers add nothing.
@@ -97,7 +111,10 @@ def scripted_tensors(metadata: dict[str, Any], script: list[int]) -> dict[str, t
     head = np.zeros((num_tokens, hidden), np.float32)
     head[script[1:], script[:-1]] = 1.0
     shapes = {name: values.shape for name, (_, values) in toy_tensors(metadata).items()}
-    tensors = {name: (F32, np.full(shape, float("norm" in name), np.float32)) for name, shape in shapes.items()}
+    tensors = {
+        name: (F32, np.full(shape, float("norm" in name), np.float32))
+        for name, shape in shapes.items()
+    }
     embedding = np.eye(num_tokens, hidden, dtype=np.float32)
     return tensors | {"token_embd.weight": (F32, embedding), "output.weight": (F32, head)}
 
@@ -106,7 +123,9 @@ def byte_letters() -> list[str]:
     """Return the letter that byte-level BPE writes for each byte: itself if printable, else one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    return [
+        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
+    ]
 
 
 def _blocks(values: np.ndarray, type_id: int) -> list[list[float]]:
@@ -128,9 +147,13 @@ def _encode(block: list[float], type_id: int) -> bytes:
         return struct.pack("<e32b", scale, *(round(value / scale) for value in block))
     if type_id == Q4_0:
         scale = largest / -8 or 1.0
-        return struct.pack("<e", scale) + _nibbles([min(15, round(value / scale) + 8) for value in block])
+        return struct.pack("<e", scale) + _nibbles(
+            [min(15, round(value / scale) + 8) for value in block]
+        )
     scale = (max(block) - min(block)) / 15 or 1.0
-    return struct.pack("<ee", scale, min(block)) + _nibbles([round((value - min(block)) / scale) for value in block])
+    return struct.pack("<ee", scale, min(block)) + _nibbles(
+        [round((value - min(block)) / scale) for value in block]
+    )
 
 
 def _nibbles(numbers: list[int]) -> bytes:
@@ -145,7 +168,12 @@ def _typed(value: Any) -> bytes:
     """Return the type id and the value."""
     if isinstance(value, list):
         items = [_typed(item) for item in value]
-        return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(i[4:] for i in items)
+        return (
+            struct.pack("<I", 9)
+            + items[0][:4]
+            + struct.pack("<Q", len(items))
+            + b"".join(i[4:] for i in items)
+        )
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, bool):
@@ -159,8 +187,27 @@ def _padded(data: bytes) -> bytes:
     return data + b"\0" * (-len(data) % ALIGNMENT)
 
 
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-ROW_BYTES = {0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34)}  # values and bytes of a block
+SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+ROW_BYTES = {
+    0: (1, 4),
+    1: (1, 2),
+    30: (1, 2),
+    2: (32, 18),
+    3: (32, 20),
+    8: (32, 34),
+}  # values and bytes of a block
 
 
 class SlowReader:
@@ -176,7 +223,9 @@ class SlowReader:
         self.metadata = {self._string(): self._value(self._scalar(4)) for _ in range(num_keys)}
         entries = [self._entry() for _ in range(num_tensors)]
         start = (self.at + 31) // 32 * 32
-        self.tensors = {name: (dimensions, kind, start + at) for name, dimensions, kind, at in entries}
+        self.tensors = {
+            name: (dimensions, kind, start + at) for name, dimensions, kind, at in entries
+        }
 
     def rows(self, name: str, wanted: list[int] | None = None) -> np.ndarray:
         """Return rows of a tensor, all without `wanted`, as float32 [rows, columns]."""
@@ -234,21 +283,29 @@ def block_values(block: bytes, kind: int) -> np.ndarray:
     return np.float32(scale) * numbers + np.float32(minimum)
 
 
-def llama_logits(reader: SlowReader, ids: list[int], num_layers: int, vocab_ids: list[int]) -> np.ndarray:
+def llama_logits(
+    reader: SlowReader, ids: list[int], num_layers: int, vocab_ids: list[int]
+) -> np.ndarray:
     """Return float64 logits [ids, vocab_ids] of the first num_layers layers with a tied lm_head.
 
-    Weights are rounded to fp16, as conversion does. Heads keep the file's order: rotary pairs are adjacent.
+    Weights are rounded to fp16, as conversion does. Heads keep the file's order: rotary pairs are
+    adjacent.
     """
     x = _weight(reader, "token_embd.weight", ids)
     for layer in range(num_layers):
         prefix = f"blk.{layer}"
         normed = _norm(reader, f"{prefix}.attn_norm.weight", x)
-        x = x + _attention(reader, prefix, normed) @ _weight(reader, f"{prefix}.attn_output.weight").T
+        x = (
+            x
+            + _attention(reader, prefix, normed) @ _weight(reader, f"{prefix}.attn_output.weight").T
+        )
         normed = _norm(reader, f"{prefix}.ffn_norm.weight", x)
         gate = normed @ _weight(reader, f"{prefix}.ffn_gate.weight").T
         up = normed @ _weight(reader, f"{prefix}.ffn_up.weight").T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ _weight(reader, f"{prefix}.ffn_down.weight").T
-    return _norm(reader, "output_norm.weight", x) @ _weight(reader, "token_embd.weight", vocab_ids).T
+    return (
+        _norm(reader, "output_norm.weight", x) @ _weight(reader, "token_embd.weight", vocab_ids).T
+    )
 
 
 def _weight(reader: SlowReader, name: str, wanted: list[int] | None = None) -> np.ndarray:

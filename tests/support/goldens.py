@@ -44,12 +44,18 @@ HOW = "If the change is meant, run: python -m tests.support.goldens --write"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write the files")
     is_written = parser.parse_args().write
     torch.set_num_threads(1)
     num_changed = 0
-    with tempfile.TemporaryDirectory() as directory, EntryPoints(Path(directory)) as entry_points, silent_log():
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        EntryPoints(Path(directory)) as entry_points,
+        silent_log(),
+    ):
         for name, made in FILES.items():
             difference = compare(name, made(entry_points), is_written)
             num_changed += bool(difference)
@@ -66,7 +72,9 @@ def compare(name: str, text: str, is_written: bool = False) -> str:
     if is_written:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    lines = difflib.unified_diff(before.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="")
+    lines = difflib.unified_diff(
+        before.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm=""
+    )
     return "\n".join(lines)
 
 
@@ -83,7 +91,9 @@ def _with_near_numbers_of(before: Any, now: Any) -> Any:
 
 def _table(entry_points: EntryPoints, group: str) -> str:
     others = {"lines": line_outcomes, "python": python_outcomes}
-    found = others[group](entry_points) if group in others else outcomes(entry_points, CORPUS[group])
+    found = (
+        others[group](entry_points) if group in others else outcomes(entry_points, CORPUS[group])
+    )
     blocks = ("\n    ".join([case, *map(": ".join, made.items())]) for case, made in found.items())
     return "\n".join(blocks) + "\n"
 
@@ -108,14 +118,19 @@ def _indented(value: Any, indent: str = "") -> str:
     if isinstance(value, list):
         parts = [_indented(one, indent + " ") for one in value]
     else:
-        parts = [f"{json.dumps(key)}: {_indented(value[key], indent + ' ')}" for key in sorted(value)]
+        parts = [
+            f"{json.dumps(key)}: {_indented(value[key], indent + ' ')}" for key in sorted(value)
+        ]
     opening, closing = "[]" if isinstance(value, list) else "{}"
     return f"{opening}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{closing}"
 
 
 def _exit_codes(entry_points: EntryPoints) -> str:
     """Return the table of exit codes, and a few commands with theirs."""
-    lines = [f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}" for one in OUTCOMES]
+    lines = [
+        f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}"
+        for one in OUTCOMES
+    ]
     here = entry_points.directory / "commands"
     here.mkdir()
     (here / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
@@ -128,8 +143,14 @@ def _exit_codes(entry_points: EntryPoints) -> str:
 
 
 FILES: dict[str, Callable[[EntryPoints], str]] = {
-    **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines", "python")},
-    **{f"answers/{entry_point}.json": partial(_answers, entry_point=entry_point) for entry_point in ENTRY_POINTS},
+    **{
+        f"requests/{group}.txt": partial(_table, group=group)
+        for group in (*CORPUS, "lines", "python")
+    },
+    **{
+        f"answers/{entry_point}.json": partial(_answers, entry_point=entry_point)
+        for entry_point in ENTRY_POINTS
+    },
     "openapi.json": _openapi,
     "exit_codes.txt": _exit_codes,
 }

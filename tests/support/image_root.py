@@ -3,8 +3,9 @@
     python -m tests.support.image_root DIRECTORY   # as root; minutes and ten gigabytes, most of them CUDA libraries
     chroot DIRECTORY/final python -c 'import triton'
 
-Every RUN of the file is run in its stage's directory, every COPY copied. The base image is imitated: Debian by
-debootstrap, and this machine's own Python of the image's version under /usr/local, headers included, as in the image.
+Every RUN of the file is run in its stage's directory, every COPY copied. The base image is
+imitated: Debian by debootstrap, and this machine's own Python of the image's version under
+/usr/local, headers included, as in the image.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def missing_tool(image: str) -> str | None:
     """Return what this machine lacks to make the stages of an image, or None."""
     if os.geteuid() != 0:
         return "only root can change the root directory"
-    absent = [name for name in ("apt-get", "dpkg", "chroot", "unshare") if shutil.which(name) is None]
+    absent = [
+        name for name in ("apt-get", "dpkg", "chroot", "unshare") if shutil.which(name) is None
+    ]
     if absent:
         return f"there is no {absent[0]} here"
     return None if _python_of(image) else f"there is no Python of {image} here"
@@ -74,14 +77,28 @@ def make(directory: Path) -> Path:
     return made[FINAL]
 
 
-def run_in(root: Path, command: str, env: dict[str, str], where: str = "/", user: str = "0:0") -> str:
+def run_in(
+    root: Path, command: str, env: dict[str, str], where: str = "/", user: str = "0:0"
+) -> str:
     """Run a shell command in a root directory with processes of its own and return what it printed."""
     settings = [f"{name}={value}" for name, value in ({"PATH": SEARCHED} | env).items()]
     separate = ["unshare", "--mount", "--pid", "--fork", f"--mount-proc={root}/proc"]
-    inside = ["chroot", f"--userspec={user}", root, "env", "-i", *settings, "sh", "-c", f"cd {where} && {command}"]
+    inside = [
+        "chroot",
+        f"--userspec={user}",
+        root,
+        "env",
+        "-i",
+        *settings,
+        "sh",
+        "-c",
+        f"cd {where} && {command}",
+    ]
     done = subprocess.run([*separate, *inside], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{command}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -101,7 +118,9 @@ def _run_stage(stage: Stage, root: Path, made: dict[str, Path]) -> None:
         elif word == "USER":
             user = f"{rest}:0"
         elif word != "CMD":
-            raise ValueError(f"infra/Dockerfile: {word} is an instruction that this script does not run. Add it here.")
+            raise ValueError(
+                f"infra/Dockerfile: {word} is an instruction that this script does not run. Add it here."
+            )
 
 
 def _copy(words: list[str], root: Path, where: str, made: dict[str, Path]) -> None:
@@ -113,7 +132,12 @@ def _copy(words: list[str], root: Path, where: str, made: dict[str, Path]) -> No
     for name in names:
         path = source / name.lstrip("/")
         if path.is_dir():
-            shutil.copytree(path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            shutil.copytree(
+                path,
+                target,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+            )
         else:
             is_directory = last.endswith("/")
             (target if is_directory else target.parent).mkdir(parents=True, exist_ok=True)
@@ -126,8 +150,17 @@ def _make_base(base: Path, image: str) -> None:
     shutil.rmtree(root, ignore_errors=True)
     suite = image.rpartition("-")[2]
     debootstrap, scripts = _debootstrap(root.parent / "debootstrap")
-    command = [debootstrap, "--variant=minbase", f"--include={','.join(BASE_PACKAGES.split())}", suite, root, MIRROR]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DEBOOTSTRAP_DIR": str(scripts)})
+    command = [
+        debootstrap,
+        "--variant=minbase",
+        f"--include={','.join(BASE_PACKAGES.split())}",
+        suite,
+        root,
+        MIRROR,
+    ]
+    subprocess.run(
+        command, check=True, capture_output=True, env=os.environ | {"DEBOOTSTRAP_DIR": str(scripts)}
+    )
     python = _python_of(image)
     assert python is not None
     kept = shutil.ignore_patterns("__pycache__", "site-packages", "test", "*.a")
@@ -145,7 +178,12 @@ def _make_base(base: Path, image: str) -> None:
 def _debootstrap(directory: Path) -> tuple[Path, Path]:
     """Return the program and its scripts, unpacked without installing them."""
     directory.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", "-qq", "debootstrap"], cwd=directory, check=True, capture_output=True)
+    subprocess.run(
+        ["apt-get", "download", "-qq", "debootstrap"],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+    )
     (package,) = directory.glob("debootstrap_*.deb")
     subprocess.run(["dpkg", "-x", package, directory], check=True)
     return directory / "usr/sbin/debootstrap", directory / "usr/share/debootstrap"
@@ -154,8 +192,14 @@ def _debootstrap(directory: Path) -> tuple[Path, Path]:
 def _network(root: Path) -> dict[str, str]:
     """Let programs in the root directory reach what this machine reaches; return the settings that they need."""
     shutil.copy("/etc/resolv.conf", root / "etc" / "resolv.conf")
-    shutil.copy(CERTIFICATES, root / "etc" / "build-certificates.crt")  # a mirror may have a certificate of its own
-    return {"PIP_CERT": "/etc/build-certificates.crt", "PIP_ROOT_USER_ACTION": "ignore", "LANG": "C.UTF-8"}
+    shutil.copy(
+        CERTIFICATES, root / "etc" / "build-certificates.crt"
+    )  # a mirror may have a certificate of its own
+    return {
+        "PIP_CERT": "/etc/build-certificates.crt",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        "LANG": "C.UTF-8",
+    }
 
 
 def _python_of(image: str) -> Path | None:
@@ -163,7 +207,9 @@ def _python_of(image: str) -> Path | None:
     version = _version_of(image)
     prefixes = [*sorted(Path.home().glob(f".pyenv/versions/{version}.*")), Path("/usr/local")]
     needed = (f"bin/python{version}", f"include/python{version}/Python.h")
-    return next((each for each in prefixes if all((each / name).is_file() for name in needed)), None)
+    return next(
+        (each for each in prefixes if all((each / name).is_file() for name in needed)), None
+    )
 
 
 def _version_of(image: str) -> str:

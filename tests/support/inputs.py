@@ -17,7 +17,11 @@ from eagle_ray.requests.row_schema import REQUEST
 
 def plan(path: Path | str | list[Path], *sets: str) -> InputPlan:
     paths = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return plan_input(load_config(None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}))
+    return plan_input(
+        load_config(
+            None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}
+        )
+    )
 
 
 def write_jsonl(path: Path, rows: list, newline: str = "\n") -> Path:
@@ -54,7 +58,9 @@ USER = {"role": "user", "content": "Hi"}
 
 def line(custom_id="a", url=CHAT, method="POST", **body):
     prompt = {"messages": [USER]} if url == CHAT else {"prompt": "Hi"}
-    body = {name: value for name, value in ({"model": "m"} | prompt | body).items() if value != "absent"}
+    body = {
+        name: value for name, value in ({"model": "m"} | prompt | body).items() if value != "absent"
+    }
     return {"custom_id": custom_id, "method": method, "url": url, "body": body}
 
 
@@ -92,5 +98,7 @@ def write_answers(file: Path, count: int, max_length: int = 30) -> None:
     for _ in range(count):
         start, length = torch.randint(3, VOCAB - 1, (2,), generator=generator).tolist()
         output = [3 + (start + i) % (VOCAB - 3) for i in range(12 + length % (max_length - 12))]
-        rows.append({"prompt_token_ids": [start, start, start], "output_token_ids": output, "status": "ok"})
+        rows.append(
+            {"prompt_token_ids": [start, start, start], "output_token_ids": output, "status": "ok"}
+        )
     pq.write_table(pa.Table.from_pylist(rows), file)

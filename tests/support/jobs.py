@@ -20,7 +20,9 @@ PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 MakeJob = Callable[..., JobConfig]
 
 
-def small_job(directory: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> JobConfig:
+def small_job(
+    directory: Path, rows: list[dict[str, Any]] | None = None, **settings: Any
+) -> JobConfig:
     """A job over the goldens' pair, from directory/in.jsonl to directory/out. rows: written to it, where given."""
     if rows is not None:
         (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,7 +51,10 @@ def exit_code(config: JobConfig, retry_errors: bool = False) -> int:
 def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     """Requests of token ids; every third is longer."""
     return [
-        {"id": f"q{i}", "prompt_token_ids": [1 + (i * 37 + k * k) % 500 for k in range(3 + 9 * (i % 3 == 0))]}
+        {
+            "id": f"q{i}",
+            "prompt_token_ids": [1 + (i * 37 + k * k) % 500 for k in range(3 + 9 * (i % 3 == 0))],
+        }
         for i in range(start, start + count)
     ]
 
@@ -70,7 +75,9 @@ print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 
 
 def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    changed = {
+        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
+    }
     return config.model_copy(update=changed)
 
 
@@ -86,12 +93,15 @@ def ids_of(config: JobConfig) -> list[str]:
 def start_driver(config: JobConfig, ray_address: str = "local") -> subprocess.Popen:
     """The job in a process of its own. ray_address: of the session's Ray, which saves the start of another.
 
-    Its engines are forked from the session's spare one, if there is one, and not from one of its own.
+    Its engines are forked from the session's spare one, if there is one, and not from one of its
+    own.
     """
     config = with_changes(config, execution={"ray_address": ray_address})
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_worker_niceness": "0"}
     command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_another_file(config: JobConfig) -> None:

@@ -1,7 +1,7 @@
 """JSON schemas written by hand in the manner of JSONSchemaBench: HAND_WRITTEN, with nested and recursive ones.
 
-Strings, arrays and recursion are mostly bounded, so that a small model can complete them. Only keywords that llguidance
-compiles are used.
+Strings, arrays and recursion are mostly bounded, so that a small model can complete them. Only
+keywords that llguidance compiles are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def closed(properties: Schema, *required: str, **rest: Any) -> Schema:
     }
 
 
-ADDRESS = closed({"street": SHORT, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "city": {"enum": WORDS}})
+ADDRESS = closed(
+    {"street": SHORT, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "city": {"enum": WORDS}}
+)
 LINKED_LIST = {
     "$ref": "#/$defs/node",
     "$defs": {
@@ -43,15 +45,30 @@ TREE = closed(
 )
 EXPRESSION = {
     "$defs": {
-        "number": closed({"kind": {"const": "number"}, "value": {"type": "integer", "minimum": -99, "maximum": 99}}),
-        "sum": closed({"kind": {"const": "sum"}, "left": {"$ref": "#/$defs/any"}, "right": {"$ref": "#/$defs/any"}}),
+        "number": closed(
+            {
+                "kind": {"const": "number"},
+                "value": {"type": "integer", "minimum": -99, "maximum": 99},
+            }
+        ),
+        "sum": closed(
+            {
+                "kind": {"const": "sum"},
+                "left": {"$ref": "#/$defs/any"},
+                "right": {"$ref": "#/$defs/any"},
+            }
+        ),
         "any": {"anyOf": [{"$ref": "#/$defs/number"}, {"$ref": "#/$defs/sum"}]},
     },
     "$ref": "#/$defs/any",
 }
 HAND_WRITTEN: list[Schema] = [
     closed({"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 150}}),
-    closed({"name": SHORT, "home": ADDRESS, "work": {"anyOf": [ADDRESS, {"type": "null"}]}}, "name", "home"),
+    closed(
+        {"name": SHORT, "home": ADDRESS, "work": {"anyOf": [ADDRESS, {"type": "null"}]}},
+        "name",
+        "home",
+    ),
     LINKED_LIST,
     TREE,
     EXPRESSION,
@@ -62,32 +79,67 @@ HAND_WRITTEN: list[Schema] = [
                 "type": "array",
                 "minItems": 1,
                 "maxItems": 3,
-                "items": closed({"item": {"enum": WORDS}, "count": {"type": "integer", "minimum": 1, "maximum": 20}}),
+                "items": closed(
+                    {
+                        "item": {"enum": WORDS},
+                        "count": {"type": "integer", "minimum": 1, "maximum": 20},
+                    }
+                ),
             },
             "paid": {"type": "boolean"},
         }
     ),
-    closed({"title": SHORT, "start": {"type": "string", "format": "date-time"}, "days": {"enum": [1, 2, 3, 7]}}),
-    closed({"id": {"type": "string", "format": "uuid"}, "address": {"type": "string", "format": "ipv4"}}),
+    closed(
+        {
+            "title": SHORT,
+            "start": {"type": "string", "format": "date-time"},
+            "days": {"enum": [1, 2, 3, 7]},
+        }
+    ),
+    closed(
+        {
+            "id": {"type": "string", "format": "uuid"},
+            "address": {"type": "string", "format": "ipv4"},
+        }
+    ),
     {
         "oneOf": [
-            closed({"shape": {"const": "circle"}, "radius": {"type": "integer", "minimum": 1, "maximum": 100}}),
+            closed(
+                {
+                    "shape": {"const": "circle"},
+                    "radius": {"type": "integer", "minimum": 1, "maximum": 100},
+                }
+            ),
             closed(
                 {
                     "shape": {"const": "box"},
-                    "sides": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 2},
+                    "sides": {
+                        "type": "array",
+                        "items": {"enum": [1, 2, 3]},
+                        "minItems": 2,
+                        "maxItems": 2,
+                    },
                 }
             ),
         ]
     },
-    {"type": "array", "prefixItems": [{"enum": ["lat", "lon"]}, {"type": "integer"}], "items": False, "minItems": 2},
+    {
+        "type": "array",
+        "prefixItems": [{"enum": ["lat", "lon"]}, {"type": "integer"}],
+        "items": False,
+        "minItems": 2,
+    },
     {
         "type": "array",
         "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
         "minItems": 2,
         "maxItems": 2,
     },
-    {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}, "required": ["total"]},
+    {
+        "type": "object",
+        "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9},
+        "required": ["total"],
+    },
     {
         "type": "object",
         "properties": {"mood": {"enum": ["glad", "sad", None, 3, True]}},
@@ -96,7 +148,11 @@ HAND_WRITTEN: list[Schema] = [
     },
     {
         "allOf": [
-            {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}, "required": ["a"]},
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "minimum": 5}},
+                "required": ["a"],
+            },
             {"type": "object", "properties": {"a": {"type": "integer", "maximum": 7}}},
         ],
         "additionalProperties": False,
@@ -126,7 +182,9 @@ HAND_WRITTEN: list[Schema] = [
     closed(
         {
             "function": {"const": "search"},
-            "arguments": closed({"query": SHORT, "limit": {"type": "integer", "minimum": 1, "maximum": 50}}, "query"),
+            "arguments": closed(
+                {"query": SHORT, "limit": {"type": "integer", "minimum": 1, "maximum": 50}}, "query"
+            ),
         }
     ),
     closed(
@@ -135,7 +193,15 @@ HAND_WRITTEN: list[Schema] = [
     ),
     closed({f"key_{i}": {"enum": [i, None]} for i in range(8)}, "key_0", "key_7"),
     closed(
-        {"deep": closed({"deep": closed({"deep": closed({"deep": {"type": "array", "maxItems": 1, "items": SHORT}})})})}
+        {
+            "deep": closed(
+                {
+                    "deep": closed(
+                        {"deep": closed({"deep": {"type": "array", "maxItems": 1, "items": SHORT}})}
+                    )
+                }
+            )
+        }
     ),
     {
         "$defs": {

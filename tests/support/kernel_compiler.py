@@ -29,7 +29,8 @@ COPIES = re.compile(r"cp\.async\.cg\.shared\.global.*0x10")
 class Resources:
     """registers: of a thread. spilled: bytes of a thread. shared: bytes of a program.
 
-    copies: of 16 bytes each that go on beside the arithmetic. warp_groups: products of four warps at once (Hopper).
+    copies: of 16 bytes each that go on beside the arithmetic. warp_groups: products of four warps
+    at once (Hopper).
     """
 
     registers: int
@@ -40,13 +41,20 @@ class Resources:
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, aligned: set[str], **options: int
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    aligned: set[str],
+    **options: int,
 ) -> Resources:
     """types: of each argument that is no constant, as Triton writes them. aligned: those divisible by 16."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned - constants.keys()}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs
+    )
     return compiled_source(source, capability, options)
 
 
@@ -55,7 +63,10 @@ def compiled_source(source: ASTSource, capability: int, options: dict[str, int])
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, said = made.asm["ptx"], made.asm["cubin"].decode()
     counts = len(COPIES.findall(ptx)), ptx.count("wgmma.mma_async")
-    used, spilled = re.search(r"Used (\d+) registers", said)[1], re.search(r"(\d+) bytes spill stores", said)[1]
+    used, spilled = (
+        re.search(r"Used (\d+) registers", said)[1],
+        re.search(r"(\d+) bytes spill stores", said)[1],
+    )
     return Resources(int(used), int(spilled), made.metadata.shared, *counts)
 
 

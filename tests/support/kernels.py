@@ -1,9 +1,10 @@
 """Where tests run the kernels: a GPU where there is one, else a CPU, in Triton's interpreter, mended as they need it.
 
-TRITON_INTERPRET=1 asks for the interpreter where there is a GPU too. In Triton 3.6, numpy 2.4 no longer makes a number
-of an array of one, which loops need of their bounds. And at each call of each function the interpreter looks through
-all of triton.language for what it has to replace: most of the time that it took. It rounds to FP8 upwards, without a
-carry into the exponent; a GPU rounds to the nearest number as torch does.
+TRITON_INTERPRET=1 asks for the interpreter where there is a GPU too. In Triton 3.6, numpy 2.4 no
+longer makes a number of an array of one, which loops need of their bounds. And at each call of each
+function the interpreter looks through all of triton.language for what it has to replace: most of
+the time that it took. It rounds to FP8 upwards, without a carry into the exponent; a GPU rounds to
+the nearest number as torch does.
 """
 
 import inspect
@@ -44,7 +45,11 @@ def mend() -> None:
 
     def converted(numbers: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         is_fp8 = [kind == interpreter.tl.float8e4nv for kind in (source, target)]
-        return _converted_fp8(numbers, *is_fp8) if any(is_fp8) else convert(numbers, source, target, rounding)
+        return (
+            _converted_fp8(numbers, *is_fp8)
+            if any(is_fp8)
+            else convert(numbers, source, target, rounding)
+        )
 
     interpreter._convert_float = converted
 
@@ -67,7 +72,11 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @cache
 def _builtins(package: Any) -> list[str]:
-    return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+    return [
+        name
+        for name, member in inspect.getmembers(package)
+        if interpreter.tl.core.is_builtin(member)
+    ]
 
 
 def make_entry(directory: Path, name: str, code: bytes = b"code") -> None:

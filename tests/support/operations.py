@@ -31,7 +31,16 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.kernels import DEVICE
 
-LAUNCHING = (draft_level, flash_decoding, fused_layer, grouped_experts, sample, topk, topk_topp, work_list)
+LAUNCHING = (
+    draft_level,
+    flash_decoding,
+    fused_layer,
+    grouped_experts,
+    sample,
+    topk,
+    topk_topp,
+    work_list,
+)
 NO_WORK = {  # views, and memory that nothing is written to
     "view",
     "_unsafe_view",
@@ -131,7 +140,15 @@ class _Pause:
         self._watch.is_paused = False
 
 
-DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
+DATA_DEPENDENT = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+}
 TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}
 
 
@@ -169,7 +186,9 @@ class WatchCopies(TorchFunctionMode):
 
 def watched_step(engine) -> tuple[list[str], list[str]]:
     """The syncs of one decode step of three running sequences, greedy and sampled."""
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50, ignore_eos=True)
+    sampled = SamplingParams(
+        temperature=0.9, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50, ignore_eos=True
+    )
     for i, params in enumerate((SamplingParams(max_tokens=50, ignore_eos=True), sampled, sampled)):
         engine.add(Sequence(str(i), [5, 6 + i], params))
     engine.step()

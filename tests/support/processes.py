@@ -33,7 +33,9 @@ class ListenerWatch:
         for listener in listeners(pids):
             self.seen.setdefault(title_of(listener.pid), set()).add(listener)
 
-    def look_until(self, condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240.0) -> None:
+    def look_until(
+        self, condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240.0
+    ) -> None:
         deadline = time.monotonic() + seconds
         while process.poll() is None and not condition():
             assert time.monotonic() < deadline, "it did not come to pass"
@@ -45,7 +47,10 @@ class ListenerWatch:
         return {listener for title, some in self.seen.items() if part in title for listener in some}
 
     def beyond_loopback(self) -> dict[str, list[str]]:
-        found = {title: [str(one) for one in some if not one.is_loopback] for title, some in self.seen.items()}
+        found = {
+            title: [str(one) for one in some if not one.is_loopback]
+            for title, some in self.seen.items()
+        }
         return {title: some for title, some in found.items() if some}
 
     def running(self) -> set[int]:

@@ -13,18 +13,41 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gguf.quants import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_linear import QuantizedWeight
 
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+BLOCK_BYTES = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q5_0": 22,
+    "Q5_1": 24,
+    "Q8_0": 34,
+    "Q2_K": 84,
+    "Q3_K": 110,
+    "IQ4_NL": 18,
+    "IQ4_XS": 136,
+    "MXFP4": 17,
+    "IQ3_XXS": 98,
+    "IQ3_S": 110,
+    "IQ2_XXS": 66,
+    "IQ2_XS": 74,
+    "IQ2_S": 82,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+}
 FP16_AT = {  # bytes at which a block has fp16 numbers
     **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]},
-    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]},
+    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]},
+    **{"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [], "IQ3_XXS": [0], "IQ3_S": [0]},
+    **{"IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0]},
 }
+EXPONENT_AT = {"MXFP4": 0}  # byte that has the exponent of a scale, of base 2, plus 127
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> np.ndarray:
@@ -34,6 +57,8 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> np.ndarra
     for at in FP16_AT[kind]:
         scales = rng.normal(0, 0.1, (rows, blocks, 1)).astype(np.float16)
         data[:, :, at : at + 2] = scales.view(np.uint8)
+    if kind in EXPONENT_AT:
+        data[:, :, EXPONENT_AT[kind]] = rng.integers(118, 124, (rows, blocks))
     return data.reshape(rows, -1)
 
 
@@ -64,7 +89,10 @@ def _fifth(four_bytes: bytes, i: int) -> int:
 
 
 def _q5_0(block: bytes) -> list[np.float32]:
-    return [_half(block, 0) * _fp32(_nibble(block[6:], i, 16) + _fifth(block[2:6], i) - 16) for i in range(32)]
+    return [
+        _half(block, 0) * _fp32(_nibble(block[6:], i, 16) + _fifth(block[2:6], i) - 16)
+        for i in range(32)
+    ]
 
 
 def _q5_1(block: bytes) -> list[np.float32]:
@@ -107,16 +135,167 @@ def _q6_k(block: bytes) -> list[np.float32]:
         half, rest = divmod(i, 128)
         high = block[128 + 32 * half + rest % 32] >> (2 * (rest // 32)) & 3
         (scale,) = struct.unpack_from("<b", block, 192 + i // 16)
-        values.append(_half(block, 208) * _fp32(scale) * _fp32(_nibble(block, i, 64) + 16 * high - 32))
+        values.append(
+            _half(block, 208) * _fp32(scale) * _fp32(_nibble(block, i, 64) + 16 * high - 32)
+        )
     return values
 
 
-SLOW_BLOCKS: dict[str, Callable[[bytes], list[np.float32]]] = {  # what reads the values of one block
+def _q2_k(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        half, rest = divmod(i, 128)
+        code = block[16 + 32 * half + rest % 32] >> 2 * (rest // 32) & 3
+        packed = block[i // 16]
+        scale, minimum = (
+            _half(block, 80) * _fp32(packed % 16),
+            _half(block, 82) * _fp32(packed // 16),
+        )
+        values.append(scale * _fp32(code) - minimum)
+    return values
+
+
+def _q3_k(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        half, rest = divmod(i, 128)
+        code = block[32 + 32 * half + rest % 32] >> 2 * (rest // 32) & 3
+        third = block[i % 32] >> (i // 32) & 1
+        group = i // 16
+        low = block[96 + group % 8] >> 4 * (group // 8) & 15
+        high = block[104 + group % 4] >> 2 * (group // 4) & 3
+        scale = _half(block, 108) * _fp32(low + 16 * high - 32)
+        values.append(scale * _fp32(code if third else code - 4))
+    return values
+
+
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def _iq4_nl(block: bytes) -> list[np.float32]:
+    return [_half(block, 0) * _fp32(IQ4[_nibble(block[2:], i, 16)]) for i in range(32)]
+
+
+def _iq4_xs(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        group = i // 32
+        low = block[4 + group // 2] >> 4 * (group % 2) & 15
+        high = int.from_bytes(block[2:4], "little") >> 2 * group & 3
+        scale = _half(block, 0) * _fp32(low + 16 * high - 32)
+        values.append(scale * _fp32(IQ4[_nibble(block[8:], i, 16)]))
+    return values
+
+
+def _mxfp4(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(32):
+        code = _nibble(block[1:], i, 16)
+        magnitude = E2M1[code % 8] * 2.0 ** (block[0] - 127)
+        values.append(_fp32(-magnitude if code >= 8 else magnitude))
+    return values
+
+
+def _grid_entry(kind: type, number: int) -> list[int]:
+    """Return the values of one entry of a type's table, which is data of the package gguf.
+
+    Entries are of a few bits for each value, two hexadecimal digits for two, four or one of them.
+    """
+    per_entry = kind.grid_shape[1]
+    bits = {8: 2, 4: 3}[per_entry]  # of a place in grid_map
+    size = {2: 2, 3: 4}[bits]  # bits that a place takes in the text
+    text = bytes.fromhex(kind.grid_hex.decode())
+    places = []
+    for i in range(per_entry):
+        at = (number * per_entry + i) * size
+        places.append(text[at // 8] >> at % 8 & (2**size - 1))
+    return [kind.grid_map[place] for place in places]
+
+
+def _seven_signs(seven: int, i: int) -> int:
+    """Return the sign of value i of 8: the last is that of the parity of the others."""
+    return -1 if (seven | (bin(seven).count("1") % 2) << 7) >> i & 1 else 1
+
+
+def _bit_sign(packed: bytes, i: int) -> int:
+    return -1 if packed[i // 8] >> i % 8 & 1 else 1
+
+
+def _iq3_xxs(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        word = int.from_bytes(block[66 + 4 * (i // 32) :][:4], "little")
+        scale = _half(block, 0) * _fp32((word >> 28) + 0.5) * _fp32(0.5)
+        sign = _seven_signs(word >> 7 * (i % 32 // 8) & 127, i % 8)
+        values.append(scale * _fp32(sign * _grid_entry(IQ3_XXS, block[2 + i // 4])[i % 4]))
+    return values
+
+
+def _iq3_s(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        ninth = block[66 + i // 32] >> (i // 4 % 8) & 1
+        number = block[2 + i // 4] + 256 * ninth
+        scale = block[106 + i // 64] >> 4 * (i // 32 % 2) & 15
+        sign = _bit_sign(block[74:106], i)
+        value = sign * _grid_entry(IQ3_S, number)[i % 4]
+        values.append(_half(block, 0) * _fp32(1 + 2 * scale) * _fp32(value))
+    return values
+
+
+def _iq2_xxs(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        group = block[2 + 8 * (i // 32) :][:8]
+        word = int.from_bytes(group[4:], "little")
+        scale = _half(block, 0) * _fp32((word >> 28) + 0.5) * _fp32(0.25)
+        sign = _seven_signs(word >> 7 * (i % 32 // 8) & 127, i % 8)
+        values.append(scale * _fp32(sign * _grid_entry(IQ2_XXS, group[i % 32 // 8])[i % 8]))
+    return values
+
+
+def _iq2_xs(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        pair = int.from_bytes(block[2 + 2 * (i // 8) :][:2], "little")
+        value = _seven_signs(pair >> 9, i % 8) * _grid_entry(IQ2_XS, pair % 512)[i % 8]
+        values.append(_quarter_scale(block, 66, i) * _fp32(value))
+    return values
+
+
+def _iq2_s(block: bytes) -> list[np.float32]:
+    values = []
+    for i in range(256):
+        high = block[66 + i // 32] >> 2 * (i // 8 % 4) & 3
+        number = block[2 + i // 8] + 256 * high
+        value = _bit_sign(block[34:66], i) * _grid_entry(IQ2_S, number)[i % 8]
+        values.append(_quarter_scale(block, 74, i) * _fp32(value))
+    return values
+
+
+def _quarter_scale(block: bytes, at: int, i: int) -> np.float32:
+    scale = block[at + i // 32] >> 4 * (i // 16 % 2) & 15
+    return _half(block, 0) * _fp32(scale + 0.5) * _fp32(0.25)
+
+
+# What reads the values of one block.
+SLOW_BLOCKS: dict[str, Callable[[bytes], list[np.float32]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
@@ -130,13 +309,19 @@ class PackedLayer(NamedTuple):
     weight: Tensor
 
 
-def awq_layer(num_outputs: int, num_inputs: int, group_size: int, zero_point: bool = True) -> PackedLayer:
+def awq_layer(
+    num_outputs: int, num_inputs: int, group_size: int, zero_point: bool = True
+) -> PackedLayer:
     """AutoAWQ's gemm: words along the outputs, whose nibbles hold outputs 0, 2, 4, 6, 1, 3, 5, 7."""
     codes, zeros, scale = _random_codes(num_outputs, num_inputs, num_inputs // group_size, 4)
     if not zero_point:
         zeros = [[8] * len(row) for row in zeros]
     groups = [i // group_size for i in range(num_inputs)]
-    tensors = {"qweight": _awq_words(codes), "qzeros": _awq_words(zeros), "scales": scale.T.contiguous()}
+    tensors = {
+        "qweight": _awq_words(codes),
+        "qzeros": _awq_words(zeros),
+        "scales": scale.T.contiguous(),
+    }
     if not zero_point:
         del tensors["qzeros"]
     return PackedLayer(tensors, _dequantised(codes, zeros, scale, groups))
@@ -154,7 +339,9 @@ def _awq_words(codes: list[list[int]]) -> Tensor:
 
 def gptq_layer(bits: int, num_outputs: int, groups: Sequence[int], zero_shift: int) -> PackedLayer:
     """GPTQ: weights in words along the inputs, zero points less zero_shift in words along the outputs."""
-    codes, zeros, scale = _random_codes(num_outputs, len(groups), max(groups) + 1, bits, first_zero=zero_shift)
+    codes, zeros, scale = _random_codes(
+        num_outputs, len(groups), max(groups) + 1, bits, first_zero=zero_shift
+    )
     stored = [[zero - zero_shift for zero in row] for row in zeros]
     tensors = {
         "qweight": _int32(_transposed(_words(codes, bits))),
@@ -166,7 +353,11 @@ def gptq_layer(bits: int, num_outputs: int, groups: Sequence[int], zero_shift: i
 
 
 def packed_layer(
-    bits: int, num_outputs: int, groups: Sequence[int], symmetric: bool, dtype: torch.dtype = torch.bfloat16
+    bits: int,
+    num_outputs: int,
+    groups: Sequence[int],
+    symmetric: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PackedLayer:
     """compressed-tensors' pack-quantized: words along the inputs, zero points in words along the outputs."""
     codes, zeros, scale = _random_codes(num_outputs, len(groups), max(groups) + 1, bits)
@@ -192,24 +383,32 @@ def integer_layer(num_outputs: int, num_inputs: int, symmetric: bool) -> PackedL
     if symmetric:
         zeros = [[128] for _ in zeros]
     else:
-        tensors["weight_zero_point"] = torch.tensor([[row[0] - 128] for row in zeros], dtype=torch.int8)
+        tensors["weight_zero_point"] = torch.tensor(
+            [[row[0] - 128] for row in zeros], dtype=torch.int8
+        )
     return PackedLayer(tensors, _dequantised(codes, zeros, scale, [0] * num_inputs))
 
 
-def fp8_layer(num_outputs: int, num_inputs: int, scale: Tensor, block: tuple[int, int], suffix: str) -> PackedLayer:
+def fp8_layer(
+    num_outputs: int, num_inputs: int, scale: Tensor, block: tuple[int, int], suffix: str
+) -> PackedLayer:
     """8-bit floats with a scale for each block of the weight."""
     torch.manual_seed(0)
     values = torch.randn(num_outputs, num_inputs).to(torch.float8_e4m3fn)
     weight = values.float()
     for output in range(num_outputs):
         for i in range(num_inputs):
-            weight[output, i] *= scale.float().reshape(-1, scale.shape[-1])[output // block[0], i // block[1]]
+            weight[output, i] *= scale.float().reshape(-1, scale.shape[-1])[
+                output // block[0], i // block[1]
+            ]
     return PackedLayer({"weight": values, suffix: scale}, weight)
 
 
 def write_layers(directory: Path, layers: dict[str, dict[str, Tensor]], num_files: int = 1) -> None:
     """Write the tensors of layers by their names, into several files with an index if num_files is not 1."""
-    tensors = {f"{name}.{suffix}": tensor for name, own in layers.items() for suffix, tensor in own.items()}
+    tensors = {
+        f"{name}.{suffix}": tensor for name, own in layers.items() for suffix, tensor in own.items()
+    }
     if num_files == 1:
         save_file(tensors, directory / "model.safetensors")
         return
@@ -217,7 +416,9 @@ def write_layers(directory: Path, layers: dict[str, dict[str, Tensor]], num_file
     files = {name: f"model-{i % num_files}.safetensors" for i, name in enumerate(names)}
     for file in set(files.values()):
         save_file({name: tensors[name] for name in names if files[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
 
 
 def _random_codes(
@@ -227,7 +428,11 @@ def _random_codes(
     rng = np.random.default_rng(bits + num_outputs)
     codes = rng.integers(0, 2**bits, (num_outputs, num_inputs)).tolist()
     zeros = rng.integers(first_zero, 2**bits, (num_outputs, num_groups)).tolist()
-    return codes, zeros, torch.from_numpy(rng.uniform(0.001, 0.1, (num_outputs, num_groups)).astype(np.float16))
+    return (
+        codes,
+        zeros,
+        torch.from_numpy(rng.uniform(0.001, 0.1, (num_outputs, num_groups)).astype(np.float16)),
+    )
 
 
 def _words(rows: list[list[int]], bits: int) -> list[list[int]]:
@@ -245,10 +450,15 @@ def _transposed(rows: list[list[int]]) -> list[list[int]]:
 
 
 def _int32(words: list[list[int]]) -> Tensor:
-    return torch.tensor([[word - 2**32 if word >= 2**31 else word for word in row] for row in words], dtype=torch.int32)
+    return torch.tensor(
+        [[word - 2**32 if word >= 2**31 else word for word in row] for row in words],
+        dtype=torch.int32,
+    )
 
 
-def _dequantised(codes: list[list[int]], zeros: list[list[int]], scale: Tensor, groups: Sequence[int]) -> Tensor:
+def _dequantised(
+    codes: list[list[int]], zeros: list[list[int]], scale: Tensor, groups: Sequence[int]
+) -> Tensor:
     """Return scale * (code - zero) in fp32, one weight at a time."""
     scales = scale.double().tolist()
     return torch.tensor(
@@ -260,7 +470,9 @@ def _dequantised(codes: list[list[int]], zeros: list[list[int]], scale: Tensor, 
     )
 
 
-def quantized_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, QuantizedWeight | Tensor]:
+def quantized_tensors(
+    file: GGUFFile, config: dict[str, Any]
+) -> dict[str, QuantizedWeight | Tensor]:
     """All tensors of a GGUF file by transformers' names, as the engine reads them."""
     checkpoint = GGUFCheckpoint(file, config)
     layers = set(checkpoint.names())
@@ -269,3 +481,70 @@ def quantized_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, Quant
         layer = name.removesuffix(".weight")
         tensors[name] = checkpoint.projection(layer) if layer in layers else checkpoint.tensor(name)
     return tensors
+
+
+def _mixed_groups(num_inputs: int) -> list[int]:
+    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
+    return (order // 32).tolist()
+
+
+def _group_settings(layout: str, **weights: Any) -> dict[str, Any]:
+    """Return compressed-tensors' quantization_config of all linear layers but the lm_head."""
+    weights = {"type": "int", "symmetric": True, "strategy": "channel", "num_bits": 8} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    method = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return method | {"format": layout, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
+
+
+BLOCK = [32, 32]  # of FP8 weights that have a scale for each block
+# What makes a layer of a shape, and its checkpoint's quantization_config.
+STORED_LAYERS: dict[str, tuple[Callable[[tuple[int, int]], PackedLayer], dict[str, Any]]] = {
+    "awq": (
+        lambda shape: awq_layer(*shape, 32),
+        {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True},
+    ),
+    "gptq": (
+        lambda shape: gptq_layer(4, shape[0], _mixed_groups(shape[1]), 1),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+    ),
+    "compressed-tensors": (
+        lambda shape: packed_layer(4, shape[0], [i // 32 for i in range(shape[1])], True),
+        _group_settings("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    ),
+    "W8A8": (lambda shape: integer_layer(*shape, True), _group_settings("int-quantized")),
+    "fp8": (
+        lambda shape: fp8_layer(*shape, torch.rand(shape[0], 1), (1, shape[1]), "weight_scale"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
+    "fp8 in blocks": (
+        lambda shape: fp8_layer(
+            *shape,
+            torch.rand(-(-shape[0] // 32), -(-shape[1] // 32)),
+            (32, 32),
+            "weight_scale_inv",
+        ),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": BLOCK},
+    ),
+}
+
+
+def store_layers(tensors: dict[str, Tensor], kind: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Put random layers of a kind of STORED_LAYERS in place of weights; return what each stands for.
+
+    Args:
+        tensors: of a checkpoint; the weights are replaced.
+        names: names of the weights.
+    """
+    make, _ = STORED_LAYERS[kind]
+    made: dict[tuple[int, int], PackedLayer] = {}
+    weights = {}
+    for name in names:
+        num_outputs, num_inputs = tensors.pop(name).shape
+        shape = (num_outputs, num_inputs)
+        if shape not in made:
+            made[shape] = make(shape)
+        layer = made[shape]
+        weights[name] = layer.weight.clone()
+        for suffix, tensor in layer.tensors.items():
+            tensors[f"{name.removesuffix('weight')}{suffix}"] = tensor.clone()
+    return weights

@@ -55,10 +55,14 @@ def loading_undone() -> Iterator[None]:
     It restores them itself, but if threads load at a time, one restores what another has replaced.
     """
     dtype = torch.get_default_dtype()
-    modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
+    modules = [
+        sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules
+    ]
     places = [(PreTrainedModel, "tie_weights"), (PreTrainedModel, "init_weights")]
     places += [(module, name) for module in modules for name in initialization.TORCH_INIT_FUNCTIONS]
-    functions = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    functions = [
+        (place, name, getattr(place, name)) for place, name in places if hasattr(place, name)
+    ]
     try:
         yield
     finally:
@@ -125,7 +129,9 @@ def followers_of(pid: int) -> list[psutil.Process]:
 def is_follower(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         names = [process.name(), *process.cmdline()]  # a forked one has its parent's command line
-        return process.status() == psutil.STATUS_ZOMBIE or any(name.startswith(NAME) for name in names)
+        return process.status() == psutil.STATUS_ZOMBIE or any(
+            name.startswith(NAME) for name in names
+        )
     return False
 
 

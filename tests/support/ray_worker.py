@@ -1,7 +1,7 @@
 """What the tests' raylet runs to start a worker: it asks the warm process for one, and ends.
 
-A script of its own with few imports, since each worker pays for them. Without the warm process, or for a worker that
-is not plain, it runs what Ray would have run.
+A script of its own with few imports, since each worker pays for them. Without the warm process, or
+for a worker that is not plain, it runs what Ray would have run.
 """
 
 import json
@@ -30,9 +30,15 @@ def is_plain(options: list[str]) -> bool:
     contexts = [part.removeprefix(CONTEXT) for part in options if part.startswith(CONTEXT)]
     values = [value for context in contexts for value in json.loads(context or "{}").items()]
     usual = {"py_executable": sys.executable}
-    languages = [part for part in options if part.startswith(LANGUAGE) and part != f"{LANGUAGE}PYTHON"]
+    languages = [
+        part for part in options if part.startswith(LANGUAGE) and part != f"{LANGUAGE}PYTHON"
+    ]
     is_first = os.environ.get("RAY_JOB_ID") == FIRST_JOB
-    return is_first and not languages and all(not value or usual.get(name) == value for name, value in values)
+    return (
+        is_first
+        and not languages
+        and all(not value or usual.get(name) == value for name, value in values)
+    )
 
 
 def asks_for(arguments: list[str]) -> bool:

@@ -3,7 +3,8 @@
     >>> CORPUS["sampling"].cases[0].changes
     {'temperature': -0.1}
 
-A case changes a plain request of each entry point. `outcomes` gives every case to every entry point of its group.
+A case changes a plain request of each entry point. `outcomes` gives every case to every entry point
+of its group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch
 
 from eagle_ray import LLM, SamplingParams
 from eagle_ray.requests.parameters import SAMPLING
-from tests.support.entry_points import CHAT_OPTIONS, URLS, EntryPoints, RequestResult, engine_values, json_line, shorten
+from tests.support.entry_points import (
+    CHAT_OPTIONS,
+    URLS,
+    EntryPoints,
+    RequestResult,
+    engine_values,
+    json_line,
+    shorten,
+)
 
 Json = dict[str, Any]
 REQUESTS_FILE = Path(__file__).with_name("requests.txt")
@@ -108,11 +117,18 @@ def _expanded(value: Any) -> Any:
         return json.dumps(nested(DEEP))
     if isinstance(value, str) and (repeated := re.fullmatch(r"@(\d+) (.)", value)):
         return int(repeated[1]) * repeated[2]
-    if isinstance(value, list) and value and isinstance(value[0], str) and re.fullmatch(r"@\d+", value[0]):
+    if (
+        isinstance(value, list)
+        and value
+        and isinstance(value[0], str)
+        and re.fullmatch(r"@\d+", value[0])
+    ):
         return int(value[0][1:]) * [_expanded(value[1])]
     if isinstance(value, list):
         return [_expanded(one) for one in value]
-    return {_expanded(k): _expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return (
+        {_expanded(k): _expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
+    )
 
 
 FAULTS = tuple(
@@ -206,7 +222,14 @@ def python_calls() -> dict[str, Any]:
 
 
 def _evaluated(call: str, llm: Any) -> Any:
-    names = {"llm": llm, "LLM": LLM, "SamplingParams": SamplingParams, "HI": HI, "np": np, "torch": torch}
+    names = {
+        "llm": llm,
+        "LLM": LLM,
+        "SamplingParams": SamplingParams,
+        "HI": HI,
+        "np": np,
+        "torch": torch,
+    }
     value = eval(call, names)
     return llm.chat(HI, value) if isinstance(value, SamplingParams) else value
 
@@ -231,7 +254,10 @@ def python_outcomes(entry_points: EntryPoints) -> dict[str, dict[str, str]]:
 
 def outcomes(entry_points: EntryPoints, group: Group) -> dict[str, dict[str, str]]:
     """Return for each case what each entry point made of it. Entry points that made the same of it stand together."""
-    found = {entry_point: _outcomes_at(entry_point, entry_points, group) for entry_point in group.entry_points}
+    found = {
+        entry_point: _outcomes_at(entry_point, entry_points, group)
+        for entry_point in group.entry_points
+    }
     table: dict[str, dict[str, str]] = {}
     for i, case in enumerate(group.cases):
         by_outcome: dict[str, list[str]] = {}
@@ -239,7 +265,9 @@ def outcomes(entry_points: EntryPoints, group: Group) -> dict[str, dict[str, str
             if found[entry_point][i] is not None:
                 by_outcome.setdefault(found[entry_point][i], []).append(entry_point)
         assert case.name not in table, case.name
-        table[case.name] = {_joined(together, group): outcome for outcome, together in by_outcome.items()}
+        table[case.name] = {
+            _joined(together, group): outcome for outcome, together in by_outcome.items()
+        }
     return table
 
 
@@ -259,9 +287,15 @@ def _joined(entry_points: list[str], group: Group) -> str:
 
 def line_outcomes(entry_points: EntryPoints) -> dict[str, dict[str, str]]:
     """Return what a job and the endpoint make of each line of a batch file."""
-    found = {"batch": entry_points.rows(LINES, "openai_batch"), "line": entry_points.batch_lines("chat", LINES)}
+    found = {
+        "batch": entry_points.rows(LINES, "openai_batch"),
+        "line": entry_points.batch_lines("chat", LINES),
+    }
     return {
-        _line_name(line): {entry_point: _one_line(answers[i].refusal or "ok") for entry_point, answers in found.items()}
+        _line_name(line): {
+            entry_point: _one_line(answers[i].refusal or "ok")
+            for entry_point, answers in found.items()
+        }
         for i, line in enumerate(LINES)
     }
 
@@ -286,16 +320,24 @@ def _answers_at(
     if kind == "python":
         return list(entry_points.python([_call(case, group) for case in given]))
     if kind == "prompt":
-        return list(entry_points.python([lambda llm, case=case: llm.generate(case.request(base)) for case in given]))
+        return list(
+            entry_points.python(
+                [lambda llm, case=case: llm.generate(case.request(base)) for case in given]
+            )
+        )
     bodies = [case.body(base) for case in given]
     if kind == "row":
         return list(entry_points.rows(bodies))
     if kind == "batch":
         return list(
-            entry_points.rows([_line(endpoint, body, i) for i, body in enumerate(bodies)], "openai_batch", False)
+            entry_points.rows(
+                [_line(endpoint, body, i) for i, body in enumerate(bodies)], "openai_batch", False
+            )
         )
     if kind == "line":
-        return list(entry_points.batch_lines(endpoint, [_line(endpoint, body, 0) for body in bodies]))
+        return list(
+            entry_points.batch_lines(endpoint, [_line(endpoint, body, 0) for body in bodies])
+        )
     return list(entry_points.http(entry_point, bodies))
 
 
@@ -326,7 +368,9 @@ def _call(case: Case, group: Group) -> Any:
     return call
 
 
-def _configured(entry_points: EntryPoints, given: list[Case], group: Group) -> list[RequestResult | None]:
+def _configured(
+    entry_points: EntryPoints, given: list[Case], group: Group
+) -> list[RequestResult | None]:
     """Set the keys of the configuration; None for a case of several keys."""
     section = "chat" if group.is_chat else "sampling"
     found: list[RequestResult | None] = []
@@ -338,14 +382,17 @@ def _configured(entry_points: EntryPoints, given: list[Case], group: Group) -> l
         [answered] = entry_points.configured([f"{section}.{name}={json.dumps(value)}"])
         if answered.refusal is None:
             own, default = (
-                getattr(getattr(one, section), name, None) for one in (answered.body, entry_points.default_job)
+                getattr(getattr(one, section), name, None)
+                for one in (answered.body, entry_points.default_job)
             )
             answered.body = {} if own == default else {name: own}
         found.append(answered)
     return found
 
 
-def _outcome(answered: RequestResult, plain: RequestResult, case: Case, entry_points: EntryPoints) -> str:
+def _outcome(
+    answered: RequestResult, plain: RequestResult, case: Case, entry_points: EntryPoints
+) -> str:
     """Return the refusal, or `ok` and how the engine's request and the answer differ from those of a plain request."""
     if answered.refusal is not None:
         return _one_line(answered.refusal)
@@ -365,7 +412,9 @@ def _outcome(answered: RequestResult, plain: RequestResult, case: Case, entry_po
 
 
 def _one_line(text: str) -> str:
-    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SAMPLING)}", "Parameters: ...")
+    text = text.replace("\n", " | ").replace(
+        f"Parameters: {', '.join(SAMPLING)}", "Parameters: ..."
+    )
     return shorten(text, MAX_OUTCOME_CHARS)
 
 

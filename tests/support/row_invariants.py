@@ -8,7 +8,7 @@ Each check reads one row as a dictionary of the output columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from typing import Any
 
@@ -48,7 +48,17 @@ STATISTICS = (
 
 def broken_invariants(row: Row) -> list[str]:
     """Return the violated invariants of a row. Columns that the configuration does not store must be null."""
-    checks = (_error_row,) if row["status"] == "error" else (_counts, _by_depth, _ratios, _per_step, _tokens)
+    checks: tuple[Callable[[Row], Iterator[str]], ...] = (
+        _counts,
+        _by_depth,
+        _ratios,
+        _per_step,
+        _tokens,
+    )
+    if row["status"] == "error":
+        checks = (_error_row,)
+    elif row.get("max_tokens") == 0:
+        checks = (_scored_row,)
     return [problem for check in checks for problem in check(row)]
 
 
@@ -60,8 +70,28 @@ def _error_row(row: Row) -> Iterator[str]:
             yield f"an error row has {name} {row[name]!r}, not null"
 
 
+def _scored_row(row: Row) -> Iterator[str]:
+    """A row that generates nothing: it has no output and no acceptance, and lists of scores of one length."""
+    present = ("finish_reason", "completion_tokens", "target_forwards", "output_token_ids")
+    present += ("token_logprobs", "cumulative_logprob")
+    for name in STATISTICS:
+        if row[name] is not None and name not in present:
+            yield f"a row that is scored alone has {name} {row[name]!r}, not null"
+    yield from _equal(row, "completion_tokens", 0, "a row that is scored alone has")
+    if row["scores"] is not None:
+        for name in ("score_tokens", "is_greedy"):
+            if len(row[name]) != len(row["scores"]):
+                yield f"{name} has not one entry for each of {len(row['scores'])} scores"
+        if row["num_verified"] is None:
+            yield "num_verified is null in a row with scores"
+
+
 def _counts(row: Row) -> Iterator[str]:
-    histogram, steps, accepted = row["acceptance_histogram"], row["num_spec_steps"], row["num_accepted_draft_tokens"]
+    histogram, steps, accepted = (
+        row["acceptance_histogram"],
+        row["num_spec_steps"],
+        row["num_accepted_draft_tokens"],
+    )
     yield from _equal(
         row,
         "completion_tokens",
@@ -70,7 +100,9 @@ def _counts(row: Row) -> Iterator[str]:
     )
     yield from _equal(row, "num_spec_steps", sum(histogram), "sum(acceptance_histogram)")
     weighted = sum(j * count for j, count in enumerate(histogram))
-    yield from _equal(row, "num_accepted_draft_tokens", weighted, "sum(j * acceptance_histogram[j])")
+    yield from _equal(
+        row, "num_accepted_draft_tokens", weighted, "sum(j * acceptance_histogram[j])"
+    )
     yield from _equal(row, "num_spec_tokens", len(histogram) - 1, "len(acceptance_histogram) - 1")
     if not 0 <= row["num_plain_steps"] <= steps:
         yield f"num_plain_steps is {row['num_plain_steps']} of {steps} steps"
@@ -82,8 +114,12 @@ def _counts(row: Row) -> Iterator[str]:
 def _by_depth(row: Row) -> Iterator[str]:
     histogram = row["acceptance_histogram"]
     reached = [sum(histogram[depth:]) for depth in range(1, len(histogram))]
-    yield from _equal(row, "accepted_by_depth", reached, "sum of acceptance_histogram[j] over j >= depth")
-    yield from _equal(row, "num_draft_tokens", sum(row["proposed_by_depth"]), "sum(proposed_by_depth)")
+    yield from _equal(
+        row, "accepted_by_depth", reached, "sum of acceptance_histogram[j] over j >= depth"
+    )
+    yield from _equal(
+        row, "num_draft_tokens", sum(row["proposed_by_depth"]), "sum(proposed_by_depth)"
+    )
     if any(a > p for a, p in zip(reached, row["proposed_by_depth"], strict=True)):
         yield f"accepted_by_depth {reached} exceeds proposed_by_depth {row['proposed_by_depth']}"
     yield from _confidences(row, "confidence")
@@ -93,7 +129,9 @@ def _by_depth(row: Row) -> Iterator[str]:
 
 
 def _confidences(row: Row, name: str) -> Iterator[str]:
-    nodes, accepted, expected = (row[f"{name}_{part}"] for part in ("nodes", "accepted", "expected"))
+    nodes, accepted, expected = (
+        row[f"{name}_{part}"] for part in ("nodes", "accepted", "expected")
+    )
     if any(a > n for a, n in zip(accepted, nodes, strict=True)):
         yield f"{name}_accepted {accepted} exceeds {name}_nodes {nodes}"
     if sum(accepted) != row["num_accepted_draft_tokens"]:
@@ -105,7 +143,11 @@ def _confidences(row: Row, name: str) -> Iterator[str]:
 
 
 def _ratios(row: Row) -> Iterator[str]:
-    steps, drafted, accepted = row["num_spec_steps"], row["num_draft_tokens"], row["num_accepted_draft_tokens"]
+    steps, drafted, accepted = (
+        row["num_spec_steps"],
+        row["num_draft_tokens"],
+        row["num_accepted_draft_tokens"],
+    )
     yield from _close(row, "mean_acceptance_length", 1 + accepted / steps if steps else None)
     yield from _close(row, "draft_acceptance_rate", accepted / drafted if drafted else None)
 

@@ -1,6 +1,7 @@
 """A real HTTP S3 server (moto's) on this machine, a bucket of its own for every test, and a proxy that fails on demand.
 
-The proxy forwards what it gets and notes every request; a fault takes the place of the next answers.
+The proxy forwards what it gets and notes every request; a fault takes the place of the next
+answers.
 
     with FaultProxy("127.0.0.1", 5000) as proxy:
         proxy.fail("PUT", RefusedRequest(503, "SlowDown"), times=2)
@@ -192,7 +193,11 @@ class Handler(BaseHTTPRequestHandler):
         stop: int | None = None,
     ) -> None:
         given = dict((name.lower(), value) for name, value in headers)
-        length = given.get("content-length", str(len(body))) if self.command == "HEAD" else str(len(body))
+        length = (
+            given.get("content-length", str(len(body)))
+            if self.command == "HEAD"
+            else str(len(body))
+        )
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("content-length", "transfer-encoding", "connection"):
@@ -225,7 +230,9 @@ def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
     return file
 
 
-STARTED: set[str] = set()  # URLs of servers: each folder that imports the fixture has one of its own
+STARTED: set[str] = (
+    set()
+)  # URLs of servers: each folder that imports the fixture has one of its own
 
 
 @pytest.fixture(scope="session")
@@ -242,9 +249,13 @@ def s3_server(s3_endpoint) -> Iterator[str]:
     server = ThreadedMotoServer(address.hostname, address.port, verbose=False)
     server.start()
     STARTED.add(s3_endpoint)
-    with pytest.MonkeyPatch.context() as patch:  # a new client costs 20 ms, not 150: it parses no description of S3
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # a new client costs 20 ms, not 150: it parses no description of S3
         patch.setattr(loaders, "create_loader", cache(loaders.create_loader))
-        patch.setattr(Dispatcher, "get_backend_for_host", cache(Dispatcher.get_backend_for_host))  # looks into folders
+        patch.setattr(
+            Dispatcher, "get_backend_for_host", cache(Dispatcher.get_backend_for_host)
+        )  # looks into folders
         yield s3_endpoint
     server.stop()
 

@@ -29,8 +29,13 @@ def oracle(sequence: Sequence) -> PlainOutput:
 
 
 def sequences(prompts: list[list[int]], max_tokens: int = 20) -> list[Sequence]:
-    params = [SamplingParams(max_tokens=max_tokens, seed=i, **SAMPLING[i % 4]) for i in range(len(prompts))]
-    return [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    params = [
+        SamplingParams(max_tokens=max_tokens, seed=i, **SAMPLING[i % 4])
+        for i in range(len(prompts))
+    ]
+    return [
+        Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))
+    ]
 
 
 def step(engine: Engine) -> list[Sequence]:
@@ -52,9 +57,16 @@ def assert_plain(done: list[Sequence]) -> None:
     assert differing_rows([s.output_ids for s in done], plain) == []
     for sequence in done:
         stats = sequence.stats
-        produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+        produced = (
+            1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+        )
         assert len(sequence.output_ids) == produced
-        assert sequence.arrived_at <= sequence.admitted_at <= sequence.first_token_at <= sequence.finished_at
+        assert (
+            sequence.arrived_at
+            <= sequence.admitted_at
+            <= sequence.first_token_at
+            <= sequence.finished_at
+        )
         assert sequence.target_forwards >= 1 + stats.num_steps
 
 

@@ -16,8 +16,29 @@ import jsonschema
 
 from tests.support.json_schemas import HAND_WRITTEN, WORDS, Schema, closed
 
-KEYS = ["name", "age", "kind", "size", "tags", "price", "next", "ok", "unit", "city", "note", "x-ray", "größe", 'a"b']
-PATTERNS = ["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(red|green)( fox)?$", "^v[0-9]+\\.[0-9]{1,2}$", "^#[0-9a-f]{6}$"]
+KEYS = [
+    "name",
+    "age",
+    "kind",
+    "size",
+    "tags",
+    "price",
+    "next",
+    "ok",
+    "unit",
+    "city",
+    "note",
+    "x-ray",
+    "größe",
+    'a"b',
+]
+PATTERNS = [
+    "^[a-z]{2,5}$",
+    "^[A-Z]{2}-[0-9]{3}$",
+    "^(red|green)( fox)?$",
+    "^v[0-9]+\\.[0-9]{1,2}$",
+    "^#[0-9a-f]{6}$",
+]
 FORMATS = ["date", "time", "date-time", "ipv4", "uuid", "email"]
 
 
@@ -103,7 +124,9 @@ def _union(rng: random.Random, depth: int) -> Schema:
     if rng.random() < 0.5:
         return {"anyOf": [_leaf(rng), _any(rng, depth), {"type": "null"}][rng.randint(0, 1) :]}
     kinds = rng.sample(WORDS, 2)
-    return {"oneOf": [closed({"kind": {"const": kind}, "value": _any(rng, depth)}) for kind in kinds]}
+    return {
+        "oneOf": [closed({"kind": {"const": kind}, "value": _any(rng, depth)}) for kind in kinds]
+    }
 
 
 def check_schema(text: str, schema: Schema) -> None:
@@ -144,4 +167,7 @@ SCHEMA = {
     "required": ["name", "age", "pets"],
     "additionalProperties": False,
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+}

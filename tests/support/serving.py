@@ -5,8 +5,9 @@
     with serving(app) as server, browser(profile) as chromium:
         chromium.get(server.url)
 
-The client in this process talks to an ASGI application as a server would: it may read slowly, or leave. The browser is
-Debian's chromium with its driver, or any others on the PATH, without a window.
+The client in this process talks to an ASGI application as a server would: it may read slowly, or
+leave. The browser is Debian's chromium with its driver, or any others on the PATH, without a
+window.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ def parse_event(event: str) -> Any:
 
 @asynccontextmanager
 async def exchange(
-    app: Any, method: str, path: str, body: bytes | list[bytes] = b"", headers: dict[str, str] | None = None
+    app: Any,
+    method: str,
+    path: str,
+    body: bytes | list[bytes] = b"",
+    headers: dict[str, str] | None = None,
 ) -> AsyncIterator[Exchange]:
     """Leaves when the block ends. body: in one part or in several."""
     talk, bodies = Exchange(), list(body) if isinstance(body, list) else [body]
@@ -111,7 +116,9 @@ async def exchange(
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": query.encode(),
-        "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
+        "headers": [
+            (name.lower().encode(), value.encode()) for name, value in (headers or {}).items()
+        ],
         "server": ("127.0.0.1", 8000),
         "client": ("127.0.0.1", 1),
     }
@@ -124,7 +131,9 @@ async def exchange(
         await task
 
 
-async def request(app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Answer:
+async def request(
+    app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+) -> Answer:
     async with exchange(app, method, path, body, headers) as talk:
         parts = []
         while (part := await talk.parts.get()) is not None:
@@ -170,8 +179,16 @@ def batch_rows(tmp_path, rows):
 
 
 def _pair_settings():
-    pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
-    return pair | {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
+    pair = {
+        name: SETTINGS[name]
+        for name in SETTINGS
+        if name.startswith(("model", "speculative", "sampling"))
+    }
+    return pair | {
+        "model.target": "embedded:tiny",
+        "model.draft": "embedded:tiny",
+        "sampling.logprobs": True,
+    }
 
 
 @cache
@@ -201,18 +218,22 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Server:
-    """`eagle-ray serve` in a process of its own."""
+    """`eagle-ray serve` in a process of its own; program: the module that is run."""
 
-    def __init__(self, tmp_path, address="local", **settings):
+    def __init__(self, tmp_path, address="local", program="eagle_ray.cli", **settings):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
         self.log = tmp_path / "log"
-        command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", "configs/serve_demo.yaml"]
+        command = [sys.executable, "-m", program, "serve", "-c", "configs/serve_demo.yaml"]
         command += ["--port", str(self.port), "--set", f"serving.ray_address={address}"]
-        command += [part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")]
+        command += [
+            part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stderr=self.log.open("w")
+        )
 
     def ask(self, method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -222,7 +243,9 @@ class Server:
 
     def metric(self, name):
         lines = self.ask("GET", "/metrics")[1].splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"eagle_ray_{name}"))
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(f"eagle_ray_{name}")
+        )
 
     def until_ready(self, seconds=400):
         end = time.monotonic() + seconds
@@ -256,7 +279,10 @@ def wait_until(condition, seconds=240):
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}},
+    },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
@@ -303,7 +329,9 @@ def serving(app: Any) -> Iterator[Serving]:
 
 
 @contextmanager
-def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False) -> Iterator[Any]:
+def browser(
+    profile: Any, width: int = 900, height: int = 1000, dark: bool = False
+) -> Iterator[Any]:
     """profile: an empty directory of its own."""
     from selenium import webdriver
 

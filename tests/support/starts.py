@@ -20,8 +20,16 @@ from eagle_ray.runs.part_files import next_schema, part_name
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.checked_parquet import parquet_bytes
 
-ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}
-COUNTED = dict.fromkeys(("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0)
+ANSWER = {
+    "sample_index": 0,
+    "status": "ok",
+    "finish_reason": "stop",
+    "completion_tokens": 1,
+    "prompt_tokens": 1,
+}
+COUNTED = dict.fromkeys(
+    ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0
+)
 
 
 class DriverKilled(Exception):
@@ -39,15 +47,28 @@ class ToyEngine:
 
     def execute(self, held: Claim, missing: Completeness) -> None:
         config, plan, run = held.plan.config, held.plan.input, held.run
-        left = [row for row, is_done in zip(plan_module.request_rows(plan), missing.done, strict=True) if not is_done]
+        left = [
+            row
+            for row, is_done in zip(plan_module.request_rows(plan), missing.done, strict=True)
+            if not is_done
+        ]
         schema = next_schema(run.data, plan.carried_fields)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise DriverKilled
-            made = {"config_hash": run.config_hash, "target_model": config.model.target, "method": config.method_name}
-            rows = [made | self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
+            made = {
+                "config_hash": run.config_hash,
+                "target_model": config.model.target,
+                "method": config.method_name,
+            }
+            rows = [
+                made | self._answer(row, run, schema)
+                for row in left[start : start + self.rows_per_file]
+            ]
             table = pa.Table.from_pylist(rows, schema)
-            (run.data / part_name(run.attempt, number)).create(parquet_bytes(table, config.output.compression))
+            (run.data / part_name(run.attempt, number)).create(
+                parquet_bytes(table, config.output.compression)
+            )
             self.made += [row["request_id"] for row in rows]
 
     def _answer(self, row: dict[str, Any], run: Any, schema: pa.Schema) -> dict[str, Any]:
@@ -83,7 +104,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Name of every output file whose ids are read."""
     found = []
     read = output_index.rows_by_id
-    monkeypatch.setattr(output_index, "rows_by_id", lambda file, number: found.append(file.name) or read(file, number))
+    monkeypatch.setattr(
+        output_index,
+        "rows_by_id",
+        lambda file, number: found.append(file.name) or read(file, number),
+    )
     return found
 
 
@@ -98,7 +123,9 @@ def append(path: Path, lines: list[dict[str, str]]) -> None:
 
 def answered_prompts(directory: Path) -> dict[str, str]:
     """The prompt that each id's answer is to; an id that stands twice fails."""
-    table = pa.concat_tables(map(pq.read_table, sorted((directory / "out" / "data").rglob("*.parquet"))))
+    table = pa.concat_tables(
+        map(pq.read_table, sorted((directory / "out" / "data").rglob("*.parquet")))
+    )
     ids = table["request_id"].to_pylist()
     assert len(set(ids)) == len(ids)
     return dict(zip(ids, table["prompt"].to_pylist(), strict=True))

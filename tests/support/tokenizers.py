@@ -15,7 +15,13 @@ from eagle_ray.text.tokenizer import Tokenizer as TargetTokenizer
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 17209920\n"
-CORPUS = ["the cat sat on the mat", "hello there, how are you?", "STOP the end. STOP", "a\n\nb\n\nc", "naïve café"] * 4
+CORPUS = [
+    "the cat sat on the mat",
+    "hello there, how are you?",
+    "STOP the end. STOP",
+    "a\n\nb\n\nc",
+    "naïve café",
+] * 4
 TEMPLATE = (
     "<|bos|>{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -35,9 +41,15 @@ def write_tokenizer(directory: Path, chat_template: str | None = TEMPLATE) -> Pa
         vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+    }
     if chat_template is not None:
         config["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -50,12 +62,18 @@ def write_named(directory: Path, templates: dict[str, str], layout: str) -> Path
     write_tokenizer(directory, None)
     if layout == "list":
         config = json.loads((directory / "tokenizer_config.json").read_text())
-        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        config["chat_template"] = [
+            {"name": name, "template": text} for name, text in templates.items()
+        ]
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         return directory
     (directory / "additional_chat_templates").mkdir()
     for name, text in templates.items():
-        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        file = (
+            "chat_template.jinja"
+            if name == "default"
+            else f"additional_chat_templates/{name}.jinja"
+        )
         (directory / file).write_text(text)
     return directory
 
@@ -65,8 +83,16 @@ def special_tokenizer(directory: Path, chat_template: str, *tokens: str) -> Targ
     write_tokenizer(directory, chat_template)
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    content["added_tokens"] += [{"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)]
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    content["added_tokens"] += [
+        {"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)
+    ]
     path.write_text(json.dumps(content))
     return TargetTokenizer.load(directory)
 
@@ -77,11 +103,19 @@ def thinking_target(directory: Path) -> Path:
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary, words = content["model"]["vocab"], {"Ġgrass": "<think>", "Ġdown": "</think>"}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     for word, marker in words.items():
         vocabulary[marker] = vocabulary.pop(word)
         content["added_tokens"].append({"id": vocabulary[marker], "content": marker, **flags})
-    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) not in words]
+    content["model"]["merges"] = [
+        pair for pair in content["model"]["merges"] if "".join(pair) not in words
+    ]
     path.write_text(json.dumps(content))
     return directory
 
@@ -98,7 +132,9 @@ DROPPED = "$#@~^`|<"  # characters that make room for the merges
 
 def toy_tokenizer() -> Tokenizer:
     """Return a tokenizer of LLAMA's vocab_size tokens."""
-    single = [c for c in string.digits + string.ascii_letters + string.punctuation if c not in DROPPED]
+    single = [
+        c for c in string.digits + string.ascii_letters + string.punctuation if c not in DROPPED
+    ]
     names = [*TOY_SPECIAL, *single, "Ġ", *("".join(pair) for pair in MERGES)]
     tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -144,7 +180,8 @@ MISTRAL = """\
 {{- (call.function.arguments | tojson) + '}]' }}{% endfor %}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}"""
 
-# What becomes of five letters of the toy tokenizer, so that its answers can have reasoning and calls of tools.
+# What becomes of five letters of the toy tokenizer, so that its answers can have reasoning and
+# calls of tools.
 TOY_MARKERS = {"Q": "Ċ", "W": "<tool_call>", "X": "</tool_call>", "Y": "<think>", "Z": "</think>"}
 TOY_TEMPLATE = """\
 {%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
@@ -157,13 +194,23 @@ def toy_chat_tokenizer(directory: Path) -> TargetTokenizer:
     """Write and load a tokenizer of LLAMA's vocab_size tokens whose answers have Qwen 3's reasoning and tool calls."""
     content = json.loads(toy_tokenizer().to_str())
     vocabulary = content["model"]["vocab"]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     for letter, token in TOY_MARKERS.items():
         vocabulary[token] = vocabulary.pop(letter)
         if token.startswith("<"):
             content["added_tokens"].append({"id": vocabulary[token], "content": token, **flags})
     (directory / "tokenizer.json").write_text(json.dumps(content))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TOY_TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "chat_template": TOY_TEMPLATE,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     return TargetTokenizer.load(directory)

@@ -1,7 +1,7 @@
 """Small models that tests can reason about: a Markov table, whose law is known, and random Llamas.
 
-The table stands in for the model where the subject is the engine's bookkeeping or the sampled law; wherever logits,
-caches or attention matter the Llamas run through the real Target.
+The table stands in for the model where the subject is the engine's bookkeeping or the sampled law;
+wherever logits, caches or attention matter the Llamas run through the real Target.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.models.quantized_linear import quantize_linears
 from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.control_state import ReasoningIds, WordIds
+from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
@@ -63,10 +65,13 @@ class TableTarget:
     num_slots: int
     eos_ids: frozenset[int] = frozenset([EOS])
     device: str = "cpu"
+    finds_likeliest: bool = False
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cache = KVCache(BlockManager(self.num_slots, 64 + TABLE_TREE), 1, 1, 1, torch.float32, "cpu")
+        self.cache = KVCache(
+            BlockManager(self.num_slots, 64 + TABLE_TREE), 1, 1, 1, torch.float32, "cpu"
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -76,12 +81,19 @@ class TableTarget:
         nothing = torch.zeros(len(prompts.tokens), 1)
         return TargetOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
-    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> TargetOutput:
+    def verify(
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
+    ) -> TargetOutput:
         nothing = torch.zeros(len(rows.tokens), 1)
         return TargetOutput(self.table[rows.tokens], nothing, nothing)
 
     def forward_mixed(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PromptBatch
+        self,
+        tree: DraftTree,
+        rows: VerifyRows,
+        batch: DecodeSlots,
+        max_depth: int,
+        prompts: PromptBatch,
     ) -> tuple[TargetOutput, TargetOutput]:
         return self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
@@ -108,7 +120,12 @@ class TableDrafter(NullDrafter):
         )
 
     def draft(
-        self, batch: DecodeSlots, roots: Tensor, plan: DraftPlan, sampling: SamplingBatch, texts: object
+        self,
+        batch: DecodeSlots,
+        roots: Tensor,
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: object,
     ) -> Draft:
         builder = TreeBuilder(roots, plan.width)
         self.ranking.start(sampling, batch.lengths)
@@ -153,7 +170,9 @@ def llama(seed: int = 0, **shape: object) -> LlamaForCausalLM:
 def head(seed: int = 0, **shape: object) -> EagleHead:
     """A random head for `llama`."""
     torch.manual_seed(seed)
-    return EagleHead(LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False).requires_grad_(False)
+    return EagleHead(
+        LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False
+    ).requires_grad_(False)
 
 
 def head3(seed: int = 0, num_drafted: int = 60, **shape: object) -> Eagle3Head:
@@ -181,25 +200,42 @@ def llama_engine(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
+    quantised: bool = False,
     merged: Callable[[Drafter, TreeBounds], Drafter] = lambda drafter, bounds: drafter,
+    drafter_class: type[EagleDrafter] = EagleDrafter,
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
-    weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead. fused:
-    with as few graphs as Triton's kernels need.
-    packed: whether linear layers are, as the product runs them. merged: returns the drafter with others. shape: the
-    Llama's, where it is not LLAMA's.
+    weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and
+    launched ahead. fused: with as few graphs as Triton's kernels need. packed: whether linear
+    layers are, as the product runs them. quantised: the target's weights have 8 bits. merged:
+    returns the drafter with others. drafter_class: of the head. shape: the Llama's, where it is not
+    LLAMA's.
     """
-    model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
+    model, weights = (
+        llama(seed, **shape).to(device, dtype),
+        (weights or head(seed)).to(device, dtype),
+    )
+    if quantised:
+        quantize_linears(model)
     for module in (model, weights) if packed else ():
         pack_linears(module, min_weights=1)
-    bounds, layers = TreeBounds(max_nodes, max_depth, top_k), weights.feature_layers(model.config.num_hidden_layers)
+    bounds, layers = (
+        TreeBounds(max_nodes, max_depth, top_k),
+        weights.feature_layers(model.config.num_hidden_layers),
+    )
     target = TargetModel(model, num_slots, 128 + bounds.num_positions, kv_tokens, layers)
-    learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
-    drafter = merged(EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter(), bounds)
+    learning = dict(
+        calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device)
+    )
+    drafter = merged(
+        drafter_class(weights, target, **learning) if max_nodes else NullDrafter(), bounds
+    )
     replayed = CudaGraphRunner(device, num_slots, target.cache.capacity, fused) if graphs else None
-    return Engine(target, drafter, UniformPlanner(bounds), 128, bounds, prefill_tokens, replayed, overlap)
+    return Engine(
+        target, drafter, UniformPlanner(bounds), 128, bounds, prefill_tokens, replayed, overlap
+    )
 
 
 def word_ids(params: SamplingParams) -> WordIds:
@@ -215,7 +251,9 @@ def sequence_of(
     reasoning: ReasoningIds | None = None,
 ) -> Sequence:
     """One sequence. spec: None is what params say."""
-    return Sequence(name, ids, params, bad_word_ids=word_ids(params), grammar_spec=spec, reasoning=reasoning)
+    return Sequence(
+        name, ids, params, bad_word_ids=word_ids(params), grammar_spec=spec, reasoning=reasoning
+    )
 
 
 def run(

@@ -53,7 +53,9 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
         depth, width = (int(torch.randint(1, 4, (1,), generator=generator)) for _ in range(2))
         tree = grown_trees(seed + 7 * i, batch, depth, width, ties)
         tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
-        tree.tokens[:, 1 : 1 + width] = torch.arange(width)  # siblings of the root, shared by all trees
+        tree.tokens[:, 1 : 1 + width] = torch.arange(
+            width
+        )  # siblings of the root, shared by all trees
         budgets = torch.randint(1, tree.num_nodes + 1, (batch,), generator=generator)
         trees.append(best_nodes(tree, budgets.tolist()))
     return trees
@@ -74,7 +76,9 @@ def check_tree(tree: DraftTree) -> None:
             assert values[i] <= values[parents[i]]
             assert (parents[i], tokens[i]) not in siblings
             siblings.add((parents[i], tokens[i]))
-        assert all(p == -1 for p in parents[count:]) and all(v == -torch.inf for v in values[count:])
+        assert all(p == -1 for p in parents[count:]) and all(
+            v == -torch.inf for v in values[count:]
+        )
 
 
 shapes = dict(
@@ -130,7 +134,9 @@ class RecordingPlanner(UniformPlanner):
     seen: tuple[tuple[list[int], object, int], ...] = ()
 
     def allocate(self, draft, plan, batch):
-        self.seen += tuple((list(s.token_ids), draft.tree, i) for i, s in enumerate(batch.sequences))
+        self.seen += tuple(
+            (list(s.token_ids), draft.tree, i) for i, s in enumerate(batch.sequences)
+        )
         return super().allocate(draft, plan, batch)
 
 

@@ -1,15 +1,16 @@
 """Children of tests that are forked from a process which has imported torch, transformers and the engine.
 
-A fresh interpreter needs eight seconds of CPU for these imports. A test that kills a child or reads its exit code needs
-a process, not a fresh interpreter. With the fixture warm_python, `subprocess` forks what it would start as
-`python -c CODE` or `python -m MODULE` from one process, which each pytest process starts when it first needs it::
+A fresh interpreter needs eight seconds of CPU for these imports. A test that kills a child or reads
+its exit code needs a process, not a fresh interpreter. With the fixture warm_python, `subprocess`
+forks what it would start as `python -c CODE` or `python -m MODULE` from one process, which each
+pytest process starts when it first needs it::
 
     pytestmark = pytest.mark.usefixtures("warm_python")
 
-The child has the arguments, environment, directory, streams, files and signals that Popen would have given it, and this
-process is its parent. What differs: modules are imported already, so code that reads a variable while it is imported
-(OMP_NUM_THREADS, TRITON_INTERPRET) has read the parent's, and children of the child are fresh again.
-On Linux only; elsewhere children are fresh.
+The child has the arguments, environment, directory, streams, files and signals that Popen would
+have given it, and this process is its parent. What differs: modules are imported already, so code
+that reads a variable while it is imported (OMP_NUM_THREADS, TRITON_INTERPRET) has read the
+parent's, and children of the child are fresh again. On Linux only; elsewhere children are fresh.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.support.brief_costs import measure_briefly
 
 SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 FIRST_HIGH_FILE = 500  # numbers from here on are used by no test's files
@@ -98,8 +101,12 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def _is_warm(command: Any, asked: dict[str, Any]) -> bool:
-    is_python = isinstance(command, list) and command[:1] == [sys.executable] and command[1] in ("-c", "-m")
-    is_plain = not asked["shell"] and asked["preexec_fn"] is None and asked.get("process_group", -1) == -1
+    is_python = (
+        isinstance(command, list) and command[:1] == [sys.executable] and command[1] in ("-c", "-m")
+    )
+    is_plain = (
+        not asked["shell"] and asked["preexec_fn"] is None and asked.get("process_group", -1) == -1
+    )
     return is_python and is_plain and sys.platform == "linux"
 
 
@@ -142,16 +149,23 @@ def _warm_process() -> WarmProcess:
 
 def serve() -> Callable[[], object]:
     """Import what children need, then fork one for each request. Returns in the child only: the program to run."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for pytest, which ends this process
-    with socket.socket(fileno=fcntl.fcntl(int(sys.argv[-1]), fcntl.F_DUPFD_CLOEXEC, FIRST_HIGH_FILE)) as driver:
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # Ctrl-C is for pytest, which ends this process
+    with socket.socket(
+        fileno=fcntl.fcntl(int(sys.argv[-1]), fcntl.F_DUPFD_CLOEXEC, FIRST_HIGH_FILE)
+    ) as driver:
         os.close(int(sys.argv[-1]))
         for module in PRELOADED:
             __import__(module)
+        measure_briefly()
         gc.collect()
         gc.freeze()  # collections in children copy none of their pages
         while (received := socket.recv_fds(driver, LENGTH.size, MAX_FILES))[0]:
             header, files, _, _ = received
-            request: ChildRequest = pickle.loads(driver.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL))
+            request: ChildRequest = pickle.loads(
+                driver.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+            )
             if _fork_for(driver):
                 _take_over(request, files)
                 break
@@ -165,7 +179,8 @@ def serve() -> Callable[[], object]:
 def _fork_for(driver: socket.socket) -> bool:
     """Fork a child whose parent is the process at the other end, and return whether this is the child.
 
-    The child's own parent ends at once, and the process at the other end adopts what its descendants leave behind.
+    The child's own parent ends at once, and the process at the other end adopts what its
+    descendants leave behind.
     """
     between = os.fork()
     if between:
@@ -197,7 +212,9 @@ def _take_over(request: ChildRequest, files: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     is_unbuffered = bool(request.environment.get("PYTHONUNBUFFERED"))
     sys.stdin = TextIOWrapper(BufferedReader(FileIO(0, closefd=False)))
-    sys.stdout = TextIOWrapper(BufferedWriter(FileIO(1, "w", closefd=False)), write_through=is_unbuffered)
+    sys.stdout = TextIOWrapper(
+        BufferedWriter(FileIO(1, "w", closefd=False)), write_through=is_unbuffered
+    )
     errors = BufferedWriter(FileIO(2, "w", closefd=False))
     sys.stderr = TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]

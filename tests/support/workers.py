@@ -28,7 +28,13 @@ from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 CLASS = f"{__name__}:FragileWorker"  # as the engine's process finds it
-TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
+TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = (
+    "too large",
+    "too small",
+    "crashes",
+    "is buggy",
+    "logs",
+)  # names of jobs
 LASTS = "lasts"  # likewise: its rows end once LAST_WORD is in its output
 LAST_WORD = "_last_word"
 LOGGED = "measuring the cost of steps: for up to 5 s"
@@ -53,11 +59,13 @@ class FragileWorker(Worker):
         self._is_buggy = config.name == IS_BUGGY
         self._lasts_until = run.output / LAST_WORD if config.name == LASTS else None
         if config.name == LASTS:
-            engine_process.BEAT_S = 0.02
+            engine_process.COUNTERS_EVERY_S = 0.02
         super().__init__(config, run, carried, plan)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
-        prompts = [row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None]
+        prompts = [
+            row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None
+        ]
         if self._is_buggy:
             raise KeyError("a bug")
         if KILLER in prompts:
@@ -75,7 +83,9 @@ class FragileWorker(Worker):
 class ScriptedEngine:
     """ids: end with an EOS. engine: answers everything else."""
 
-    def __init__(self, engine: Any, ids: list[int], eos_ids: frozenset[int], tokens_per_step: int = 3):
+    def __init__(
+        self, engine: Any, ids: list[int], eos_ids: frozenset[int], tokens_per_step: int = 3
+    ):
         self._engine, self._ids, self._eos_ids, self._size = engine, ids, eos_ids, tokens_per_step
 
     def __getattr__(self, name: str) -> Any:
@@ -103,8 +113,12 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
     requests = list(request_rows(plan))
     requests = requests[::-1] if backwards else requests
     schema = request_schema(plan.carried_fields)
-    batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
+    batches = [
+        table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)
+    ]
+    worker = Worker(
+        config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan()
+    )
 
     async def all_at_once() -> list[pa.Table]:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches))
@@ -125,7 +139,9 @@ PATIENCE_S = 60
 def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
     plan = plan_input(config)
     requests, schema = list(request_rows(plan)), request_schema(plan.carried_fields)
-    return [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
+    return [
+        table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)
+    ]
 
 
 def arguments_of(config: JobConfig) -> tuple:
@@ -137,7 +153,9 @@ def answers_or_errors(worker: EngineProcess, *batches: pa.Table) -> list:
     """Of each batch its answers or the error; all in flight together."""
 
     async def all_at_once() -> list:
-        return await asyncio.gather(*(worker.answer(batch) for batch in batches), return_exceptions=True)
+        return await asyncio.gather(
+            *(worker.answer(batch) for batch in batches), return_exceptions=True
+        )
 
     return asyncio.run(all_at_once())
 

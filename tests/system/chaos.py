@@ -1,8 +1,9 @@
 """Random kills over a real job on several nodes, and every promise about its rows checked from outside.
 
-A Ray cluster of several nodes with fake GPUs runs on this machine; the job is `eagle-ray run` with the embedded pair.
-Drivers, engines, write tasks and whole nodes are killed with SIGKILL, seeded; the same command is started until it is
-done. A watcher opens every file as it appears. Exit code 1 where a check fails.
+A Ray cluster of several nodes with fake GPUs runs on this machine; the job is `eagle-ray run` with
+the embedded pair. Drivers, engines, write tasks and whole nodes are killed with SIGKILL, seeded;
+the same command is started until it is done. A watcher opens every file as it appears. Exit code 1
+where a check fails.
 
     make chaos                                        # five minutes on two cores
     python -m tests.system.chaos --seconds 120 --seed 7
@@ -37,21 +38,68 @@ from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environmen
 from eagle_ray.batch.driver.signals import interruptible
 
 NODES = 3  # with one fake GPU each; the head has none and holds the driver
-MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+MODEST = {
+    "num_cpus": 1,
+    "object_store_memory": 100 << 20,
+    "node_ip_address": "127.0.0.1",
+    "include_dashboard": False,
+}
 NODE = MODEST | {"num_gpus": 1}
 SAMPLES = 2
 KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
 NAME = f"chaos-{os.getpid()}"  # of the job, in the command lines of its driver and of the engines' processes
-VICTIMS = {"driver": 3, "actor": 2, "engine": 2, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
-TITLES = {"actor": "EngineActor", "engine": NAME, "write task": "Write", "progress": "ProgressActor"}  # of processes
+VICTIMS = {
+    "driver": 3,
+    "actor": 2,
+    "engine": 2,
+    "write task": 3,
+    "progress": 1,
+    "node": 2,
+}  # how often each is chosen
+TITLES = {
+    "actor": "EngineActor",
+    "engine": NAME,
+    "write task": "Write",
+    "progress": "ProgressActor",
+}  # of processes
 LOOK_EVERY_S = 0.1  # at the files
 NODE_STARTS = 5
 LOOK_FOR_S = 15.0  # write tasks live for a moment
-WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
-# What a row is. Times, the worker and what the drafts happened to do depend on the rest of the batch.
-SAME = ["prompt", "text", "output_token_ids", "finish_reason", "status", "error_code", "completion_tokens"]
-SAME += ["prompt_tokens", "temperature", "top_p", "top_k", "max_tokens", "seed", "topic", "row_index", "source_file"]
+WORDS = [
+    "ship",
+    "lamp",
+    "river",
+    "stone",
+    "cloud",
+    "garden",
+    "letter",
+    "window",
+    "winter",
+    "silver",
+]
+# What a row is. Times, the worker and what the drafts happened to do depend on the rest of the
+# batch.
+SAME = [
+    "prompt",
+    "text",
+    "output_token_ids",
+    "finish_reason",
+    "status",
+    "error_code",
+    "completion_tokens",
+]
+SAME += [
+    "prompt_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "topic",
+    "row_index",
+    "source_file",
+]
 
 
 @dataclass
@@ -96,7 +144,9 @@ class Watcher:
 
     def _open(self, info: fs.FileInfo) -> None:
         try:
-            table = pq.read_table(info.path, filesystem=self.where, partitioning=None, columns=self.columns)
+            table = pq.read_table(
+                info.path, filesystem=self.where, partitioning=None, columns=self.columns
+            )
             self.files.append((info.mtime_ns / 1e9, table))
         except FileNotFoundError:
             return  # rewritten or removed since it was listed
@@ -119,7 +169,9 @@ class Killer:
     def kill(self, victim: str) -> None:
         """Kill a node, which is replaced, or a process of the cluster, should there be one within LOOK_FOR_S."""
         if victim == "node":
-            self.cluster.remove_node(self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False)
+            self.cluster.remove_node(
+                self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False
+            )
             time.sleep(self.chance.uniform(0, 3))
             self._add_node()
         elif not self._kill_worker(TITLES[victim]):
@@ -181,7 +233,9 @@ class Chaos:
                 files = len(watcher.seen)
                 self.start()
                 continue
-            victim = self.killer.choose(VICTIMS | ({"driver": 0} if len(watcher.seen) == files else {}))
+            victim = self.killer.choose(
+                VICTIMS | ({"driver": 0} if len(watcher.seen) == files else {})
+            )
             if victim == "driver":
                 self.killer.kill_driver(self.driver)
             else:
@@ -200,26 +254,41 @@ class Chaos:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=300.0, help="about how long all of it takes (300)")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="about how long all of it takes (300)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
-    parser.add_argument("--rows", type=int, default=1500, help="prompts, each answered twice (1500)")
-    parser.add_argument("--local", action="store_true", help="output to local files instead of an S3 server (moto's)")
+    parser.add_argument(
+        "--rows", type=int, default=1500, help="prompts, each answered twice (1500)"
+    )
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="output to local files instead of an S3 server (moto's)",
+    )
     args = parser.parse_args()
     started = time.monotonic()
     store = local_files if args.local else s3_server
-    with tempfile.TemporaryDirectory(prefix="chaos-") as directory, store(Path(directory)) as (where, output):
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-") as directory,
+        store(Path(directory)) as (where, output),
+    ):
         prompts = write_prompts(Path(directory), args.rows)
         with cluster() as nodes, Watcher(where, f"{output.removeprefix('s3://')}/data") as watcher:
             killer = Killer(nodes, random.Random(args.seed), NODE)
             chaos = Chaos(killer, command(prompts, output, nodes), Path(directory) / "log")
-            print(f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}")
+            print(
+                f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}"
+            )
             chaos.start()
             chaos.kill_for(args.seconds * KILLING, watcher)
             code = chaos.finish(2 * args.seconds)
             watcher.look()
             again = compute_again(where, watcher.data, chaos, args.seconds) if code == 0 else []
             watcher.look()
-        attempts = json.loads(where.open_input_stream(f"{output.removeprefix('s3://')}/_run.json").read())["attempts"]
+        attempts = json.loads(
+            where.open_input_stream(f"{output.removeprefix('s3://')}/_run.json").read()
+        )["attempts"]
         failed = report(chaos, code, watcher, where, args.rows, attempts, again)
         if failed:
             print(chaos.log.read_text()[-4000:])
@@ -227,13 +296,28 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows: int, attempts: list, again: list):
+def report(
+    chaos: Chaos,
+    code: int,
+    watcher: Watcher,
+    where: fs.FileSystem,
+    rows: int,
+    attempts: list,
+    again: list,
+):
     """Print every check; returns how many failed."""
-    found = pq.read_table(watcher.data, filesystem=where, partitioning=None) if code == 0 else pa.table({})
+    found = (
+        pq.read_table(watcher.data, filesystem=where, partitioning=None)
+        if code == 0
+        else pa.table({})
+    )
     checks = {
         f"the last command ended with 0 (it was {code})": code == 0,
-        f"every id {SAMPLES} times, none twice, none missing, by DuckDB": code == 0 and counted(found) == (rows, 0),
-        "_SUCCESS is there": where.get_file_info(f"{watcher.data.removesuffix('data')}_SUCCESS").is_file,
+        f"every id {SAMPLES} times, none twice, none missing, by DuckDB": code == 0
+        and counted(found) == (rows, 0),
+        "_SUCCESS is there": where.get_file_info(
+            f"{watcher.data.removesuffix('data')}_SUCCESS"
+        ).is_file,
         f"no half file among {len(watcher.seen)} that were opened as they appeared": not watcher.unreadable,
         "nothing committed was computed again": not computed_again(watcher, attempts, again),
         f"rows that were computed twice ({twice(watcher)}) are the same rows": same_rows(watcher),
@@ -287,14 +371,26 @@ def same_rows(watcher: Watcher) -> bool:
 
 def twice(watcher: Watcher) -> int:
     """Rows that were seen from two attempts."""
-    made = {(key, a) for _, t in watcher.files for key, a in zip(keys(t), t["attempt"].to_pylist(), strict=True)}
+    made = {
+        (key, a)
+        for _, t in watcher.files
+        for key, a in zip(keys(t), t["attempt"].to_pylist(), strict=True)
+    }
     return sum(count > 1 for count in Counter(key for key, _ in made).values())
 
 
 def compute_again(where: fs.FileSystem, data: str, chaos: Chaos, seconds: float) -> list[str]:
     """Remove two files and run the command again; return the rows that it has to make again."""
-    files = sorted(info.path for info in where.get_file_info(fs.FileSelector(data)) if info.path.endswith(".parquet"))
-    lost = [key for path in files[:2] for key in keys(pq.read_table(path, filesystem=where, partitioning=None))]
+    files = sorted(
+        info.path
+        for info in where.get_file_info(fs.FileSelector(data))
+        if info.path.endswith(".parquet")
+    )
+    lost = [
+        key
+        for path in files[:2]
+        for key in keys(pq.read_table(path, filesystem=where, partitioning=None))
+    ]
     for path in files[:2]:
         where.delete_file(path)
     chaos.start()
@@ -356,7 +452,9 @@ def cluster(node: dict = NODE, num_nodes: int = NODES) -> Iterator:
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    nodes = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
+    nodes = Cluster(
+        initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0}
+    )
     try:
         for _ in range(num_nodes):
             nodes.add_node(**node)
@@ -408,7 +506,11 @@ def workers_of(raylets: set[int]) -> Iterator[tuple[int, str]]:
 
 def named(title: str) -> list[int]:
     """Processes with this in their command line."""
-    return [found.pid for found in psutil.process_iter(["cmdline"]) if title in " ".join(found.info["cmdline"] or ())]
+    return [
+        found.pid
+        for found in psutil.process_iter(["cmdline"])
+        if title in " ".join(found.info["cmdline"] or ())
+    ]
 
 
 def raylet_of(node: object) -> int:

@@ -1,10 +1,12 @@
 """Random kills over two shards of a job whose input grows meanwhile, and every id of it counted from outside.
 
-A Ray cluster of several nodes with fake GPUs runs on this machine. Two drivers, `eagle-ray run --shard 1/2` and `2/2`,
-answer tiny rows with a toy model of a few thousand parameters. Drivers, engines, write tasks, progress actors and whole
-nodes are killed with SIGKILL; lines are appended and files added, also while the drivers run; every driver that ended
-is started again with the same command. At last `eagle-ray finish` is killed, and run to its end. A run of its own over
-the whole input, without shards and without kills, says what every row should be. Exit code 1 where a check fails.
+A Ray cluster of several nodes with fake GPUs runs on this machine. Two drivers, `eagle-ray run
+--shard 1/2` and `2/2`, answer tiny rows with a toy model of a few thousand parameters. Drivers,
+engines, write tasks, progress actors and whole nodes are killed with SIGKILL; lines are appended
+and files added, also while the drivers run; every driver that ended is started again with the same
+command. At last `eagle-ray finish` is killed, and run to its end. A run of its own over the whole
+input, without shards and without kills, says what every row should be. Exit code 1 where a check
+fails.
 
     python -m tests.system.chaos_at_scale                 # 100,000 rows, 100 kills: half an hour on two cores
     python -m tests.system.chaos_at_scale --rows 3000 --kills 6
@@ -55,7 +57,14 @@ SHARDS = JobShard.all_of(2)
 KILLS_A_GROWTH = 5
 PAUSE_S = (0.0, 5.0)  # before a kill, once a file has appeared since the last one
 PATIENCE_S = 45.0  # a kill does not wait longer for a file: starts are killed, too
-VICTIMS = {"driver": 4, "actor": 3, "engine": 3, "write task": 3, "progress": 1, "node": 1}  # how often each is chosen
+VICTIMS = {
+    "driver": 4,
+    "actor": 3,
+    "engine": 3,
+    "write task": 3,
+    "progress": 1,
+    "node": 1,
+}  # how often each is chosen
 FINISH_KILLS = 3
 FINISH_KILLED_AFTER_S = (0.5, 6.0)
 MOST_STARTS_AT_THE_END = 5  # of a driver, when nothing is killed any more
@@ -63,7 +72,9 @@ LOOK_EVERY_S = 0.5
 KEPT = ["request_id", "sample_index", "attempt", *SAME]
 EXPECTED_CODES = {DONE.code, TRANSIENT.code, INTERRUPTED.code}
 CHANGED = "changed while the job read it"  # an input that grows during a run ends it with MISMATCH
-TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+TOY = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+)
 
 
 @dataclass
@@ -90,9 +101,16 @@ class GrowingInput:
                 file.write(lines)
             self.num_appends += 1
         else:
-            new = self.directory / f"{self.num_files:03d}.{'parquet' if kind == 'parquet' else 'jsonl'}"
-            hidden = new.with_name(f".{new.name}")  # a file appears whole; what an append adds need not
-            pq.write_table(pa.Table.from_pylist(rows), hidden) if kind == "parquet" else hidden.write_text(lines)
+            new = (
+                self.directory
+                / f"{self.num_files:03d}.{'parquet' if kind == 'parquet' else 'jsonl'}"
+            )
+            hidden = new.with_name(
+                f".{new.name}"
+            )  # a file appears whole; what an append adds need not
+            pq.write_table(
+                pa.Table.from_pylist(rows), hidden
+            ) if kind == "parquet" else hidden.write_text(lines)
             hidden.rename(new)
             self.num_files += 1
         self.num_rows += len(rows)
@@ -156,7 +174,9 @@ class ShardDriver:
             return
         self.codes[code] += 1
         text = self.log.read_text()
-        reason = next((line for line in text.splitlines() if line.startswith("eagle-ray:")), text[-300:])
+        reason = next(
+            (line for line in text.splitlines() if line.startswith("eagle-ray:")), text[-300:]
+        )
         if code:
             print(f"  shard {self.shard} ended with {code}: {reason[:300]}", flush=True)
         has_grown = code == MISMATCH.code and CHANGED in reason
@@ -231,7 +251,10 @@ class ShardedChaos:
         self.rows.grow(self.rows.total)
         before = [driver.starts for driver in self.drivers]
         while not self._are_done():
-            if any(d.starts - n > MOST_STARTS_AT_THE_END for d, n in zip(self.drivers, before, strict=True)):
+            if any(
+                d.starts - n > MOST_STARTS_AT_THE_END
+                for d, n in zip(self.drivers, before, strict=True)
+            ):
                 return False
             self._restart()
             time.sleep(1)
@@ -259,9 +282,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--engines", type=int, default=2, help="of each shard (2)")
     parser.add_argument(
-        "--keep-nodes", action="store_true", help="kill none: Ray gives a new one 30 s, too few if busy"
+        "--keep-nodes",
+        action="store_true",
+        help="kill none: Ray gives a new one 30 s, too few if busy",
     )
-    parser.add_argument("--seconds", type=float, default=7200.0, help="no kill after so long (7200)")
+    parser.add_argument(
+        "--seconds", type=float, default=7200.0, help="no kill after so long (7200)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
     args = parser.parse_args()
     started = time.monotonic()
@@ -281,7 +308,9 @@ def run(directory: Path, args: argparse.Namespace, started: float) -> int:
         drivers = list(drivers_of(directory, nodes.address, args.engines))
         weights = VICTIMS | ({"node": 0} if args.keep_nodes else {})
         chaos = ShardedChaos(Killer(nodes, chance, NODE), drivers, rows, args.kills, weights)
-        print(f"{args.rows:,} rows, {args.kills} kills, {len(SHARDS)} shards, {NODES} nodes; seed {args.seed}")
+        print(
+            f"{args.rows:,} rows, {args.kills} kills, {len(SHARDS)} shards, {NODES} nodes; seed {args.seed}"
+        )
         try:
             chaos.kill_all(started + args.seconds)
             is_complete = chaos.complete()
@@ -301,17 +330,24 @@ def run(directory: Path, args: argparse.Namespace, started: float) -> int:
 def report(chaos: ShardedChaos, directory: Path, code: int | None, undisturbed: int | None) -> int:
     """Print every check and return how many failed."""
     watchers = [driver.watcher for driver in chaos.drivers]
-    attempts = [json.loads(run_file(directory, d.shard).read_text())["attempts"] for d in chaos.drivers]
+    attempts = [
+        json.loads(run_file(directory, d.shard).read_text())["attempts"] for d in chaos.drivers
+    ]
     again = [computed_again(w, tried, []) for w, tried in zip(watchers, attempts, strict=True)]
     unexpected = [text for driver in chaos.drivers for text in driver.unexpected]
     total = chaos.rows.total
     counts = ids_in(directory / "out", total) if code == 0 else (0, 0, 0)
     different = different_rows(directory) if undisturbed == 0 else None
-    print(f"killed: {victims(chaos.killer.killed)} = {chaos.num_kills}; attempts: {[len(tried) for tried in attempts]}")
+    print(
+        f"killed: {victims(chaos.killer.killed)} = {chaos.num_kills}; attempts: {[len(tried) for tried in attempts]}"
+    )
     print(f"input: {chaos.rows.num_files} files, {chaos.rows.num_appends} appends")
-    print(f"exit codes of drivers that were not killed: {sum((d.codes for d in chaos.drivers), Counter())}")
+    print(
+        f"exit codes of drivers that were not killed: {sum((d.codes for d in chaos.drivers), Counter())}"
+    )
     checks = {
-        f"eagle-ray finish ended with 0 (it was {code}), and _SUCCESS is there": code == 0 and success(directory),
+        f"eagle-ray finish ended with 0 (it was {code}), and _SUCCESS is there": code == 0
+        and success(directory),
         f"{total:,} ids, each once, none else, by DuckDB ({counts})": counts == (total, total, 0),
         f"the undisturbed run ended with 0 (it was {undisturbed})": undisturbed == 0,
         f"every row is the undisturbed run's ({different} are not)": different == 0,
@@ -319,7 +355,9 @@ def report(chaos: ShardedChaos, directory: Path, code: int | None, undisturbed: 
             w.unreadable for w in watchers
         ),
         f"nothing committed was computed again ({sum(map(len, again))} rows were)": not any(again),
-        f"rows that were computed twice ({sum(map(twice, watchers))}) are the same rows": all(map(same_rows, watchers)),
+        f"rows that were computed twice ({sum(map(twice, watchers))}) are the same rows": all(
+            map(same_rows, watchers)
+        ),
         f"no driver ended for a reason that it did not say ({len(unexpected)} did)": not unexpected,
         f"no process is left of those that were started ({len(named(NAME))})": not named(NAME),
     }

@@ -4,9 +4,10 @@
     python -m tests.system.check_clients --python .venv-clients/bin/python --only openai,curl
     python -m tests.system.check_clients --python .venv-clients/bin/python --only lm-eval --target embedded:smollm2
 
-Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis, last, sends malformed
-requests by the hundred from the served OpenAPI document. The embedded targets were trained without tools, so the server
-gets a chat template that is the target's own unless a request has tools. Exit code 1 where one fails.
+Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis,
+last, sends malformed requests by the hundred from the served OpenAPI document. The embedded targets
+were trained without tools, so the server gets a chat template that is the target's own unless a
+request has tools. Exit code 1 where one fails.
 """
 
 from __future__ import annotations
@@ -30,13 +31,30 @@ from eagle_ray.assembly.hub import download
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "clients"
-TEMPLATES = {f"embedded:{name}": PROGRAMS / "templates" / f"{name}.jinja" for name in ("tiny", "smollm2")}
+TEMPLATES = {
+    f"embedded:{name}": PROGRAMS / "templates" / f"{name}.jinja" for name in ("tiny", "smollm2")
+}
 READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 90.0
 EACH_WITHIN_S = 600.0
-# Positive data may still be refused for what a schema cannot say, such as a prompt that is too long.
-SCHEMATHESIS = ["--exclude-checks", "positive_data_acceptance", "--max-examples", "30", "--phases", "coverage,fuzzing"]
-SCHEMATHESIS += ["--request-timeout", "60", "--seed", "1", "--generation-deterministic", "--no-color"]
+# Positive data may still be refused for what a schema cannot say, such as a prompt that is too
+# long.
+SCHEMATHESIS = [
+    "--exclude-checks",
+    "positive_data_acceptance",
+    "--max-examples",
+    "30",
+    "--phases",
+    "coverage,fuzzing",
+]
+SCHEMATHESIS += [
+    "--request-timeout",
+    "60",
+    "--seed",
+    "1",
+    "--generation-deterministic",
+    "--no-color",
+]
 
 
 @contextmanager
@@ -112,7 +130,12 @@ class Bench:
 
     def write_reference(self) -> None:
         """Write lm-eval's documents and what transformers makes of them into the folder."""
-        command = [sys.executable, str(PROGRAMS / "reference.py"), str(self.folder), self.target_directory]
+        command = [
+            sys.executable,
+            str(PROGRAMS / "reference.py"),
+            str(self.folder),
+            self.target_directory,
+        ]
         subprocess.run(command, check=True, capture_output=True)
 
 
@@ -129,16 +152,36 @@ def lm_eval_in_process(bench: Bench) -> list[str]:
     """lm-eval over an engine of its own process: this environment's packages, and lm-eval from the clients'."""
     bench.write_reference()
     places = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    found = subprocess.run([bench.python, "-c", places], check=True, capture_output=True, text=True).stdout.strip()
-    return [sys.executable, str(PROGRAMS / "lm_eval_in_process.py"), str(bench.folder), bench.target, found]
+    found = subprocess.run(
+        [bench.python, "-c", places], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    return [
+        sys.executable,
+        str(PROGRAMS / "lm_eval_in_process.py"),
+        str(bench.folder),
+        bench.target,
+        found,
+    ]
 
 
 def aiperf(bench: Bench) -> list[str]:
-    return [*program("aiperf")(bench), bench.target, bench.target_directory, str(bench.folder / "aiperf")]
+    return [
+        *program("aiperf")(bench),
+        bench.target,
+        bench.target_directory,
+        str(bench.folder / "aiperf"),
+    ]
 
 
 def schemathesis(bench: Bench) -> list[str]:
-    return [bench.python, "-m", "schemathesis.cli", "run", f"{bench.url}/openapi.json", *SCHEMATHESIS]
+    return [
+        bench.python,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{bench.url}/openapi.json",
+        *SCHEMATHESIS,
+    ]
 
 
 CLIENTS = {
@@ -162,7 +205,11 @@ def check(name: str, bench: Bench) -> bool:
     began = time.monotonic()
     try:
         ran = subprocess.run(
-            CLIENTS[name](bench), cwd=bench.folder, capture_output=True, text=True, timeout=EACH_WITHIN_S
+            CLIENTS[name](bench),
+            cwd=bench.folder,
+            capture_output=True,
+            text=True,
+            timeout=EACH_WITHIN_S,
         )
     except subprocess.TimeoutExpired:
         print(f"FAIL  {name} did not end within {EACH_WITHIN_S:g} s", flush=True)
@@ -172,21 +219,33 @@ def check(name: str, bench: Bench) -> bool:
         print(f"FAIL  {name} after {seconds:.0f} s\n{ran.stdout}\n{ran.stderr}", flush=True)
         return False
     said = ran.stdout.strip().splitlines()
-    line = next((line.strip() for line in said if " generated, " in line), said[-1])  # schemathesis has no last line
-    print(f"ok    {line if name != 'schemathesis' else f'schemathesis: {line}'} ({seconds:.0f} s)", flush=True)
+    line = next(
+        (line.strip() for line in said if " generated, " in line), said[-1]
+    )  # schemathesis has no last line
+    print(
+        f"ok    {line if name != 'schemathesis' else f'schemathesis: {line}'} ({seconds:.0f} s)",
+        flush=True,
+    )
     return True
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="of an environment that has infra/clients.txt")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="of an environment that has infra/clients.txt"
+    )
     parser.add_argument("--only", default=",".join(CLIENTS), help=f"some of {','.join(CLIENTS)}")
     parser.add_argument("--target", default="embedded:tiny", choices=TEMPLATES)
     options = parser.parse_args()
     names, python = options.only.split(","), str(Path(options.python).absolute())
     if unknown := set(names) - CLIENTS.keys():
         parser.error(f"--only: no client {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory(prefix="eagle-ray-clients-") as name, server(Path(name), options.target) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="eagle-ray-clients-") as name,
+        server(Path(name), options.target) as url,
+    ):
         bench = Bench(python, url, Path(name), options.target)
         passed = [check(name, bench) for name in names]
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:

@@ -1,16 +1,19 @@
 """A day of an endpoint's life in ten minutes: python -m tests.system.soak
 
-One server (`eagle-ray serve`, the embedded pair, configs/serve_demo.yaml) and clients that come back at once, each time
-as one of VISITS, by chance: they read streams to the end or slowly, leave in the middle, ask for several answers, for
-log-probabilities, with prompts that fill the context, or for what is refused; now and then so large a burst that the
-queue is full. Meanwhile private memory, open files and threads of the server's processes are sampled.
+One server (`eagle-ray serve`, the embedded pair, configs/serve_demo.yaml) and clients that come
+back at once, each time as one of VISITS, by chance: they read streams to the end or slowly, leave
+in the middle, ask for several answers, for log-probabilities, with prompts that fill the context,
+or for what is refused; now and then so large a burst that the queue is full. Meanwhile private
+memory, open files and threads of the server's processes are sampled.
 
-The clients have two API keys, so that the queue is shared. A burst fits only if few sequences are queued.
+The clients have two API keys, so that the queue is shared. A burst fits only if few sequences are
+queued.
 
 At the end it holds, or the exit code is 1:
-    no process grows: the median slope between all pairs of samples after warm-up (Theil and Sen's) is at most
-    --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end than when warm, but
-    for a few
+    no process grows: the median slope between all pairs of samples after warm-up (Theil and Sen's)
+        is at most
+    --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end
+    than when warm, but for a few
     nothing is left: no sequence runs or waits, no KV block is held
     every client that stayed had the right status, and a whole stream
 
@@ -45,7 +48,9 @@ from jobs.bench.prompts import read_prompts
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WARM_UP = 0.3  # the share of the time in which memory may grow
-LEAST_MINUTES = 8.0  # of a soak that says whether it goes on growing: the first minutes are all warm-up
+LEAST_MINUTES = (
+    8.0  # of a soak that says whether it goes on growing: the first minutes are all warm-up
+)
 SAY_EVERY_S = 60.0
 SAMPLE_EVERY_S = 2.0
 AGAIN_S = 0.5  # after a 429, on average
@@ -111,7 +116,9 @@ class Crowd:
             return
 
     async def ask_for_several(self) -> None:
-        body = self._chat(n=self.chance.randint(2, 4), temperature=0.8, seed=self.chance.randrange(9))
+        body = self._chat(
+            n=self.chance.randint(2, 4), temperature=0.8, seed=self.chance.randrange(9)
+        )
         await self._ask(CHAT, body | {"stream": False})
 
     async def ask_for_logprobs(self) -> None:
@@ -122,7 +129,9 @@ class Crowd:
         """Twenty prompts in all: some find their prefix in the cache, most make it evict."""
         number = self.chance.randrange(20)
         ids = [100 + (number * i) % 800 for i in range(self.chance.choice([600, 1500, 2000]))]
-        await self._stream({"prompt": ids, "max_tokens": 30, "ignore_eos": True, "stream": True}, path=TEXT)
+        await self._stream(
+            {"prompt": ids, "max_tokens": 30, "ignore_eos": True, "stream": True}, path=TEXT
+        )
 
     async def be_refused(self) -> None:
         body, expected = self.chance.choice(list(REFUSED.items()))
@@ -141,7 +150,11 @@ class Crowd:
                 await self._note(answer.status, 200, path)
 
     def _chat(self, **settings: Any) -> dict[str, Any]:
-        return {"messages": self.chance.choice(self.prompts)["messages"], "stream": True, **settings}
+        return {
+            "messages": self.chance.choice(self.prompts)["messages"],
+            "stream": True,
+            **settings,
+        }
 
     async def _ask(self, path: str, body: dict[str, Any]) -> None:
         async with self.session.post(self.url + path, json=body) as answer:
@@ -149,7 +162,11 @@ class Crowd:
             await self._note(answer.status, 200, said)
 
     async def _stream(
-        self, body: dict[str, Any], path: str = CHAT, pause: float = 0.0, leave_after: int | None = None
+        self,
+        body: dict[str, Any],
+        path: str = CHAT,
+        pause: float = 0.0,
+        leave_after: int | None = None,
     ) -> None:
         """leave_after: number of lines; None stays to the end."""
         if leave_after == 0:
@@ -158,7 +175,9 @@ class Crowd:
             except asyncio.TimeoutError:
                 return
         async with self.session.post(self.url + path, json=body) as answer:
-            await self._note(answer.status, 200, "" if answer.status == 200 else await answer.text())
+            await self._note(
+                answer.status, 200, "" if answer.status == 200 else await answer.text()
+            )
             last, num_lines = b"", 0
             async for line in answer.content:
                 last, num_lines = line.strip() or last, num_lines + 1
@@ -215,14 +234,22 @@ def sample(pids: list[int], minute: float) -> Sample | None:
     return Sample(minute, private / 2**20, files, threads)
 
 
-async def watch(served: Served, until: float, samples: dict[str, list[Sample]], crowd: Crowd) -> None:
+async def watch(
+    served: Served, until: float, samples: dict[str, list[Sample]], crowd: Crowd
+) -> None:
     began = said = time.monotonic()
     processes = served.processes()
     while (now := time.monotonic()) < until:
         if now > said + SAY_EVERY_S:
             said = now
-            memory = ", ".join(f"{name} {taken[-1].memory:.0f} MB" for name, taken in samples.items())
-            print(f"{(now - began) / 60:.0f} min: {crowd.visits.total()} visits; {memory}", file=sys.stderr, flush=True)
+            memory = ", ".join(
+                f"{name} {taken[-1].memory:.0f} MB" for name, taken in samples.items()
+            )
+            print(
+                f"{(now - began) / 60:.0f} min: {crowd.visits.total()} visits; {memory}",
+                file=sys.stderr,
+                flush=True,
+            )
         for name, pids in processes.items():
             if (taken := sample(pids, (time.monotonic() - began) / 60)) is not None:
                 samples[name].append(taken)
@@ -265,7 +292,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="(10)")
     parser.add_argument("--clients", type=int, default=16, help="at once (16)")
-    parser.add_argument("--slope", type=float, default=1.0, help="most MB a minute that a process may grow by (1)")
+    parser.add_argument(
+        "--slope", type=float, default=1.0, help="most MB a minute that a process may grow by (1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do (0)")
     parser.add_argument("--out", type=Path, default=Path("runs/soak.json"))
     args = parser.parse_args()
@@ -275,7 +304,13 @@ def main() -> int:
         left, metrics = left_over(served), served.metrics()
     found = {name: trend(taken, args.minutes) for name, taken in samples.items() if taken}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    said = {"visits": crowd.visits, "statuses": crowd.statuses, "wrong": crowd.wrong, "left": left, "trends": found}
+    said = {
+        "visits": crowd.visits,
+        "statuses": crowd.statuses,
+        "wrong": crowd.wrong,
+        "left": left,
+        "trends": found,
+    }
     rows = {name: [list(vars(one).values()) for one in taken] for name, taken in samples.items()}
     args.out.write_text(json.dumps(said | {"metrics": metrics, "samples": rows}, indent=1))
     return report(crowd, found, left, args)
@@ -294,12 +329,19 @@ def trend(samples: list[Sample], minutes: float) -> dict[str, float]:
     }
 
 
-def report(crowd: Crowd, found: dict[str, dict[str, float]], left: dict[str, float], args: argparse.Namespace) -> int:
+def report(
+    crowd: Crowd,
+    found: dict[str, dict[str, float]],
+    left: dict[str, float],
+    args: argparse.Namespace,
+) -> int:
     """Print it all; 1 where something does not hold."""
     columns = list(next(iter(found.values())))
     print(f"| process | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for name, row in found.items():
-        print(f"| {name} | {' | '.join(f'{row[column]:.2f}'.removesuffix('.00') for column in columns)} |")
+        print(
+            f"| {name} | {' | '.join(f'{row[column]:.2f}'.removesuffix('.00') for column in columns)} |"
+        )
     print(f"visits: {dict(crowd.visits)}\nstatuses: {dict(crowd.statuses)}")
     grown = [name for name, row in found.items() if row["MB a minute"] > args.slope]
     many = [name for name, row in found.items() if max(row["files"], row["threads"]) > FEW]
@@ -309,9 +351,13 @@ def report(crowd: Crowd, found: dict[str, dict[str, float]], left: dict[str, flo
         f"every answer as it should be {sorted(set(crowd.wrong))[:5] or ''}": not crowd.wrong,
     }
     if args.minutes >= LEAST_MINUTES:
-        checks[f"no process grows by more than {args.slope:g} MB a minute {grown or ''}"] = not grown
+        checks[
+            f"no process grows by more than {args.slope:g} MB a minute {grown or ''}"
+        ] = not grown
     else:
-        print(f"  too short to say whether memory goes on growing: that takes {LEAST_MINUTES:g} minutes or more")
+        print(
+            f"  too short to say whether memory goes on growing: that takes {LEAST_MINUTES:g} minutes or more"
+        )
     for words, kept in checks.items():
         print(f"  {'ok    ' if kept else 'FAILED'} {words.strip()}")
     return 0 if all(checks.values()) else 1
