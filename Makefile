@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= infra/constraints.txt
-CPP := $(wildcard eagle_ray/kernels/*.cpp eagle_ray/kernels/*.h)
+CUDA_TORCH ?= $(shell grep "^torch==" infra/constraints.txt)
+CPP := $(wildcard eagle_ray/kernels/*.cpp eagle_ray/kernels/*.h tests/kernels/arm/*.cpp)
 
-.PHONY: help demo check test test-fast test-slow test-random durations documented coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
+.PHONY: arm cuda-contracts help demo check test test-fast test-slow test-random durations documented coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -20,10 +21,10 @@ test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/.installed   ## the slow tests too, which run every night and before a release
-	$(BIN)/python -m pytest -n auto -m "slow or not slow"
+	$(BIN)/python -m pytest -n auto -m "slow or not slow" --hypothesis-seed=$$(date +%s)
 
 test-random: $(VENV)/.installed ## every fast test in random order; SEED=N repeats one
-	$(BIN)/python -m pytest -n auto --random-order $(if $(SEED),--random-order-seed=$(SEED))
+	$(BIN)/python -m pytest -n auto --random-order $(if $(SEED),--random-order-seed=$(SEED)) --hypothesis-seed=$(or $(SEED),$$(date +%s))
 
 durations: runs/durations.json  ## compare later runs of the tests with the latest one
 	cp runs/durations.json tests/durations.json
@@ -52,6 +53,12 @@ soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real e
 image-root: $(VENV)/.installed   ## the image of infra/Dockerfile as a root directory, without docker; a kernel is compiled in it; as root
 	rm -rf runs/image-root && mkdir -p runs/image-root
 	EAGLE_RAY_IMAGE_ROOT=$(CURDIR)/runs/image-root $(BIN)/python -m pytest tests/infra/test_dockerfile.py -m slow -k compiles
+
+arm: $(VENV)/.installed         ## products on an emulated ARM processor; needs g++-aarch64-linux-gnu and qemu-user
+	$(BIN)/python -m pytest tests/kernels/test_arm.py -m slow
+
+cuda-contracts: $(VENV)-cuda/.installed  ## what the engine asks of torch's CUDA build; needs no GPU, downloads gigabytes
+	$(VENV)-cuda/bin/python -m tests.system.cuda_contracts
 
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, instructor, langchain, litellm, curl, lm-eval, aiperf, schemathesis on a real server
 	$(BIN)/python -m tests.system.check_clients --python $(VENV)-clients/bin/python
@@ -104,5 +111,10 @@ $(VENV)-clients/.installed: infra/clients.txt
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement infra/clients.txt
 	touch $@
 
+$(VENV)-cuda/.installed: infra/constraints.txt
+	$(PYTHON) -m venv $(VENV)-cuda
+	$(VENV)-cuda/bin/python -m pip install --quiet --disable-pip-version-check numpy $(CUDA_TORCH)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-docs runs build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-cuda $(VENV)-docs runs build dist *.egg-info

@@ -18,7 +18,11 @@ NAMED = re.compile(r"`([\w./-]+\.md)`(?!\])")
 def paths_of(suffix: str) -> list[str]:
     """Return the paths of the repository's files with this suffix, below the root, with slashes."""
     paths = [path.relative_to(ROOT) for path in ROOT.rglob(f"*{suffix}")]
-    ours = [path for path in paths if not any(part.startswith(".") or part in LEFT_OUT for part in path.parts)]
+    ours = [
+        path
+        for path in paths
+        if not any(part.startswith(".") or part in LEFT_OUT for part in path.parts)
+    ]
     return sorted(path.as_posix() for path in ours)
 
 
@@ -38,12 +42,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def linked(match: re.Match[str]) -> str:
         target = resolve(match[1], folder, known)
-        return match[0] if target is None else f"[{match[0]}]({posixpath.relpath(target, folder or '.')})"
+        return (
+            match[0]
+            if target is None
+            else f"[{match[0]}]({posixpath.relpath(target, folder or '.')})"
+        )
 
     return NAMED.sub(linked, markdown)
 
 
 def resolve(name: str, folder: str, known: set[str]) -> str | None:
     """Return the page that a name means, seen from the folder or from the root; None if there is none."""
-    candidates = [posixpath.normpath(posixpath.join(base, name)) for base in (folder, "", "eagle_ray")]
+    candidates = [
+        posixpath.normpath(posixpath.join(base, name)) for base in (folder, "", "eagle_ray")
+    ]
     return next((path for path in candidates if path in known), None)

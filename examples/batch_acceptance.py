@@ -2,7 +2,8 @@
 
     python examples/batch_acceptance.py runs/example      # kill it and run it again: only what is missing is answered
 
-`pandas.read_parquet("runs/example/data")` reads the same files. Every column: eagle_ray/batch/COLUMNS.md.
+`pandas.read_parquet("runs/example/data")` reads the same files. Every column:
+eagle_ray/batch/COLUMNS.md.
 """
 
 from __future__ import annotations

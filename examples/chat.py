@@ -31,7 +31,9 @@ def main(target: str = "embedded:tiny", draft: str | None = None) -> None:
                 continue
             answer = output.outputs[0]
             print(answer.text)
-            print(f"[{len(answer.token_ids)} tokens, {answer.mean_acceptance_length:.2f} for each pass]")
+            print(
+                f"[{len(answer.token_ids)} tokens, {answer.mean_acceptance_length:.2f} for each pass]"
+            )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,17 @@ from zipfile import ZipFile
 
 FOLDER = "eagle_ray/kernels"
 EVERYWHERE = ("_cpu_base", "_lookup")
-BY_PLATFORM = {"x86_64": (*EVERYWHERE, "_cpu_avx2", "_cpu_avx512")}  # levels that only this processor has
+BY_PLATFORM = {
+    "x86_64": (*EVERYWHERE, "_cpu_avx2", "_cpu_avx512")
+}  # levels that only this processor has
 
 
 def missing_libraries(wheel: Path) -> list[str]:
     """Return the paths of libraries that the wheel's platform should have and the wheel lacks."""
-    names = next((names for platform, names in BY_PLATFORM.items() if wheel.stem.endswith(platform)), EVERYWHERE)
+    names = next(
+        (names for platform, names in BY_PLATFORM.items() if wheel.stem.endswith(platform)),
+        EVERYWHERE,
+    )
     with ZipFile(wheel) as archive:
         found = set(archive.namelist())
     wanted = [f"{FOLDER}/{name}.abi3.so" for name in names]
@@ -28,7 +33,9 @@ def main(wheels: Sequence[str]) -> int:
     missing = {wheel: missing_libraries(Path(wheel)) for wheel in wheels}
     for wheel, paths in missing.items():
         if paths:
-            print(f"{wheel}: {', '.join(paths)} missing. Build with a C++17 compiler that knows OpenMP.")
+            print(
+                f"{wheel}: {', '.join(paths)} missing. Build with a C++17 compiler that knows OpenMP."
+            )
     return int(not wheels or any(missing.values()))
 
 

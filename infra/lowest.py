@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
-LOWER_BOUND = re.compile(r'^    "([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)', re.MULTILINE)
+LOWER_BOUND = re.compile(r'^    "([\w-]+)(?:\[[\w,-]+\])?>=([\d.]+)', re.MULTILINE)
 
 
 def lowest_versions() -> dict[str, str]:
