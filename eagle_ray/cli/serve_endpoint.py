@@ -35,6 +35,7 @@ EXAMPLE = (
     '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 )
 ENDPOINT_POLL_S = 1.0
+PROXY_START_S = 300.0
 # Names of error classes in Serve's text.
 CONFIG_ERRORS = {kind.__name__ for kind in (ConfigError, UnfitDevice)}
 
@@ -84,9 +85,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serving = config.serving
     plan = WorkerPlan.of_endpoint(serving, config.model.device, nodes(), threads_wanted(os.environ))
-    serve.start(
-        proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port}
-    )
+    _start_serve(serving.host, serving.port)
     try:
         loading = f"loading {config.model.target}"
         log.info("%s in %s", loading, plan.describe())
@@ -107,6 +106,32 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
         serve.delete(config.name)  # other applications of the cluster's Serve stay
+
+
+def _start_serve(host: str, port: int) -> None:
+    """Start Ray Serve with one HTTP proxy, and return when the proxy listens.
+
+    serve.start gives up after a minute, which a busy machine can exceed. Its controller goes on
+    nevertheless, so only the wait is repeated.
+
+    Raises:
+        ClusterError: the proxy does not listen after PROXY_START_S.
+    """
+    from ray import serve
+
+    end = time.monotonic() + PROXY_START_S
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    except TimeoutError:
+        with log_while_waiting("starting Ray Serve's HTTP proxy"):
+            while "HEALTHY" not in (states := list(serve.status().proxies.values())):
+                if time.monotonic() > end:
+                    shown = ", ".join(states) or "none"
+                    raise ClusterError(
+                        f"Ray Serve's HTTP proxy did not start within {PROXY_START_S:g} s (proxies: "
+                        f"{shown}). See its log in /tmp/ray/session_latest/logs/serve."
+                    ) from None
+                time.sleep(ENDPOINT_POLL_S)
 
 
 def failed_start(error: str, messages: Iterable[str]) -> Exception:

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from eagle_ray.cli import main as cli
+from eagle_ray.cli import serve_endpoint
 from eagle_ray.cli.serve_endpoint import check_port
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.serve.endpoint_metrics import (
     STALE_S,
     MetricsAggregator,
@@ -60,6 +63,24 @@ def test_wrong_keys_and_taken_ports_fail_before_model_checks(capsys, monkeypatch
         assert f"serving.port: 127.0.0.1:{port} cannot be had" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"serving\.port"):
         check_port("203.0.113.1", 1234)
+
+
+def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch):
+    """serve.start gives up after a minute, while its controller goes on."""
+    proxies = iter([{}, {"node": "STARTING"}, {"node": "HEALTHY"}])
+
+    def start(**settings):
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    monkeypatch.setattr("ray.serve.start", start)
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(proxies=next(proxies)))
+    monkeypatch.setattr(serve_endpoint, "ENDPOINT_POLL_S", 0.0)
+    serve_endpoint._start_serve("127.0.0.1", 8000)
+    assert next(proxies, None) is None
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(proxies={"node": "UNHEALTHY"}))
+    monkeypatch.setattr(serve_endpoint, "PROXY_START_S", 0.0)
+    with pytest.raises(ClusterError, match=r"within 0 s \(proxies: UNHEALTHY\)"):
+        serve_endpoint._start_serve("127.0.0.1", 8000)
 
 
 def test_command_imports_no_ray_before_its_environment_is_set():
