@@ -328,6 +328,8 @@ _ADDED = {  # keys that older hashes lack, and their defaults
     "embedding.dimensions": None,
     "embedding.dtype": "float32",
     "sampling.continuations": None,
+    "sampling.score_text": False,
+    "sampling.score_stride": None,
     "engine.kind": "own",
     "engine.model": None,
 }

@@ -20,6 +20,7 @@ prompt messages text content reasoning_content tool_calls output_token_ids token
 token_top_logprobs prompt_token_logprobs prompt_top_logprobs prompt_tokens completion_tokens
 temperature top_p top_k min_p max_tokens stop ignore_eos seed structured structured_outcome sampling_controls
 continuations scores score_tokens score_bytes is_greedy best best_by_byte label_mass num_verified
+loglikelihood tokens bytes bits_per_byte
 target_model draft_model method config_hash
 num_spec_steps num_draft_tokens num_accepted_draft_tokens num_spec_tokens mean_acceptance_length draft_acceptance_rate
 acceptance_histogram
