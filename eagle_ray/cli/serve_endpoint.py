@@ -85,7 +85,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serving = config.serving
     plan = WorkerPlan.of_endpoint(serving, config.model.device, nodes(), threads_wanted(os.environ))
-    _start_serve(serving.host, serving.port)
+    start_serve(serving.host, serving.port)
     try:
         loading = f"loading {config.model.target}"
         log.info("%s in %s", loading, plan.describe())
@@ -108,7 +108,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None
         serve.delete(config.name)  # other applications of the cluster's Serve stay
 
 
-def _start_serve(host: str, port: int) -> None:
+def start_serve(host: str, port: int) -> None:
     """Start Ray Serve with one HTTP proxy, and return when the proxy listens.
 
     serve.start gives up after a minute, which a busy machine can exceed. Its controller goes on

@@ -75,12 +75,12 @@ def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch):
     monkeypatch.setattr("ray.serve.start", start)
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(proxies=next(proxies)))
     monkeypatch.setattr(serve_endpoint, "ENDPOINT_POLL_S", 0.0)
-    serve_endpoint._start_serve("127.0.0.1", 8000)
+    serve_endpoint.start_serve("127.0.0.1", 8000)
     assert next(proxies, None) is None
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(proxies={"node": "UNHEALTHY"}))
     monkeypatch.setattr(serve_endpoint, "PROXY_START_S", 0.0)
     with pytest.raises(ClusterError, match=r"within 0 s \(proxies: UNHEALTHY\)"):
-        serve_endpoint._start_serve("127.0.0.1", 8000)
+        serve_endpoint.start_serve("127.0.0.1", 8000)
 
 
 def test_command_imports_no_ray_before_its_environment_is_set():
