@@ -13,9 +13,16 @@ from collections.abc import Collection
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from eagle_ray.config.section import Name, Names, PositiveFloat, PositiveInt, StrictModel
+from eagle_ray.config.section import (
+    Name,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+    priced_by,
+)
 
 OWN = "own"
 CHILDREN = ("vllm", "sglang", "llama_server")  # kinds whose server a worker starts itself
@@ -137,6 +144,8 @@ class EngineConfig(StrictModel):
         default=600.0, description="a number of seconds, above 0"
     )
 
+    _has_price = field_validator("max_dollars")(priced_by("engine.price"))
+
     @property
     def is_own(self) -> bool:
         """Return whether the engine is this package's."""
@@ -146,13 +155,6 @@ class EngineConfig(StrictModel):
     def is_child(self) -> bool:
         """Return whether a worker starts the engine's server."""
         return self.kind in CHILDREN
-
-    @field_validator("max_dollars")
-    @classmethod
-    def _needs_a_price(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("price") is None:
-            raise ValueError("engine.price is not set, and says what is spent")
-        return value
 
 
 def engine_faults(engine: EngineConfig, keys: Collection[str]) -> list[str]:

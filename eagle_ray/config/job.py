@@ -32,7 +32,14 @@ from pydantic import (
 from eagle_ray.config.deadline import DEADLINE_FORM, check_deadline
 from eagle_ray.config.destination import DESTINATION_FORM, check_destination
 from eagle_ray.config.engine_section import EngineConfig
-from eagle_ray.config.section import Name, Names, PositiveFloat, PositiveInt, StrictModel
+from eagle_ray.config.section import (
+    Name,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+    priced_by,
+)
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.method import (
     AUTO,
@@ -616,12 +623,7 @@ class ExecutionConfig(EnginesConfig):
         description=f"i/n with i from 1 to n, at most {MAX_SHARDS}, slurm, or null (also: --shard)",
     )
 
-    @field_validator("max_dollars")
-    @classmethod
-    def _needs_a_price(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("price_per_hour") is None:
-            raise ValueError("execution.price_per_hour is not set, and says what is spent")
-        return value
+    _has_price = field_validator("max_dollars")(priced_by("execution.price_per_hour"))
 
     @field_validator("on_late")
     @classmethod

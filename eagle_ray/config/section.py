@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -18,3 +19,19 @@ class StrictModel(BaseModel):
     """Frozen section of the configuration that rejects unknown keys and values of another type ("3" for 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def priced_by(key: str) -> Callable[[float | None, ValidationInfo], float | None]:
+    """Return a validator of dollars that may be spent: the price that says what is spent has to be set before them.
+
+    Args:
+        key: the price's key, with its section's name.
+    """
+    name = key.rpartition(".")[2]
+
+    def check(value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get(name) is None:
+            raise ValueError(f"{key} is not set, and says what is spent")
+        return value
+
+    return check
