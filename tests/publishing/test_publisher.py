@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs.job_errors import PublishError
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
+from tests.support.commit_kills import KillsInCommits
 from tests.support.hub_writes import writable_hub
 from tests.support.jobs import small_job, token_rows
 from tests.support.reports import row
@@ -178,6 +180,10 @@ class Killed(BaseException):
     """The process is gone."""
 
 
+def raise_killed() -> None:
+    raise Killed
+
+
 def test_kills_at_any_moment_publish_nothing_twice(run, hub, monkeypatch):
     """Each request to the hub is the last one once, before or after the hub has taken it."""
     import httpx2
@@ -209,6 +215,42 @@ def test_kills_at_any_moment_publish_nothing_twice(run, hub, monkeypatch):
     _, files = hub.head(REPO)
     assert len(check_whole(files)) == 20
     assert len(hub.uploads) == len(set(hub.uploads))
+
+
+def test_kills_within_a_commit_to_an_iceberg_table_leave_no_half(run, iceberg_catalog, tmp_path):
+    """The process is gone at each moment of a commit that makes the table, adds a file or replaces one."""
+    place = f"iceberg:lab/{tmp_path.name}.answers"
+    parts: dict[int, str] = {}
+    for kind, moment in itertools.product(("added", "replaced"), range(12)):
+        number = moment if kind == "added" else 0
+        parts[number] = f"{kind}-{moment}"
+        write(run, number, parts[number])
+        before, ids = published_ids(place), sorted(parts.values())
+        with pytest.MonkeyPatch.context() as patch:
+            KillsInCommits(moment, raise_killed).install(patch)
+            with suppress(Killed):
+                publish(run, place)
+        there = published_ids(place)
+        assert there in (before, ids), "a half of a commit is there"
+    publish(run, place)
+    assert published_ids(place) == sorted(parts.values())
+
+
+def published_ids(place: str) -> list[str]:
+    """Return the ids in an Iceberg table, which may not be there yet, as DuckDB reads its files."""
+    import duckdb
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.exceptions import NoSuchTableError
+
+    try:
+        table = load_catalog("lab").load_table(place.partition("/")[2])
+    except NoSuchTableError:
+        return []
+    files = [task.file.file_path.removeprefix("file://") for task in table.scan().plan_files()]
+    if not files:
+        return []
+    rows = duckdb.sql(f"select request_id from read_parquet({files}) order by 1").fetchall()
+    return [name for (name,) in rows]
 
 
 def check_whole(files: dict[str, bytes]) -> list[str]:
@@ -417,3 +459,30 @@ def test_a_hundred_kills_over_a_delta_table_publish_each_row_once(run, tmp_path)
     files = deltalake.DeltaTable(f"{tmp_path}/table").file_uris()
     counted = duckdb.sql(f"select count(*), count(distinct request_id) from read_parquet({files})")
     assert counted.fetchall() == [(100, 100)]
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_within_commits_to_an_iceberg_table_publish_each_row_once(
+    run, iceberg_catalog, tmp_path
+):
+    """Real processes that get SIGKILL at each of twelve moments of a commit by turns, or have published before."""
+    place, kills = f"iceberg:lab/{tmp_path.name}.answers", 0
+    ids: list[str] = []
+    for number in itertools.count():
+        ids.append(f"id-{number:03d}")
+        write(run, number, ids[-1])
+        before = published_ids(place)
+        command = [sys.executable, "-m", "tests.support.commit_kills"]
+        done = subprocess.run(
+            [*command, str(run.output), place, str(number % 12)],
+            env=os.environ | {"PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+        assert published_ids(place) in (before, ids), "a half of a commit is there"
+        kills += done.returncode != 0
+        if kills == 100:
+            break
+    publish(run, place)
+    assert published_ids(place) == ids
