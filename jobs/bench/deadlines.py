@@ -1,4 +1,4 @@
-"""Deadlines and caps on a simulated clock: python -m jobs.bench.deadlines [--worlds 24].
+"""Deadlines and caps on a simulated clock: python -m jobs.bench.deadlines [--worlds 24] [--first 0].
 
 Three questions, each over generated worlds (`world_of` states their parameters; no public trace is
 shipped or read):
@@ -205,7 +205,9 @@ def caps_table(seeds: Iterable[int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, default=24)
-    seeds = range(parser.parse_args().worlds)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first world")
+    args = parser.parse_args()
+    seeds = range(args.first, args.first + args.worlds)
     print("fleets: cost in times of the oracle's")
     print(fleets_table(seeds), flush=True)
     for change in (1.0, 0.8):
