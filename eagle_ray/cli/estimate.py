@@ -22,10 +22,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, cycle
 from typing import Any
+
+import torch
 
 from eagle_ray.assembly.assemble import EngineBundle
 from eagle_ray.assembly.model_memory import process_bytes
@@ -38,7 +40,9 @@ from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.doctor.devices import this_machine
+from eagle_ray.engine.engine import Engine
 from eagle_ray.models.runtime import run_in_temporary_thread
+from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
@@ -60,11 +64,18 @@ class SampledRow:
 
     Attributes:
         slot_s: seconds that each of its samples held a slot.
-        tokens: tokens of its outputs.
+        lengths: tokens of each of its outputs; none if they are not known.
+        prompt_tokens: tokens of its prompt.
     """
 
     slot_s: list[float]
-    tokens: int
+    lengths: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of its outputs."""
+        return sum(self.lengths)
 
 
 def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str, Any]:
@@ -118,6 +129,9 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         "input_rows": plan.num_rows,
         "sampled_rows": len(rows),
         "slot_s": [row.slot_s for row in sampled],
+        "lengths": [row.lengths for row in sampled],
+        "prompt_tokens": [row.prompt_tokens for row in sampled],
+        "acceptance": _acceptance(bundle.engine),
         "sample_s": sample_s,
         "workers": workers.max_workers,
         "gpus_per_worker": workers.num_gpus,
@@ -131,6 +145,15 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         "price_per_hour": price,
         "dollars": None if per_second is None else [per_second * value for value in seconds],
     }
+
+
+@torch.inference_mode()
+def _acceptance(engine: Engine) -> dict[str, Any] | None:
+    """Return how often drafts were accepted, as lists of numbers, or None if nothing was drafted."""
+    planner = engine.planner
+    if not isinstance(planner, BudgetPlanner) or not planner.num_offers:
+        return None
+    return {name: tensor.tolist() for name, tensor in planner.acceptance_state().items()}
 
 
 def store_estimate(config: JobConfig, estimate: dict[str, Any]) -> None:
@@ -193,7 +216,8 @@ def measure(
     return [
         SampledRow(
             [(s.finished_at or 0.0) - (s.admitted_at or 0.0) for s in of_row],
-            sum(len(s.output_ids) for s in of_row),
+            [len(s.output_ids) for s in of_row],
+            max((len(s.prompt_ids) for s in of_row), default=0),
         )
         for of_row in wanted
     ]

@@ -1,4 +1,4 @@
-"""The commands that make a run: demo, run, finish, repair, validate and submit.
+"""The commands that make a run, or plan it: demo, run, finish, repair, validate, plan and submit.
 
 torch, ray and transformers are imported only once the configuration is valid.
 """
@@ -198,6 +198,37 @@ def _validate(args: argparse.Namespace) -> int:
             from eagle_ray.cli.worker_counts import counts_of
 
             print(counts_of(estimate, config))
+    return 0
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser)
+    add_bound_flags(parser)
+    parser.add_argument(
+        "--gpus",
+        required=True,
+        metavar="CARD:N,...",
+        help="the clusters to choose from, such as h100:8,l40s:16",
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="CARD=DOLLARS",
+        help="dollars for an hour of one such GPU, such as h100=2.5",
+    )
+    parser.set_defaults(command=_plan, library="torch")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    from eagle_ray.cli.plan_cards import parse_gpus, parse_prices, plan_text
+    from eagle_ray.cli.validated_draft import draft_to_validate
+
+    clusters = parse_gpus(args.gpus)
+    prices = parse_prices(args.price, clusters)
+    config, _ = draft_to_validate(config)
+    print(plan_text(config, clusters, prices))
     return 0
 
 

@@ -61,6 +61,7 @@ COMMANDS = {  # command: (its module, which has a function add_COMMAND, and what
     "finish": ("job_commands", "complete an output that shards have written (run --shard i/n)"),
     "repair": ("job_commands", "adopt the rows of an output whose record is lost or damaged"),
     "validate": ("job_commands", "check configuration, rows, prompt and storage without Ray"),
+    "plan": ("job_commands", "which of several clusters would do in time, and what it costs there"),
     "submit": ("job_commands", "run as a job of a Ray cluster and follow its log"),
     "status": ("output_commands", "where a run stands, from its output directory"),
     "report": ("output_commands", "a run's numbers, finished or not, and its report.html"),
@@ -71,7 +72,7 @@ COMMANDS = {  # command: (its module, which has a function add_COMMAND, and what
     "export": ("output_commands", "a run's rows as OpenAI batch output lines or CSV"),
     "publish": (
         "output_commands",
-        "publish a run's finished files to a dataset of the hub or a Delta table",
+        "publish a run's finished files to a dataset of the hub, a Delta or an Iceberg table",
     ),
     "train": ("model_commands", "train a draft head for a target, on chats or on its own answers"),
     "serve": ("model_commands", "answer HTTP requests in OpenAI's protocol, until interrupted"),

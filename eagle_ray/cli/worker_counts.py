@@ -1,18 +1,21 @@
 """Predict when a job ends and what it costs for each number of workers.
 
-Each number is that of `validate --estimate`, from rows that were decoded here. The workers are
-taken to be like the one that decoded them.
+`validate --estimate` has the seconds of its rows from a sample that was decoded here, and takes the
+workers to be like the one that decoded it. `plan` has them from the costs of steps on a card.
 
-    counts = WorkerCounts(sampled, num_rows=20_000, slots=16, start_s=40.0, per_worker_hour=3.9, now=now)
+    counts = WorkerCounts(lambda workers: sampled, num_rows=20_000, slots=16, start_s=40.0,
+                          per_worker_hour=3.9, now=now)
     print(counts_text(counts, bounds, "from 32 rows decoded here"))
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from statistics import NormalDist
 from typing import Any
 
 from eagle_ray.batch.driver.run_bounds import RunBounds
@@ -23,6 +26,8 @@ from eagle_ray.report.text import NO_VALUE, render
 
 MAX_PLANNED_WORKERS = 256
 LIKELY, SURE = 0.8, 0.95  # shares of the draws that end by then
+MOMENT = "%m-%d %H:%M"
+NUM_SPEEDS = 9  # for each draw of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +61,33 @@ class WorkerCounts:
     """A job, by its number of workers.
 
     Attributes:
-        sampled: rows that were decoded.
+        rows_with: rows as they go with this many workers.
         slots: slots of a worker.
         start_s: seconds until a worker answers its first row.
         per_worker_hour: dollars; None without a price.
         now: when the job starts.
+        deviation: relative standard deviation of the speed, next to the draws of rows.
+        max_workers: most workers that there are.
     """
 
-    sampled: Sequence[SampledRow]
+    rows_with: Callable[[int], Sequence[SampledRow]]
     num_rows: int
     slots: int
     start_s: float
     per_worker_hour: float | None
     now: datetime
+    deviation: float = 0.0
+    max_workers: int = MAX_PLANNED_WORKERS
 
     @property
     def largest(self) -> int:
         """Return the largest number that is looked at: more workers than rows have nothing to do."""
-        return max(1, min(MAX_PLANNED_WORKERS, self.num_rows))
+        return max(1, min(self.max_workers, self.num_rows))
 
     def with_workers(self, workers: int) -> WorkerCount:
         """Return the job with this many workers."""
-        draws = drawn_seconds(self.sampled, self.num_rows, workers, self.slots)
+        rows = self.rows_with(workers)
+        draws = spread(drawn_seconds(rows, self.num_rows, workers, self.slots), self.deviation)
         middle, likely, sure = (
             self.start_s + quantile(draws, share) for share in (0.5, LIKELY, SURE)
         )
@@ -102,6 +112,16 @@ class WorkerCounts:
         return count if count.holds(bounds) else None
 
 
+def spread(draws: Sequence[float], deviation: float) -> list[float]:
+    """Return the draws at speeds of a log-normal distribution with this relative standard deviation, in order."""
+    if not deviation:
+        return list(draws)
+    normal = NormalDist(0.0, deviation)
+    shares = ((i + 0.5) / NUM_SPEEDS for i in range(NUM_SPEEDS))
+    factors = [math.exp(normal.inv_cdf(share)) for share in shares]
+    return sorted(factor * draw for factor in factors for draw in draws)
+
+
 def counts_text(counts: WorkerCounts, bounds: RunBounds, source: str) -> str:
     """Return a table of some numbers of workers, the cheapest that holds marked by a star.
 
@@ -119,22 +139,23 @@ def counts_text(counts: WorkerCounts, bounds: RunBounds, source: str) -> str:
         end = f"no number of workers up to {counts.largest} holds"
     else:
         end = f"* {best.workers} workers hold" if best.workers > 1 else "* 1 worker holds"
-    return f"{table}\n{end}{_bounds_text(bounds)}; {source}"
+    return f"{table}\n{end}{bounds_text(bounds)}; {source}"
 
 
 def _line(count: WorkerCount, is_best: bool) -> list[str]:
     moments = (count.ends_at, count.likely_at, count.surely_at)
     return [
         f"{'* ' if is_best else ''}{count.workers}",
-        *(moment.astimezone().strftime("%m-%d %H:%M") for moment in moments),
+        *(moment.astimezone().strftime(MOMENT) for moment in moments),
         NO_VALUE if count.dollars is None else money(count.dollars),
     ]
 
 
-def _bounds_text(bounds: RunBounds) -> str:
+def bounds_text(bounds: RunBounds) -> str:
+    """Return the bounds as the end of a sentence about what holds them."""
     parts = []
     if bounds.finish_by is not None:
-        parts.append(f" until {bounds.finish_by.astimezone().strftime('%m-%d %H:%M %Z')}")
+        parts.append(f" until {bounds.finish_by.astimezone().strftime(f'{MOMENT} %Z')}")
     if bounds.max_dollars is not None:
         parts.append(f" for at most {money(bounds.max_dollars)}")
     return "".join(parts)
@@ -147,8 +168,9 @@ def counts_of(estimate: Mapping[str, Any], config: JobConfig) -> str:
     per_worker_hour = None
     if prices is not None:
         per_worker_hour = prices.on_demand * priced_hours(HOUR_S, estimate["gpus_per_worker"])
+    sampled = [SampledRow(slot_s) for slot_s in estimate["slot_s"]]
     counts = WorkerCounts(
-        sampled=[SampledRow(slot_s, 0) for slot_s in estimate["slot_s"]],
+        rows_with=lambda workers: sampled,
         num_rows=estimate["input_rows"],
         slots=estimate["slots"],
         start_s=estimate["start_s"],

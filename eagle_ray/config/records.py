@@ -185,13 +185,24 @@ class ShardPlanRecord(Record):
 
 
 class EstimateRecord(Record):
-    """``_estimate.json``. seconds, dollars: expected, low, high. tokens_per_s: of one worker."""
+    """``_estimate.json``; what older records lack is None.
+
+    Attributes:
+        seconds, dollars: expected, low, high.
+        tokens_per_s: speed of one worker.
+        lengths: tokens of each output of the rows of the sample.
+        prompt_tokens: tokens of their prompts.
+        acceptance: state of an AcceptanceModel, as lists; None if nothing was drafted.
+    """
 
     config_hash: str
     rows: NonNegativeInt
     seconds: list[float] = Field(min_length=3, max_length=3)
     dollars: Annotated[list[float], Field(min_length=3, max_length=3)] | None
     tokens_per_s: float | None = None
+    lengths: list[list[NonNegativeInt]] | None = None
+    prompt_tokens: list[NonNegativeInt] | None = None
+    acceptance: dict[str, Any] | None = None
 
 
 class UsageRecord(Record):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,24 +11,33 @@ from eagle_ray.doctor.finding import Finding
 from eagle_ray.doctor.pair_check import PairHere
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.cost_cache import latest_costs
-from eagle_ray.planner.cost_model import DraftWorth
+from eagle_ray.planner.cost_model import DraftWorth, StepCosts
 
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 NOT_MEASURED = "not measured yet: the first start measures for some seconds, or `eagle-ray bench cost` with this job"
 
 
-def draft_worth(here: PairHere, device: Literal["cpu", "cuda"]) -> Finding:
-    """Return what drafts must bring in. Measures nothing: a start does."""
+def stored_costs(here: PairHere, is_device: Callable[[str], bool]) -> StepCosts | None:
+    """Return the costs of a pair's steps that this machine has kept last, or None if it has none.
+
+    Args:
+        is_device: whether they may be those of a device of this name.
+    """
     shape = here.shape.to_dict()
     wanted = {name: shape.get(name) for name in SHAPE}
     method = here.config.speculative.merged_methods
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
 
     def fits(parts: Mapping[str, Any]) -> bool:
         target = {name: parts["target"].get(name) for name in SHAPE}
-        return target == wanted and parts["method"] == method and parts["device"] == name
+        return target == wanted and parts["method"] == method and is_device(parts["device"])
 
-    costs = latest_costs(fits)
+    return latest_costs(fits)
+
+
+def draft_worth(here: PairHere, device: Literal["cpu", "cuda"]) -> Finding:
+    """Return what drafts must bring in. Measures nothing: a start does."""
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    costs = stored_costs(here, lambda device_name: device_name == name)
     if costs is None:
         return Finding("drafts", NOT_MEASURED)
     worth = DraftWorth.of(costs)

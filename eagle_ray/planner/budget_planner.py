@@ -50,6 +50,12 @@ MAX_PROBED = 4
 FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may show to be typical
 
 
+def acceptance_model(bounds: TreeBounds) -> AcceptanceModel:
+    """Return an acceptance model of the widths and depths that are planned within the bounds."""
+    widths = (*(w for w in PLANNED_WIDTHS if w < bounds.top_k), bounds.top_k)
+    return AcceptanceModel(widths, bounds.depth)
+
+
 class BudgetPlanner:
     """Plans by measured costs and observed acceptance.
 
@@ -89,8 +95,7 @@ class BudgetPlanner:
         self.predicted_plain_s = 0.0
         self.search = PlanSearch(bounds, costs, can_sync, sizes or PassSizes())
         self.modes = PlannerModes(self.search, self._lookups, self._has_model)
-        widths = (*(w for w in PLANNED_WIDTHS if w < bounds.top_k), bounds.top_k)
-        self.acceptance_by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._bounds.depth))
+        self.acceptance_by_size = AcceptanceByBatchSize(acceptance_model(bounds))
         self.acceptance = self.acceptance_by_size.last
         self._is_known = False  # acceptance was known before the first draft
         self._repeats_probe = False  # at the next step

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
 
-from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.calibrated_acceptance import CalibratedAcceptance
@@ -34,6 +34,17 @@ def _fine_buckets(number: int) -> tuple[int, ...]:
 
 
 FINE_BUCKETS = _fine_buckets(65)
+
+
+class BatchSize(Protocol):
+    """As much of a batch as the seconds of its steps depend on: its sequences and their cached tokens."""
+
+    @property
+    def num_cached(self) -> int:
+        """Return the cached tokens of all sequences."""
+
+    def __len__(self) -> int:
+        """Return the sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,7 @@ class PlanSearch:
         return sorted({self._sizes.rows(n) for n in rows})
 
     def best(
-        self, batch: DecodeBatch, acceptance: CalibratedAcceptance, num_prompt_tokens: float
+        self, batch: BatchSize, acceptance: CalibratedAcceptance, num_prompt_tokens: float
     ) -> PlanEstimate:
         """Return the width, depth and number of rows with the best rate.
 

@@ -33,17 +33,17 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     truth = drain_time(rows, 16)
     held = 0
     for _ in range(60):
-        sample = [SampledRow([seconds], 1) for seconds in draw.sample(rows, 64)]
+        sample = [SampledRow([seconds], [1]) for seconds in draw.sample(rows, 64)]
         _, low, high = job_seconds(sample, len(rows), workers=1, slots=16)
         held += low <= truth <= high
     assert held >= 51  # 95 % of 60 is 57; a bootstrap over few skewed values holds a little less
 
 
 def test_many_rows_and_many_workers_scale():
-    sample = [SampledRow([1.0, 1.0], 5)] * 8
+    sample = [SampledRow([1.0, 1.0], [5])] * 8
     assert job_seconds(sample, 10**6, workers=10, slots=20) == pytest.approx([10_000.0] * 3)
     assert job_seconds(sample, 100, workers=2, slots=4) == [25.0] * 3
-    mixed = [SampledRow([seconds], 1) for seconds in (1.0, 3.0)] * 32
+    mixed = [SampledRow([seconds], [1]) for seconds in (1.0, 3.0)] * 32
     expected, low, high = job_seconds(mixed, 10**6, workers=10, slots=20)
     assert expected == pytest.approx(10_000.0) and (low, high) == pytest.approx(
         (8_765, 11_235), rel=0.01

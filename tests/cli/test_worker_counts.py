@@ -13,7 +13,7 @@ from tests.support.jobs import PAIR, token_rows
 
 NOW = datetime(2026, 11, 29, 20, 0, tzinfo=timezone.utc)
 # 1,000 rows of two seconds in ten slots: 200 s of work for a worker, after a start of 40 s.
-JOB = WorkerCounts([SampledRow([2.0], 9)] * 8, 1000, 10, 40.0, 3.6, NOW)
+JOB = WorkerCounts(lambda workers: [SampledRow([2.0], [9])] * 8, 1000, 10, 40.0, 3.6, NOW)
 
 
 def in_time(seconds: float, dollars: float | None = None) -> RunBounds:
@@ -37,9 +37,8 @@ def test_the_fewest_workers_that_are_in_time_are_the_cheapest():
 
 
 def test_long_rows_are_surely_done_later_than_likely():
-    mixed = WorkerCounts(
-        [SampledRow([s], 9) for s in (1.0, 9.0)] * 16, 10**6, 10, 40.0, None, NOW
-    ).with_workers(4)
+    rows = [SampledRow([s], [9]) for s in (1.0, 9.0)] * 16
+    mixed = WorkerCounts(lambda workers: rows, 10**6, 10, 40.0, None, NOW).with_workers(4)
     assert mixed.ends_at < mixed.likely_at < mixed.surely_at and mixed.dollars is None
 
 

@@ -54,6 +54,20 @@ def start_cache(run: Run) -> Iterator[None]:
     cache.store()
 
 
+def adopt_costs_of(output: StoragePath) -> None:
+    """Add the costs of steps that workers of a run have measured to those that this machine keeps."""
+    try:
+        files = (root_of(output) / CACHE).glob(f"{COSTS}*")
+    except OSError as error:
+        log.warning("%s: its costs are not read: %s", output / CACHE, one_line(error))
+        return
+    for file in files:
+        try:
+            adopt_costs(file.name.removeprefix(COSTS), file.read_bytes())
+        except (OSError, ValueError) as error:
+            log.warning("%s is ignored: %s", file, one_line(error))
+
+
 class StartCache:
     """One worker's view of the files of its run.
 
