@@ -134,13 +134,19 @@ class RunRecord(RunIdentity):
 
 
 class JobRecord(RunRecord):
-    """``_run.json`` of a batch job. inputs: see InputListRecord; the fingerprints themselves in format 1."""
+    """``_run.json`` of a batch job.
+
+    Attributes:
+        inputs: an InputListRecord; in format 1 the fingerprints themselves.
+        revisions: commits of the hub that the input is of, by repository and revision.
+    """
 
     name: str
     config: RunConfigRecord
     config_hash: str
     inputs: Any
     versions: dict[str, str]
+    revisions: dict[str, str] = {}
 
 
 class InputListRecord(Record):
@@ -177,11 +183,17 @@ class FingerprintsRecord(RootModel[dict[str, FingerprintRecord]]):
 
 
 class ShardPlanRecord(Record):
-    """``_shards.json``. config_hash: None in older records."""
+    """``_shards.json``.
+
+    Attributes:
+        config_hash: None in older records.
+        revisions: commits of the hub that all shards read, by repository and revision.
+    """
 
     count: PositiveInt
     config: dict[str, Any]
     config_hash: str | None = None
+    revisions: dict[str, str] = {}
 
 
 class EstimateRecord(Record):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,13 @@ from eagle_ray.config import (
 from eagle_ray.config.job import parse_shard
 from eagle_ray.config.records import RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
+from eagle_ray.runs.job_errors import (
+    InputChanged,
+    OutputDamaged,
+    OutputMismatch,
+    StorageUnavailable,
+    outcome_of,
+)
 from eagle_ray.runs.row_index import SIZE, Digests
 from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_json_bytes
 from eagle_ray.storage.store import check_bucket, remedy_of
@@ -56,6 +62,7 @@ CACHE = "_cache"  # directory of files that a start makes again without it; shar
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 SHARD_PLAN = "_shards.json"
+NO_REVISIONS: Mapping[str, str] = {}  # of an input that is not on the hub
 SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
 PLAN_REMEDY = "delete it, and the next shard writes it again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
@@ -207,14 +214,20 @@ def check_claim(config: JobConfig) -> None:
             _check_shard(root, JobShard.of(config.execution.shard), config)
 
 
-def claim_output(config: JobConfig) -> None:
+def claim_output(config: JobConfig, revisions: Mapping[str, str] = NO_REVISIONS) -> None:
     """Claim the output for its shards, if this is the first one. Raises as check_claim does.
 
-    Raises ConfigError if it cannot be written.
+    Raises ConfigError if it cannot be written, InputChanged if another shard reads other commits.
+
+    Args:
+        revisions: commits of the hub that the input is of, which all shards then read.
     """
     check_claim(config)
     root = root_of(output_of(config))
-    if config.execution.shard is None or read_shard_plan(root) is not None:
+    if config.execution.shard is None:
+        return
+    if read_shard_plan(root) is not None:
+        _check_revisions(config, revisions)
         return
     shard = JobShard.of(config.execution.shard)
     with wrap_os_errors(root):
@@ -222,12 +235,33 @@ def claim_output(config: JobConfig) -> None:
             "count": shard.count,
             "config": recorded(config),
             "config_hash": config_hash(config),
+            "revisions": dict(revisions),
         }
         (root / SHARD_PLAN).create(json_bytes(plan))
         if read_shard_plan(root) is None:
             raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
         # Another shard, or a run without shards, may have begun after the first look.
         _check_shard(root, shard, config)
+    _check_revisions(config, revisions)
+
+
+def shard_revisions(config: JobConfig) -> dict[str, str]:
+    """Return the commits of the hub that all shards of this output read, by repository and revision."""
+    if config.execution.shard is None:
+        return {}
+    plan = read_shard_plan(root_of(output_of(config)))
+    return {} if plan is None else dict(plan.get("revisions", {}))
+
+
+def _check_revisions(config: JobConfig, revisions: Mapping[str, str]) -> None:
+    """Raise InputChanged if the first shard has read another commit of a revision, which has moved meanwhile."""
+    first = shard_revisions(config)
+    for named, commit in revisions.items():
+        if first.get(named, commit) != commit:
+            raise InputChanged(
+                f"input.path: {named} has moved since another shard began with {first[named]}. Run the same command "
+                "again, which reads that one."
+            )
 
 
 def _check_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:

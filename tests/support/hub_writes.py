@@ -1,4 +1,7 @@
-"""A hub on this machine that takes commits to datasets, as huggingface_hub makes them; uploads go by LFS."""
+"""A hub on this machine that takes commits to datasets, as huggingface_hub makes them, and lists and sends their files.
+
+Uploads go by LFS. The branch main is the last commit.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
+
+from eagle_ray.storage import remote
 
 FIRST = "0" * 40
 
@@ -31,6 +37,12 @@ class FakeHub:
 
     def head(self, repo: str) -> tuple[str, dict[str, bytes]]:
         return self.commits[repo][-1]
+
+    def files_at(self, repo: str, revision: str) -> dict[str, bytes] | None:
+        """The files of a commit, or of main; None for another revision."""
+        if revision == "main":
+            revision = self.head(repo)[0]
+        return dict(self.commits[repo]).get(revision)
 
     def push(self, repo: str, changes: dict[str, bytes | None]) -> str:
         """Commit, as anybody may."""
@@ -61,11 +73,34 @@ def writable_hub(cache: Path) -> Iterator[FakeHub]:
             for name, value in names.items():
                 patch.setattr(f"huggingface_hub.constants.{name}", value)
             patch.setenv("HF_TOKEN", "hf_of_a_test")
+            patch.setenv("HF_ENDPOINT", endpoint)  # of processes that are started
+            remote.file_system_of.cache_clear()
             yield state
     finally:
+        remote.file_system_of.cache_clear()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+def _entries(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
+    """What a listing of the hub has for the files below a folder, and their folders."""
+    prefix = f"{folder}/" if folder else ""
+    inside = {path: data for path, data in files.items() if path.startswith(prefix)}
+    folders = {str(parent) for path in inside for parent in PurePosixPath(path).parents} - {"."}
+    entries: list[dict[str, Any]] = [
+        {"type": "directory", "path": path, "oid": _digest(path.encode())}
+        for path in sorted(folders)
+        if path.startswith(prefix)
+    ]
+    return entries + [
+        {"type": "file", "path": path, "size": len(data), "oid": _digest(data)}
+        for path, data in inside.items()
+    ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,25 +119,49 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(b"{}", status, {} if is_there else {"X-Error-Code": "RepoNotFound"})
             return
         if parts[:2] == ["api", "datasets"]:
-            repo = "/".join(parts[2:4])
-            if repo not in self.state.commits:
-                self._answer(b"", 404, {"X-Error-Code": "RepoNotFound"})
-                return
-            sha = self.state.head(repo)[0]
-            self._json({"_id": "0", "id": repo, "sha": sha, "siblings": [], "tags": []})
+            self._describe("/".join(parts[2:4]), parts[4:])
             return
         if len(parts) < 6 or parts[3] != "resolve":
             self._answer(b"", 404, {})
             return
         repo, revision, path = "/".join(parts[1:3]), parts[4], "/".join(parts[5:])
-        files = dict(self.state.commits[repo])[revision]
+        files = self.state.files_at(repo, revision) or {}
         if path not in files:
             self._answer(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": revision})
             return
-        digest = hashlib.sha1(files[path]).hexdigest()
-        self._answer(files[path], 200, {"ETag": f'"{digest}"', "X-Repo-Commit": revision})
+        headers = {"ETag": f'"{_digest(files[path])}"', "X-Repo-Commit": revision}
+        data, status = files[path], 200
+        if wanted := self.headers.get("Range"):
+            first, last = wanted.removeprefix("bytes=").split("-")
+            data, status = data[int(first) : int(last) + 1 if last else None], 206
+            headers["Content-Range"] = (
+                f"bytes {first}-{int(first) + len(data) - 1}/{len(files[path])}"
+            )
+        self._answer(data, status, headers)
 
     do_HEAD = do_GET
+
+    def _describe(self, repo: str, rest: list[str]) -> None:
+        """Answer what a dataset is at a revision, or which files it has there."""
+        if repo not in self.state.commits:
+            self._answer(b"", 404, {"X-Error-Code": "RepoNotFound"})
+            return
+        kind, revision = rest[:2] if rest else ("revision", "main")
+        files = self.state.files_at(repo, revision)
+        if files is None:
+            self._answer(b"", 404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        if kind == "tree":
+            self._json(_entries(files, "/".join(rest[2:])))
+            return
+        sha = self.state.head(repo)[0] if revision == "main" else revision
+        self._json({"_id": "0", "id": repo, "sha": sha, "siblings": [], "tags": []})
+
+    def _describe_paths(self, repo: str, revision: str, body: bytes) -> None:
+        """Answer what stands at paths of a revision."""
+        wanted = parse_qs(body.decode())
+        entries = _entries(self.state.files_at(repo, revision) or {}, "")
+        self._json([entry for entry in entries if entry["path"] in wanted.get("paths", [])])
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -119,6 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"url": f"http://127.0.0.1/datasets/{repo}"})
         elif parts == ["api", "validate-yaml"]:
             self._json({"errors": [], "warnings": []})
+        elif len(parts) == 6 and parts[4] == "paths-info":
+            self._describe_paths("/".join(parts[2:4]), parts[5], body)
         elif "preupload" in parts:
             files = json.loads(body)["files"]
             modes = [

@@ -93,9 +93,11 @@ def _begun(plan: JobPlan, start: CheckedStart, lease: Lease) -> Iterator[Run]:
     start that is killed before it leaves the old run, with files that nothing names; one that is
     killed after it leaves the new attempt, and the next start does the rest again.
     """
-    claim_output(plan.config)  # the first shard's
-    fingerprints = plan.input.fingerprints
-    run = begin_run(start.earlier, plan.config, fingerprints, lease.check)  # _run.json
+    inputs = plan.input
+    claim_output(plan.config, inputs.revisions)  # the first shard's
+    run = begin_run(
+        start.earlier, plan.config, inputs.fingerprints, lease.check, inputs.revisions
+    )  # _run.json
     with run.recorded_outcome():
         run.remove_stale_files()
         (run.output / STOPPED_FILE).remove()

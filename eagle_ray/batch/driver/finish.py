@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.input_index import PreviousRun
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.job_manifest import begin_job
 from eagle_ray.batch.driver.settle import end_run
@@ -80,7 +81,8 @@ def finish_shards(
         shards = _hold_finished(shard_outputs(root, recorded["count"]), leases, checks)
         config = _config_of(root, recorded["config"], shards, {"path": input_path, "limit": limit})
         log.info("reading the input")
-        plan = plan_input(config)  # without an index: every row is read
+        # Without an index: every row is read.
+        plan = plan_input(config, PreviousRun(None, revisions=_revisions_of(shards)))
         plan.check_unchanged()
         for shard, state in shards.items():
             _check_same_input(shard, read_inputs(state.output, state.record), plan.fingerprints)
@@ -90,7 +92,8 @@ def finish_shards(
             counts = summarize_rows(data_of(root), bool(config.input.columns.turns))
             counts |= {"shards": verified}
 
-        run = begin_job(Run.inspect(root), config, plan.fingerprints, partial(_check_all, checks))
+        check = partial(_check_all, checks)
+        run = begin_job(Run.inspect(root), config, plan.fingerprints, check, plan.revisions)
         with run.recorded_outcome(), extended_retries():
             outputs = [state.output for state in shards.values()]
             summary = counts | facts_of_attempt(run, counts["total"], outputs)
@@ -190,6 +193,14 @@ def _config_of(
             "output": config.output.model_copy(update={"path": str(root)}),
         }
     )
+
+
+def _revisions_of(shards: Shards) -> dict[str, str]:
+    """Return the commits of the hub that the shards have read. A shard of another one is refused by its files."""
+    revisions: dict[str, str] = {}
+    for state in shards.values():
+        revisions = state.record.get("revisions", {}) | revisions
+    return revisions
 
 
 def _check_same_input(

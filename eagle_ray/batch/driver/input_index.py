@@ -78,11 +78,13 @@ class PreviousRun:
         index: directory of the run's index, None for one that is damaged.
         inputs: the fingerprints that it recorded, by path.
         finished_key: key of the plan whose rows the output holds, all of them, or None.
+        revisions: commits of the hub that it read, by repository and revision.
     """
 
     index: StoragePath | None
     inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
     finished_key: str | None = None
+    revisions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

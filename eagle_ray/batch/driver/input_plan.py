@@ -33,7 +33,7 @@ from eagle_ray.batch.reader.carried_columns import (
     python_values,
 )
 from eagle_ray.batch.reader.file_slices import FileSlice, RequestReader
-from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files, fixed_patterns
 from eagle_ray.batch.reader.fingerprints import (
     begins_with,
     check_unchanged,
@@ -78,6 +78,7 @@ class InputPlan:
         default_rows: output rows of an id that the input does not have, whose rows another input
             left.
         made_fields: columns of the output that the job's task makes, besides those of every job.
+        revisions: commits of the hub that the files are of, by repository and revision.
     """
 
     reader: RequestReader
@@ -89,6 +90,7 @@ class InputPlan:
     key: str
     default_rows: int
     made_fields: tuple[pa.Field, ...] = ()
+    revisions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[InputFile, ...]:
@@ -190,7 +192,9 @@ def plan_input(
     Args:
         scan_with: makes the scan of new files from one that scans them here.
     """
-    files = find_files(config.input.path, config.input.format, config.input.allow_unfinished)
+    known = previous.revisions if previous is not None else {}
+    patterns, revisions = fixed_patterns(config.input.path, known)
+    files = find_files(patterns, config.input.format, config.input.allow_unfinished)
     of_run = any(file.format == RUN_FORMAT for file in files)
     columns = request_columns(config.input.columns, template_of(config.input), of_run)
     job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
@@ -245,6 +249,7 @@ def plan_input(
         key=key,
         default_rows=config.sampling.n,
         made_fields=tuple(made),
+        revisions=revisions,
     )
     if not finished:  # the run has passed these checks with this key
         _check_unread(plan, config.input.on_unknown)

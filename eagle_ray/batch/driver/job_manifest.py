@@ -35,7 +35,15 @@ from eagle_ray.config import (
 from eagle_ray.config.job import EMBEDDED_PAIRS, SMOLLM2
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import JobError, OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import RUN, data_of, output_of, root_of, wrap_os_errors
+from eagle_ray.runs.layout import (
+    NO_REVISIONS,
+    RUN,
+    data_of,
+    output_of,
+    root_of,
+    shard_revisions,
+    wrap_os_errors,
+)
 from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.recorded_inputs import (
     FORMAT_WITH_INPUTS,
@@ -91,9 +99,10 @@ def open_run(
     files: Mapping[str, Fingerprint],
     accepted: Container[str] = (),
     check_lock: Callable[[], None] | None = None,
+    revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> Run:
     """Start an attempt at config.output.path: check_run, then begin_run, with their arguments."""
-    return begin_run(check_run(config, files, accepted), config, files, check_lock)
+    return begin_run(check_run(config, files, accepted), config, files, check_lock, revisions)
 
 
 def check_run(
@@ -122,14 +131,19 @@ def begin_run(
     config: JobConfig,
     files: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
+    revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> Run:
     """Begin an attempt at the run that check_run returned. The caller must hold the output's lease.
+
+    Args:
+        revisions: commits of the hub that the input is of, those of earlier attempts included.
 
     Raises OutputLocked if the run was written since, ConfigError if the directory is not writable,
     StorageUnavailable if it cannot be written for now.
     """
     with wrap_os_errors(earlier.state.output):
-        run = begin_job(earlier.state, config, {**earlier.inputs, **files}, check_lock)
+        inputs = {**earlier.inputs, **files}
+        run = begin_job(earlier.state, config, inputs, check_lock, revisions)
         if config.output.if_exists == "overwrite":
             remove_overwritten(run.output, earlier.erased)
     return run
@@ -164,6 +178,7 @@ def begin_job(
     config: JobConfig,
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
+    revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> Run:
     """Begin an attempt, whatever the directory holds. The caller holds the lease. A failure changes nothing.
 
@@ -176,7 +191,7 @@ def begin_job(
     """
     earlier_lists = input_lists(state.output)
     try:
-        facts = job_facts(state, config, inputs)
+        facts = job_facts(state, config, inputs) | {"revisions": dict(revisions)}
         run = begin_attempt(state, facts)
     except BaseException:
         with suppress(OSError):
@@ -366,12 +381,16 @@ def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousR
     """
     output = output_of(config)
     index = None if is_index_damaged else output / INDEX_DIRECTORY
+    revisions: dict[str, str] = {}
+    with suppress(OSError, JobError):
+        revisions = shard_revisions(config)
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
             if manifest := Run.inspect(output).manifest:
                 finished = None if is_index_damaged else finished_key(output)
-                return PreviousRun(index, read_inputs(output, manifest), finished)
-    return PreviousRun(index)
+                revisions = manifest.get("revisions", {}) | revisions
+                return PreviousRun(index, read_inputs(output, manifest), finished, revisions)
+    return PreviousRun(index, revisions=revisions)
 
 
 def finished_key(output: StoragePath) -> str | None:

@@ -104,10 +104,10 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
     state = _state_from(output, origins)
 
     with hold_free(free) as lease:
-        claim_output(config)
+        claim_output(config, plan.revisions)
         if state.version is not None:
             (output / DAMAGED_COPY).write_atomic((output / RUN).read_bytes())
-        run = begin_job(state, config, plan.fingerprints, lease.check)
+        run = begin_job(state, config, plan.fingerprints, lease.check, plan.revisions)
         remove_finished(output)
         run.record({"finished_at": now_text(), "outcome": OUTCOME})
         return "\n".join(

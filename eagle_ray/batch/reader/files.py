@@ -15,7 +15,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -36,8 +36,15 @@ from eagle_ray.storage.file_kinds import (
     advice_on_packed,
     foreign_kind,
 )
+from eagle_ray.storage.hub_revisions import HUB_SCHEME, fixed_revisions
 from eagle_ray.storage.path import StoragePath, named_path
-from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
+from eagle_ray.storage.store import (
+    FileVersion,
+    NotAllowed,
+    NotFound,
+    ObjectChanged,
+    glob_matches,
+)
 
 log = logging.getLogger("eagle_ray")
 RUN_PREFIX = "run:"  # prefix of the output directory of another run, as in run:runs/first
@@ -180,6 +187,24 @@ def find_files(
     if partitions := dict.fromkeys(name for file in inputs.values() for name in file.partitions):
         log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
     return tuple(inputs.values())
+
+
+def fixed_patterns(
+    patterns: str | list[str], known: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the patterns with a commit for each revision of the hub, and the commits. Raises ConfigError.
+
+    Args:
+        known: commits that earlier attempts have read, by repository and revision.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for pattern in patterns:
+        if pattern.startswith(HUB_SCHEME):
+            named_path("input.path", pattern)  # its package may be missing
+    try:
+        return fixed_revisions(patterns, known)
+    except (NotFound, NotAllowed) as error:
+        raise ConfigError(f"input.path: {error}") from None
 
 
 def is_run(pattern: str) -> bool:
