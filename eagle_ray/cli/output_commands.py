@@ -65,7 +65,8 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="PLACE",
-        help="hf://datasets/OWNER/NAME[/FOLDER], or delta:TABLE for a directory or s3:// address",
+        help="hf://datasets/OWNER/NAME[/FOLDER], delta:TABLE for a directory or s3:// address, or "
+        "iceberg:[CATALOG/]NAMESPACE.TABLE",
     )
     parser.add_argument(
         "--public", action="store_true", help="a dataset of the hub that is made is public"

@@ -22,6 +22,8 @@ from eagle_ray.runs.part_files import read_part, schema_of
 from eagle_ray.storage.path import StoragePath
 
 COMMIT_KEY = "eagle_ray"  # key of a commit's metadata with the record of the files
+# Operations of other writers that change no row.
+KEEPING_ROWS = ("OPTIMIZE", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "FSCK")
 INSTALL_DELTA = "pip install 'eagle-ray[delta]'"
 
 
@@ -59,9 +61,14 @@ class DeltaTable:
         if table is None:
             self._check_free()
             return None
+        others = None  # the last operation of another writer, if it may have changed rows
         for commit in table.history():
             if COMMIT_KEY in commit:
+                if others is not None:
+                    raise ConfigError(f"{self._name}: {foreign_words(others)}")
                 return json.loads(commit[COMMIT_KEY])
+            if others is None and commit.get("operation") not in KEEPING_ROWS:
+                others = f"{commit.get('operation')} of version {commit.get('version')}"
         raise ConfigError(
             f"{self._name}: this table was not published by a run. Choose another place"
         )
@@ -111,6 +118,18 @@ class DeltaTable:
         place = Path(self._place)
         if "://" not in self._place and place.exists() and any(place.iterdir()):
             raise ConfigError(f"{self._name}: {place} is not empty and is no Delta table")
+
+
+def foreign_words(operation: str) -> str:
+    """Return why a table in which another writer has changed rows is not published to.
+
+    Args:
+        operation: the other writer's.
+    """
+    return (
+        f"another writer has changed this table since the last publication ({operation}), so that it may lack rows or "
+        "have them twice. Choose another place, or take the change back"
+    )
 
 
 def _rows_of(files: Mapping[str, StoragePath], names: Iterable[str]) -> pa.RecordBatchReader:

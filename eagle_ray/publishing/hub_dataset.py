@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from eagle_ray.core.errors import ConfigError, one_line
@@ -23,6 +22,7 @@ from eagle_ray.runs.job_errors import PublishError
 Result = TypeVar("Result")
 LOST = (409, 412)  # status of a commit whose parent is not the last one
 ACCESS_DENIED = (401, 403)
+READ_ONLY = "read"  # role of a token, and of a member of an organisation
 LOG_IN = "Log in with a token that may write there (hf auth login, or HF_TOKEN)"
 
 
@@ -62,9 +62,23 @@ class HubDataset:
     def _check_rights(self) -> None:
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        self._api.whoami()
-        with suppress(RepositoryNotFoundError):  # it will be made
+        user = self._api.whoami()
+        token = user.get("auth", {}).get("accessToken", {})
+        if token.get("role") == READ_ONLY:
+            raise ConfigError(f"{self._name}: the token may only read. {LOG_IN}")
+        try:
             self._api.auth_check(self._repo, repo_type="dataset", write=True)
+        except RepositoryNotFoundError:  # it will be made
+            self._check_owner(user)
+
+    def _check_owner(self, user: dict[str, Any]) -> None:
+        """Raise ConfigError unless this user may create datasets of the owner."""
+        owner = self._repo.partition("/")[0]
+        roles = {each["name"]: each.get("roleInOrg") for each in user.get("orgs", [])}
+        if owner != user["name"] and roles.get(owner, READ_ONLY) == READ_ONLY:
+            raise ConfigError(
+                f"{self._name}: there is no such dataset, and {user['name']} may create none of {owner}. {LOG_IN}"
+            )
 
     def _make(self) -> None:
         self._api.create_repo(self._repo, repo_type="dataset", private=self._private, exist_ok=True)

@@ -18,13 +18,14 @@ import pyarrow as pa
 from eagle_ray.config.destination import ICEBERG
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.publishing.delta_table import table_of_part
+from eagle_ray.publishing.delta_table import foreign_words, table_of_part
 from eagle_ray.publishing.publication import Commit, LostRace
 from eagle_ray.runs.job_errors import PublishError
 
 RECORD_KEY = "eagle_ray.record"  # property of the table: the record of the files
 RUN_KEY, NUMBER_KEY = "eagle_ray.run_id", "eagle_ray.number"  # in the summary of a snapshot
 DEFAULT_CATALOG = "default"
+REWRITE = "replace"  # operation of a snapshot that changes files and no row
 INSTALL = "pip install 'eagle-ray[iceberg]'"
 
 
@@ -73,7 +74,21 @@ class IcebergTable:
             raise ConfigError(
                 f"{self._name}: this table was not published by a run. Choose another one"
             )
+        self._check_own_rows(table)
         return json.loads(table.properties[RECORD_KEY])
+
+    def _check_own_rows(self, table: Any) -> None:
+        """Raise ConfigError if another writer has changed rows. Compacted files have the same rows."""
+        snapshot = table.current_snapshot()
+        while snapshot is not None:
+            summary = snapshot.summary
+            if summary is not None and summary[RUN_KEY] is not None:
+                return
+            operation = "" if summary is None else str(summary.operation.value)
+            if operation != REWRITE:
+                raise ConfigError(f"{self._name}: {foreign_words(f'a snapshot {operation!r}')}")
+            parent = snapshot.parent_snapshot_id
+            snapshot = None if parent is None else table.snapshot_by_id(parent)
 
     def commit(self, commit: Commit, card: str) -> None:
         after = commit.after

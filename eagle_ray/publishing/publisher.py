@@ -176,10 +176,14 @@ def check_place(config: PublishConfig, run_id: str | None) -> None:
     Args:
         run_id: that of the run; None if it begins.
     """
-    if config.to is not None:
+    if config.to is None:
+        return
+    try:
         destination = destination_of(config.to, config.private)
         destination.check()
         record_of(destination, run_id)
+    except ConfigError as error:
+        raise ConfigError(f"output.publish.to: {error}") from None
 
 
 def record_of(destination: Destination, run_id: str | None) -> Publication:

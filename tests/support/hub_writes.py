@@ -33,6 +33,7 @@ class FakeHub:
     objects: dict[str, bytes] = field(default_factory=dict)
     uploads: list[str] = field(default_factory=list)
     refuses: int | None = None  # a status for every write
+    token_role: str = "write"
     before_commit: Callable[[], None] = lambda: None
 
     def head(self, repo: str) -> tuple[str, dict[str, bytes]]:
@@ -111,7 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts == ["api", "whoami-v2"]:
-            self._json({"name": "me", "type": "user", "orgs": []})
+            token = {"role": self.state.token_role}
+            orgs = [{"name": "org", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}]
+            self._json({"name": "me", "type": "user", "orgs": orgs, "auth": {"accessToken": token}})
             return
         if parts[:2] == ["api", "datasets"] and parts[-2:] == ["auth-check", "write"]:
             is_there = "/".join(parts[2:4]) in self.state.commits

@@ -152,8 +152,8 @@ class RunBounds:
             return
         if not is_known:
             raise ConfigError(
-                f"execution.{DOLLARS}: what earlier attempts have spent is not known (_progress.json is gone or of an "
-                "older release). Set it to null"
+                f"execution.{DOLLARS}: what earlier attempts have spent is not known (_progress.json is damaged or of "
+                "an older release). Set it to null"
             )
         if usage is None:
             return

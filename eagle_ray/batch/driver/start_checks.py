@@ -61,9 +61,12 @@ def preview_output(plan: InputPlan, config: JobConfig) -> str:
     check_claim(config)
     checked_bounds(config)
     if config.output.if_exists == "overwrite":
+        check_place(config.output.publish, None)
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
     check_changes(plan, output)
     state, noted = resumable(output, config, plan.fingerprints, plan.changes.accepted)
+    record = state.manifest or {}
+    check_place(config.output.publish, record.get("run_id"))
     if state.manifest is None:
         return f"a run would start it as configuration {config_hash(config)}"
     index = OutputIndex.read(data_of(output), ignored=stale_files(state))

@@ -395,11 +395,11 @@ def _bounds(work: dict[str, Any] | None, spent: dict[str, Any] | None) -> dict[s
 def usage_of(output: StoragePath) -> tuple[dict[str, float] | None, bool]:
     """Return the seconds of the run and its workers over all attempts so far, and whether they are known.
 
-    None are known of a run that has recorded no progress yet.
+    None are there of a run that has recorded no progress yet. None are known if its record is damaged.
     """
     progress = _progress_of(output)
     if progress is None:
-        return None, True
+        return None, not (output / PROGRESS).exists()
     usage = progress.get(USAGE)
     return usage, usage is not None
 
