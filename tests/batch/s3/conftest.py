@@ -30,7 +30,21 @@ def proxy(one_proxy, monkeypatch) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture(autouse=True)
-def quick_lease(monkeypatch) -> None:
-    """A second driver sees the first one alive sooner."""
+def quick_lease(monkeypatch) -> Iterator[None]:
+    """A second driver sees the first one alive sooner, and leases that a test leaves are given back.
+
+    A killed driver's lease is left in its threads, which would go on to ask the next test's server.
+    """
+    made: list[lock.BucketLease] = []
+
+    class KnownLease(lock.BucketLease):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(lock, "BucketLease", KnownLease)
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.5)
     monkeypatch.setattr(lock, "LEASE_POLL_S", 0.2)
+    yield
+    for lease in made:
+        lease.release()
