@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from eagle_ray.config import JobConfig, load_config
+from eagle_ray.config.records import flatten_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
@@ -66,7 +67,7 @@ def config_of(args: argparse.Namespace, defaults: Mapping[str, str] | None = Non
         defaults: values of keys that neither the file nor a flag names.
     """
     flags = {
-        "input.path": _last_input(args.input),
+        "input.path": last_input(args.input),
         "input.limit": args.limit,
         "output.path": args.output,
         "output.if_exists": "resume"
@@ -92,12 +93,31 @@ def config_of_pair(args: argparse.Namespace) -> JobConfig:
     return config
 
 
+def first_changed_key(
+    a: JobConfig, b: JobConfig, sections: Iterable[str], ignored: Container[str] = ()
+) -> tuple[str, Any, Any] | None:
+    """Return the first key in which two configurations differ, and its values; None if there is none.
+
+    Args:
+        sections: the sections that are compared.
+        ignored: dotted keys that may differ.
+    """
+    both = [
+        flatten_config(config.model_dump(mode="json", include=set(sections))) for config in (a, b)
+    ]
+    for key in sorted(both[0].keys() | both[1].keys()):
+        values = [dump.get(key) for dump in both]
+        if key not in ignored and values[0] != values[1]:
+            return key, values[0], values[1]
+    return None
+
+
 def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags that were used."""
     return {key: value for key, value in flags.items() if value is not None}
 
 
-def _last_input(inputs: list[str] | None) -> str | None:
+def last_input(inputs: list[str] | None) -> str | None:
     """Return the last -i and warn about earlier ones, which it replaces."""
     if inputs and len(inputs) > 1:
         others = ", ".join(inputs[:-1])

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_ray.assembly.draft_choice import with_chosen_draft
+from eagle_ray.cli.arguments import first_changed_key
 from eagle_ray.cli.compare_methods import evaluate_ways
 from eagle_ray.config import JobConfig
-from eagle_ray.config.records import flatten_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.evaluation.draft_methods import PLAIN_NAME, DraftMethod, parse_methods
 from eagle_ray.report.evaluation_text import evaluation_text, pairs_table
 
-SHARED = ("seed", "model", "input", "sampling", "chat")  # sections that must be equal
+SECTIONS_OF_PAIR = ("seed", "model", "input", "sampling", "chat")  # sections that must be equal
 KEYS_OF_PAIR = ("model.draft",)  # but for these keys
 
 
@@ -66,21 +66,12 @@ def _way_of(config: JobConfig) -> DraftMethod:
 
 def _check_equal(group: Sequence[JobConfig]) -> None:
     """Raise ConfigError with the first key in which configurations of one target differ, other than their drafts."""
-    first = _shared(group[0])
     for other in group[1:]:
-        values = _shared(other)
-        differing = [
-            key for key in first.keys() | values.keys() if first.get(key) != values.get(key)
-        ]
-        if differing:
-            key = min(differing)
+        difference = first_changed_key(group[0], other, SECTIONS_OF_PAIR, KEYS_OF_PAIR)
+        if difference is not None:
+            key, a, b = difference
             raise ConfigError(
-                f"-c: {group[0].name} and {other.name} have {key} {first.get(key)!r} and {values.get(key)!r}, and what "
+                f"-c: {group[0].name} and {other.name} have {key} {a!r} and {b!r}, and what "
                 "is compared must differ in model.draft and speculative alone. Set it for both: --set "
                 f"{key}=..."
             )
-
-
-def _shared(config: JobConfig) -> dict[str, Any]:
-    dump = flatten_config(config.model_dump(mode="json", include=set(SHARED)))
-    return {key: value for key, value in dump.items() if key not in KEYS_OF_PAIR}

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from eagle_ray.cli.arguments import (
     add_set_flag,
     config_of_pair,
+    last_input,
     parse_names,
     parse_positive,
     parse_temperatures,
+    without_none,
 )
 from eagle_ray.cli.main import check_address_space
 from eagle_ray.config import JobConfig
@@ -19,17 +21,8 @@ from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.start_log import configure_logging
 
 STDOUT = "-"  # name of standard output as a file
-METHODS_FLAGS = (
-    "config",
-    "sets",
-    "input",
-    "limit",
-    "per_task",
-    "methods",
-    "temperatures",
-    "batch",
-    "threads",
-)
+ONLY_METHODS = ("config", "per_task", "methods", "temperatures", "batch", "threads")
+METHODS_FLAGS = (*ONLY_METHODS, "sets", "input", "limit")
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -162,11 +155,25 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     methods.add_argument(
         "--threads", type=parse_positive, metavar="N", help="CPU threads (torch's own)"
     )
-    parser.set_defaults(command=_compare, library="pyarrow", output=None)
+    engines = parser.add_argument_group("engines", "compared by a job of each")
+    engines.add_argument(
+        "--engines",
+        type=parse_names,
+        metavar="A.yaml,B.yaml",
+        help="the configurations of jobs with other sections engine or model; with -o, -i, --limit and --set",
+    )
+    engines.add_argument(
+        "-o", "--output", metavar="OUT", help="the directory of the outputs, one for each engine"
+    )
+    parser.set_defaults(command=_compare, library="pyarrow")
 
 
 def _compare(args: argparse.Namespace) -> int:
     of_methods = [name for name in METHODS_FLAGS if getattr(args, name)]
+    if args.engines:
+        return _compare_engines(args)
+    if args.output is not None:
+        raise ConfigError("-o: where the outputs of --engines go. Give --engines, or leave it out")
     if not args.runs:
         return _compare_methods(args)
     if len(args.runs) != 2 or of_methods:
@@ -181,6 +188,28 @@ def _compare(args: argparse.Namespace) -> int:
             *(named_path("RUN", run) for run in args.runs)
         )
     )
+    return 0
+
+
+def _compare_engines(args: argparse.Namespace) -> int:
+    """Run a job of each engine and print their table. A job that fails ends the command as `run` would end."""
+    wrong = [f"--{name.replace('_', '-')}" for name in ONLY_METHODS if getattr(args, name)]
+    if args.runs or wrong:
+        others = ", ".join(wrong or ["RUN"])
+        raise ConfigError(f"--engines: {others} is of no use with it. Leave it out")
+    if args.output is None:
+        raise ConfigError("-o: required with --engines: the directory of their outputs")
+    if len(args.engines) < 2:
+        raise ConfigError("--engines: names one configuration. Give two or more")
+    check_address_space("Ray")
+    from eagle_ray.cli.compare_engines import engine_jobs, run_engines
+    from eagle_ray.report.engine_comparison import engines_table
+
+    flags = {"input.path": last_input(args.input), "input.limit": args.limit}
+    jobs = engine_jobs(args.engines, args.output, args.sets, without_none(flags))
+    configure_logging(next(iter(jobs.values())).logging.level)
+    numbers = run_engines(jobs)
+    print(dump_json({"engines": numbers}, indent=2) if args.json else engines_table(numbers))
     return 0
 
 

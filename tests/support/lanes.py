@@ -31,6 +31,7 @@ WITH_RAY = (
     "assembly/test_draft_choice.py",
     "assembly/test_gguf_targets.py",
     "batch/",
+    "cli/test_compare_engines.py",
     "cli/test_demo.py",
     "cli/test_documented_run.py",
     "cli/test_export.py",
