@@ -84,14 +84,15 @@ class HubDataset:
         self._api.create_repo(self._repo, repo_type="dataset", private=self._private, exist_ok=True)
 
     def _read_record(self) -> dict[str, Any] | None:
-        """Return the record in the last commit."""
+        """Return the record in the last commit, without the files that others have deleted since."""
         from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 
         try:
-            self._parent = self._api.dataset_info(self._repo).sha
+            info = self._api.dataset_info(self._repo)
         except RepositoryNotFoundError:
             self._parent = None
             return None
+        self._parent = info.sha
         try:
             path = self._api.hf_hub_download(
                 self._repo,
@@ -102,7 +103,11 @@ class HubDataset:
         except RemoteEntryNotFoundError:  # the local one says that the hub does not answer
             return None
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            record = json.load(file)
+        there = {sibling.rfilename for sibling in info.siblings or ()}
+        files = record["files"].items()
+        present = {name: facts for name, facts in files if f"{self._prefix}data/{name}" in there}
+        return record | {"files": present}
 
     def _commit(self, commit: Commit, card: str) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete

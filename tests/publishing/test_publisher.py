@@ -328,6 +328,16 @@ def test_a_published_file_stays_while_another_one_has_its_ids(run, place, reques
     assert ids_at(place, request) == ["a", "b", "d"]
 
 
+def test_files_that_others_have_deleted_are_published_again(run, hub):
+    write(run, 0, "a", "b")
+    write(run, 1, "c")
+    publish(run, f"hf://datasets/{REPO}")
+    part = next(name for name in hub.head(REPO)[1] if name.endswith("000000.parquet"))
+    hub.push(REPO, {part: None})
+    publish(run, f"hf://datasets/{REPO}")
+    assert sorted(check_whole(hub.head(REPO)[1])) == ["a", "b", "c"]
+
+
 def test_the_card_says_what_made_the_rows(run, hub):
     write(run, 0, "a")
     publish(run, f"hf://datasets/{REPO}/nightly")

@@ -158,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(_entries(files, "/".join(rest[2:])))
             return
         sha = self.state.head(repo)[0] if revision == "main" else revision
-        self._json({"_id": "0", "id": repo, "sha": sha, "siblings": [], "tags": []})
+        siblings = [{"rfilename": path} for path in files]
+        self._json({"_id": "0", "id": repo, "sha": sha, "siblings": siblings, "tags": []})
 
     def _describe_paths(self, repo: str, revision: str, body: bytes) -> None:
         """Answer what stands at paths of a revision."""
