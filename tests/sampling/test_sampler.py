@@ -89,6 +89,18 @@ def test_processors_equal_transformers(params):
     )
 
 
+@pytest.mark.parametrize("tail, is_kept", [(0.0995, False), (0.1005, True)])
+def test_top_p_drops_what_lies_past_p_and_no_more(tail, is_kept):
+    """The two likeliest tokens together stand just above p = 0.9, or just below it."""
+    logits = torch.tensor([[0.5, 0.5 - tail, tail]]).log()
+    scores = process(
+        logits,
+        SamplingBatch.of([SamplingParams(temperature=1.0, top_p=0.9)]),
+        torch.zeros(1).long(),
+    )
+    assert scores.isfinite().tolist() == [[True, True, is_kept]]
+
+
 def test_rows_of_one_pass_keep_their_own_parameters():
     params = [
         SamplingParams(),
