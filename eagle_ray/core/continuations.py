@@ -202,16 +202,21 @@ class ContinuationScores:
     """The scores so far of the continuations of one sequence's prompt.
 
     Attributes:
+        source: parameter of the request that has the continuations, for messages.
         log_probs: log-probability of each node's token after its parent, fp32.
         likeliest: whether that token is the likeliest one there.
         num_verified: rows of the trie that were computed.
+        last_turn: number of the engine's pass that had rows of the trie last, or before which it
+            joined; None before that.
     """
 
     continuations: list[Continuation]
+    source: str = "continuations"
     trie: TokenTrie = field(init=False)
     log_probs: np.ndarray = field(init=False)
     likeliest: np.ndarray = field(init=False)
     num_verified: int = 0
+    last_turn: int | None = None
     _passes: list[ScorePass] = field(default_factory=list, init=False)
     _next_pass: int = 0
     _is_root_scored: bool = False

@@ -3,9 +3,9 @@
     scorer.record_root(sequence, logits)          # the prompt's last row scores what follows it
     finished = scorer.run(sequences)              # one pass over rows of several sequences' tries
 
-A pass holds at most MAX_SCORED_ROWS rows, and no more than a step has of prompts, of the oldest sequences
-first, so that decoding goes on between two passes of a large trie. Its logits are made SLICE_ROWS
-rows at a time. Log-probabilities are of the target's own logits, in fp32, at temperature 1.
+A pass holds at most MAX_SCORED_ROWS rows, and no more than a step has of prompts, so that decoding goes on
+between two passes of a large trie. Sequences take turns: the one that waited for the most passes comes
+first. Its logits are made SLICE_ROWS rows at a time. Log-probabilities are of the target's own logits, in fp32, at temperature 1.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class ContinuationScorer:
         self._target = target
         self._device = target.device
         self._prefill_tokens = prefill_tokens
+        self._num_passes = 0
 
     @property
     def max_rows(self) -> int:
@@ -117,17 +118,25 @@ class ContinuationScorer:
 
     def _parts(self, sequences: list[Sequence]) -> list[_Part]:
         """Return the sequences and rows of the next pass: rows of trees first, at least one sequence."""
-        parts: list[_Part] = []
-        num_rows = 0
+        waiting: list[_Part] = []
         for sequence in sequences:
             scores = sequence.scoring
             if scores is None or scores.is_complete:
                 continue
-            rows = scores.next_pass
-            if parts and num_rows + len(rows.nodes) > self.max_rows:
+            if scores.last_turn is None:
+                scores.last_turn = self._num_passes
+            waiting.append(_Part(sequence, scores, scores.next_pass))
+        waiting.sort(key=lambda part: part.scores.last_turn or 0)  # the oldest of equals first
+
+        self._num_passes += 1
+        parts: list[_Part] = []
+        num_rows = 0
+        for part in waiting:
+            num_rows += len(part.rows.nodes)
+            if parts and num_rows > self.max_rows:
                 break
-            parts.append(_Part(sequence, scores, rows))
-            num_rows += len(rows.nodes)
+            part.scores.last_turn = self._num_passes
+            parts.append(part)
         return sorted(parts, key=lambda part: part.rows.is_run)
 
     def _hidden(self, parts: list[_Part]) -> Float[Tensor, "R H"]:

@@ -161,6 +161,30 @@ def test_a_score_waits_for_no_generation():
     assert len(long.output_ids) < 10
 
 
+def test_a_small_row_does_not_wait_for_a_large_one(monkeypatch):
+    """And a large one not for the small rows that join in each step, although they fill the passes."""
+    monkeypatch.setattr(scoring, "MAX_SCORED_ROWS", 8)
+    rng = random.Random(2)
+    engine = llama_engine(4)
+    large = scored("large", [5, 6], [[rng.randrange(3, 97) for _ in range(9)] for _ in range(8)])
+    engine.add(large)
+    engine.step()
+    engine.step()
+    paths = [[rng.randrange(3, 97) for _ in range(9)]]
+    small = [scored(f"small{i}", [7, 8], paths) for i in range(60)]
+    ended = []
+    for i in range(200):
+        if i < len(small):
+            engine.add(small[i])
+        engine.step()
+        ended += [
+            s.request_id for s in [large, *small] if s.finish_reason and s.request_id not in ended
+        ]
+    assert ended.index("small0") < 3
+    assert 3 < ended.index("large") < len(small)
+    assert len(ended) == 61 and not engine.has_work
+
+
 def test_rows_are_those_of_the_trie_and_no_more():
     """At most 1.05 times the tokens of the context and all continuations; one-token answers take no row."""
     engine = llama_engine(1)
@@ -228,8 +252,10 @@ def test_few_blocks_suffice():
         engine.add(scored("x", [5] * 100, [[6] * 40]))
     full = scored("full", [5] * 100, [[6] * 29])
     finish(engine, [full])
-    with pytest.raises(RequestError, match="token id 97 is not in the target's vocabulary"):
+    with pytest.raises(RequestError, match=r"^continuations: token id 97 is not in the target's"):
         engine.add(scored("y", [5], [[97]]))
+    with pytest.raises(RequestError, match=r"^the prompt: token id 98 is not in the target's"):
+        engine.add(scored("z", [98], [[5]]))
 
 
 def test_a_preempted_score_begins_again():
