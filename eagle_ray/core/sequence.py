@@ -340,12 +340,17 @@ def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> Non
 
 def check_token_range(sequence: Sequence, vocab_size: int) -> None:
     """Raise RequestError for a prompt, or a continuation of it, with a token that the target lacks."""
-    low, high = min(sequence.prompt_ids), max(sequence.prompt_ids)
-    if sequence.scoring is not None and sequence.scoring.longest:
-        tokens = sequence.scoring.trie.tokens[1:]
-        low, high = min(low, min(tokens)), max(high, max(tokens))
-    if low < 0 or high >= vocab_size:
-        unknown = low if low < 0 else high
-        raise RequestError(
-            "bad_token_id", f"token id {unknown} is not in the target's vocabulary of {vocab_size}"
-        )
+    ids_by_source = {"the prompt": sequence.prompt_ids}
+    scores = sequence.scoring
+    if scores is not None and scores.longest:
+        behind = scores.trie.tokens[1:]
+        ids_by_source[scores.source] = ids_by_source.get(scores.source, []) + behind
+
+    for source, ids in ids_by_source.items():
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            unknown = low if low < 0 else high
+            message = (
+                f"{source}: token id {unknown} is not in the target's vocabulary of {vocab_size}"
+            )
+            raise RequestError("bad_token_id", message)

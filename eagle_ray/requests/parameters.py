@@ -27,7 +27,6 @@ import dataclasses
 import difflib
 import functools
 import re
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -63,6 +62,7 @@ from eagle_ray.requests.values import (
     Texts,
     TokenIds,
     WrongValue,
+    describe_wrong,
     plain_value,
 )
 from eagle_ray.text.chat_options import (
@@ -196,9 +196,8 @@ def _checked(cls: Class) -> Class:
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
-                wrong.append(
-                    f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}{error.why}"
-                )
+                found = describe_wrong(name, given[name], error)
+                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {found}")
         if (both := two_forms(values)) is not None:
             wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [

@@ -16,7 +16,6 @@ file, row, column and the fix.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +47,7 @@ from eagle_ray.requests.values import (
     Boolean,
     WrongValue,
     describe_value,
+    describe_wrong,
     json_error,
     json_text,
     parsed_if_json,
@@ -431,7 +431,9 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
         except HalfSurrogate as error:
             raise json_error(f"column {name!r}", error) from None
         except WrongValue as error:
-            problem = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
+            problem = (
+                f"column {name!r} must be {error.form}, got {describe_wrong(name, value, error)}"
+            )
             raise RequestError("bad_sampling", problem) from None
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")

@@ -49,7 +49,9 @@ class ScoreRequest(OpenBody):
             Parameter("query", _SCORED_TEXT, required=frozenset({Api.SCORE})),
             Parameter(
                 "items",
-                Texts(1, MAX_SCORED, form=f"a text or a list of 1 to {MAX_SCORED} texts"),
+                Texts(
+                    1, MAX_SCORED, form=f"a text or a list of 1 to {MAX_SCORED} texts, none empty"
+                ),
                 required=frozenset({Api.SCORE}),
             ),
             Parameter(
@@ -156,7 +158,7 @@ def scored_sequences(prompts: Sequence[list[int]], labels: list[int]) -> list[En
             str(i),
             ids,
             params,
-            scoring=ContinuationScores([Continuation([label]) for label in labels]),
+            scoring=ContinuationScores([Continuation([x]) for x in labels], "label_token_ids"),
         )
         for i, ids in enumerate(prompts)
     ]

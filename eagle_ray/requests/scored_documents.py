@@ -84,7 +84,7 @@ def scored_document(
     parts = []
     for window in windows(len(ids), max_length, stride):
         scored = Continuation(ids[window.first : window.end])
-        parts.append((ids[window.start : window.first], ContinuationScores([scored])))
+        parts.append((ids[window.start : window.first], ContinuationScores([scored], "the prompt")))
     return parts or [(ids, ContinuationScores([Continuation([])]))]
 
 

@@ -12,7 +12,8 @@ tokenizer's BOS, or else its end-of-sequence token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from eagle_ray.core.continuations import Continuation, ContinuationScores, num_common
 from eagle_ray.core.errors import RequestError
@@ -75,8 +76,9 @@ def scored_prompt(
                 f"continuations[{i}]: a text cannot follow prompt_token_ids. Give token ids, or the prompt as a text",
             )
         behind = spaces + continuation
-        whole = front + tokenizer.encode(context + behind, add_special_tokens=adds_special)
-        num_shared, ids = _behind_context(context_ids, whole, behind, tokenizer)
+        with errors_behind_prompt("continuations", i):
+            whole = front + tokenizer.encode(context + behind, add_special_tokens=adds_special)
+            num_shared, ids = _behind_context(context_ids, whole, behind, tokenizer)
         parts.append((num_shared, Continuation(ids, num_bytes=size)))
     return _behind_shared(context_ids, parts)
 
@@ -122,16 +124,27 @@ def scored_choices(
     A choice that does not begin with a token of its own there is tokenized by itself.
     """
     behind = []
-    for choice in choices:
+    for i, choice in enumerate(choices):
         ids = []
-        if text is not None:
-            whole = tokenizer.encode(text + choice, add_special_tokens=adds_special)
-            if whole[: len(prompt_ids)] == prompt_ids:
-                ids = whole[len(prompt_ids) :]
-        if not ids:
-            ids = ids_within_text(choice, tokenizer)
+        with errors_behind_prompt("choice", i):
+            if text is not None:
+                whole = tokenizer.encode(text + choice, add_special_tokens=adds_special)
+                if whole[: len(prompt_ids)] == prompt_ids:
+                    ids = whole[len(prompt_ids) :]
+            if not ids:
+                ids = ids_within_text(choice, tokenizer)
         behind.append(Continuation(ids, num_bytes=num_bytes(choice, tokenizer)))
     return ContinuationScores(behind)
+
+
+@contextmanager
+def errors_behind_prompt(name: str, index: int) -> Iterator[None]:
+    """Name the text behind a prompt that an error of both together is about."""
+    try:
+        yield
+    except RequestError as error:
+        place = f"{name}[{index}]"
+        raise RequestError(error.code, f"{place}: with it, {error}", name) from None
 
 
 def ids_within_text(text: str, tokenizer: Tokenizer) -> list[int]:

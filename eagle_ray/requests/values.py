@@ -825,6 +825,18 @@ def describe_value(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
+def describe_wrong(name: str, value: Any, error: WrongValue) -> str:
+    """Return a wrong value, shortened, and the part of it that is wrong, which the short form may lack.
+
+    Args:
+        name: the parameter that has the value.
+    """
+    shown = reprlib.repr(value)
+    if error.steps:
+        shown += f", where {place_text((name, *error.steps))} is {reprlib.repr(error.value)}"
+    return f"{shown}{error.why}"
+
+
 def checked(name: str, kind: Kind, value: Any) -> Any:
     """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
     try:

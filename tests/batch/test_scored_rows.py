@@ -45,6 +45,13 @@ def test_wrong_continuations_are_their_rows_error(tmp_path, wrong):
     assert form in row["error_message"]
 
 
+def test_the_wrong_one_of_many_continuations_is_named(tmp_path):
+    given = [" yes"] * 50 + [3]
+    the_plan = plan(write(tmp_path / "a.jsonl", {"prompt": "x", "continuations": given}))
+    [row] = [row for row in request_rows(the_plan) if row["error_message"] is not None]
+    assert row["error_message"].endswith(", where continuations[50] is 3")
+
+
 def test_scored_and_generated_rows_share_a_job(make_job):
     forward = answers(make_job(ROWS, **TINY))
     rows = {row["request_id"]: row for row in forward}
@@ -56,6 +63,13 @@ def test_scored_and_generated_rows_share_a_job(make_job):
     assert own["is_greedy"][2] and 0 < own["label_mass"] < 1
     assert json.loads(own["continuations"]) == LABELS
     assert own["num_draft_tokens"] is None and own["mean_acceptance_length"] is None
+    for name in (
+        "own",
+        "ids",
+    ):  # at most 1.05 times the tokens of the context and all continuations
+        row = rows[name]
+        num_rows = row["prompt_tokens"] + row["num_verified"]
+        assert num_rows <= 1.05 * (row["prompt_tokens"] + sum(row["score_tokens"]))
     assert rows["chat"]["num_verified"] is not None and len(rows["chat"]["scores"]) == 2
     assert rows["ids"]["score_tokens"] == [2, 1]
     assert rows["generated"]["scores"] is None and rows["generated"]["text"]

@@ -1,5 +1,6 @@
 """Context and continuation as ids: together they are the ids of the whole text, whatever token spans the boundary."""
 
+import copy
 import random
 import tracemalloc
 
@@ -234,6 +235,18 @@ def test_choices_leave_the_prompt_whole(text):
         "e",
         "hello",
     ]
+
+
+def test_a_text_too_long_for_the_model_is_named(text):
+    short = copy.copy(text)
+    short.max_model_len = 64
+    too_long = ["!", "the cat " * 500]
+    with pytest.raises(
+        RequestError, match=r"^continuations\[1\]: with it, the prompt of 4003 char"
+    ):
+        split(short, "the", too_long)
+    with pytest.raises(RequestError, match=r"^choice\[1\]: with it, the prompt of 4003 characters"):
+        scored_choices("the", text.encode("the"), too_long, short, True)
 
 
 def test_texts_do_not_follow_ids(text):
