@@ -3,9 +3,10 @@
     scorer.record_root(sequence, logits)          # the prompt's last row scores what follows it
     finished = scorer.run(sequences)              # one pass over rows of several sequences' tries
 
-A pass holds at most MAX_SCORED_ROWS rows, and no more than a step has of prompts, so that decoding goes on
-between two passes of a large trie. Sequences take turns: the one that waited for the most passes comes
-first. Its logits are made SLICE_ROWS rows at a time. Log-probabilities are of the target's own logits, in fp32, at temperature 1.
+A pass holds at most MAX_SCORED_ROWS rows, and no more than a step has of prompts, so that decoding goes
+on between two passes of a large trie. Sequences take turns: the one that waited for the most passes
+comes first. Logits are made SLICE_ROWS rows at a time. Log-probabilities are of the target's own
+logits, in fp32, at temperature 1.
 """
 
 from __future__ import annotations

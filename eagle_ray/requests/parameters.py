@@ -196,8 +196,8 @@ def _checked(cls: Class) -> Class:
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
-                found = describe_wrong(name, given[name], error)
-                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {found}")
+                shown = describe_wrong(name, given[name], error)
+                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {shown}")
         if (both := two_forms(values)) is not None:
             wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [
