@@ -218,14 +218,21 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Server:
-    """`eagle-ray serve` in a process of its own; program: the module that is run."""
+    """`eagle-ray serve` in a process of its own; program: the module that is run; config: its file."""
 
-    def __init__(self, tmp_path, address="local", program="eagle_ray.cli", **settings):
+    def __init__(
+        self,
+        tmp_path,
+        address="local",
+        program="eagle_ray.cli",
+        config="configs/serve_demo.yaml",
+        **settings,
+    ):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
         self.log = tmp_path / "log"
-        command = [sys.executable, "-m", program, "serve", "-c", "configs/serve_demo.yaml"]
+        command = [sys.executable, "-m", program, "serve", "-c", str(config)]
         command += ["--port", str(self.port), "--set", f"serving.ray_address={address}"]
         command += [
             part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")
