@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,14 +24,13 @@ import httpx2
 
 from eagle_ray.config.engine_section import EngineConfig
 from eagle_ray.core.child_process import PARENT_DEATH_SIGNAL, describe_exit
-from eagle_ray.core.errors import ConfigError, EngineError, shortened
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.port.endpoint import LOOK_S, look_at_server
 from eagle_ray.port.http_target import Target
+from eagle_ray.port.server_log import ServerLog
 
 HOST = "127.0.0.1"
-LAST_LINES = 12  # of a server's log that an error has
-MAX_LINE = 500  # characters
 POLL_S = 0.5
 END_S = 20.0  # seconds that a server has to end by itself
 # Ends the server's process group once standard input is closed, which the end of its parent does. Ray
@@ -112,12 +110,12 @@ class ServerChild:
         """Start the server.
 
         Args:
-            on_line: called with each line that the server logs while it starts.
+            on_line: called with each message that the server logs while it starts.
         """
         self._engine = engine
         self._on_line = on_line
         self._is_starting = True
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._log = ServerLog()
         self.port = _free_port()
         self._process = subprocess.Popen(
             [sys.executable, "-c", WATCH, *arguments_of(engine, self.port)],
@@ -144,7 +142,7 @@ class ServerChild:
                 raise ConfigError(f"engine.command: the server {self._end()}")
             if time.monotonic() > deadline:
                 self.close()
-                raise EngineError(f"the server did not answer in time: {self._shown_lines()}")
+                raise EngineError(f"the server did not answer in time: {self._log.summary()}")
             time.sleep(POLL_S)
         self._is_starting = False
         facts = look_at_server(self.url, self._engine)
@@ -174,17 +172,12 @@ class ServerChild:
     def _read(self) -> None:
         assert self._process.stdout is not None, "it is a pipe"
         for line in self._process.stdout:
-            text = shortened(line.decode("utf-8", "replace").rstrip(), MAX_LINE)
-            if text:
-                self._last_lines.append(text)
-                if self._is_starting:
-                    self._on_line(text)
+            message = self._log.add(line.decode("utf-8", "replace"))
+            if message and self._is_starting:
+                self._on_line(message)
 
     def _end(self) -> str:
-        return f"{describe_exit(self._process.returncode)}: {self._shown_lines()}"
-
-    def _shown_lines(self) -> str:
-        return " | ".join(self._last_lines) or "it has logged nothing"
+        return f"{describe_exit(self._process.returncode)}: {self._log.summary()}"
 
 
 def _free_port() -> int:

@@ -155,6 +155,7 @@ def test_vllm_answers_as_our_own_engine_does(
     rows = [{"id": f"q{i}", "prompt": f"The story of {i} ships begins"} for i in range(8)]
     settings = {"sampling.max_tokens": 16, "engine.timeout_s": 60.0}
     args = {"dtype": "float32", "max-model-len": 256, "enforce-eager": True}
+    args |= {"gpu-memory-utilization": 0.2}  # of the machine's memory
     engine = {"engine.model": target, "engine.command": [VLLM, "serve"], "engine.serve_args": args}
     config = job(tmp_path, rows, **settings, **engine)
     assert exit_code(config) == 0
