@@ -56,11 +56,9 @@ class ServerLog:
 
 def message_of(line: str) -> str:
     """Return a line without the stamps of its logger, and "" if it is part of a stack."""
-    rest = line.rstrip()
-    found = True
-    while found:
-        shorter = rest
+    rest, before = line.rstrip(), ""
+    while rest != before:
+        before = rest
         for stamp in STAMPS:
-            shorter = stamp.sub("", shorter)
-        found, rest = shorter != rest, shorter
+            rest = stamp.sub("", rest)
     return "" if STACK_LINE.match(rest) else shortened(rest, MAX_LINE)
