@@ -2,7 +2,8 @@
 
 FOLDER holds what reference.py wrote; SITE_PACKAGES is where lm-eval is, if this environment lacks
 it. Three tasks: by log-probabilities of choices, by generation, and by the log-probability of whole
-texts in windows. Every number equals that of transformers' own forward.
+texts in windows. Every number equals that of transformers' own forward, and those that lm-eval's hf
+model gives.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ metric_list:
   - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
 """
 TASKS = {"choice": CHOICE, "answer": ANSWER, "text": TEXT}
+SCORED_TASKS = ["capitals_choice", "capitals_text"]  # those of log-probabilities
 WINDOW = 12  # tokens: the texts take several of them
 
 
@@ -85,6 +87,34 @@ def check_texts(found: dict[str, Any], target: str, window: int) -> None:
         assert math.isclose(score, expected, abs_tol=TOLERANCE), (text, score, expected)
 
 
+def check_hf(found: dict[str, Any], folder: Path, target: str) -> None:
+    """Compare log-probabilities with those of lm-eval's model of transformers, by the same tasks."""
+    directory = str(download(target, "target"))
+    expected = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": directory, "dtype": "float32", "device": "cpu"},
+        tasks=SCORED_TASKS,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        batch_size=4,
+        bootstrap_iters=0,
+    )
+    assert expected is not None
+    for task in SCORED_TASKS:
+        samples = zip(found["samples"][task], expected["samples"][task], strict=True)
+        for ours, theirs in samples:
+            assert ours["doc_id"] == theirs["doc_id"]
+            pairs = zip(numbers(ours["resps"]), numbers(theirs["resps"]), strict=True)
+            for score, wanted in pairs:
+                assert math.isclose(score, wanted, abs_tol=TOLERANCE), (task, score, wanted)
+
+
+def numbers(responses: Any) -> list[float]:
+    """Return the numbers in lm-eval's responses, in order; whether one is greedy is 0 or 1."""
+    if isinstance(responses, list | tuple):
+        return [number for part in responses for number in numbers(part)]
+    return [float(responses)]
+
+
 def main(folder: Path, target: str) -> None:
     logging.disable(logging.WARNING)
     expected = json.loads((folder / "expected.json").read_text())
@@ -93,6 +123,7 @@ def main(folder: Path, target: str) -> None:
     )
     accuracy, exact = compare(found, expected)
     check_texts(found, target, 10_000)
+    check_hf(found, folder, target)
     check_texts(
         evaluate(folder, target, ["capitals_text"], slots=4, max_model_len=WINDOW),
         target,
@@ -100,7 +131,8 @@ def main(folder: Path, target: str) -> None:
     )
     print(
         f"lm-eval {importlib.metadata.version('lm_eval')} in this process, {len(expected)} documents, whole texts too: "
-        f"log-probabilities within {TOLERANCE:g} of transformers', acc {accuracy:.3f} and exact_match {exact:.3f} equal"
+        f"log-probabilities within {TOLERANCE:g} of transformers' and of lm-eval's hf model, "
+        f"acc {accuracy:.3f} and exact_match {exact:.3f} equal"
     )
 
 
