@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from eagle_ray.engine import scoring
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.model_files import gguf_file
+from tests.support.embedders import write_embedder
 
 WORDS = [
     "the",
@@ -99,25 +101,67 @@ def test_a_thousand_rows_are_within_1e_4_of_transformers_log_softmax():
     assert worst < 1e-4
 
 
+MAX_SCORED_MB = 600  # memory that 10^5 continuations may take: their ids, trie and answers
+
+
+def peak_mb() -> int:
+    """Return the most memory that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
 @pytest.mark.slow
-def test_extreme_sizes():
-    """10^5 continuations of a prompt of one token, an empty one and equal ones among them, and one of 4,000 tokens."""
+def test_a_hundred_thousand_continuations_of_a_prompt():
+    """Short ids with an empty one and equal ones, distinct ids, and a tenth as many texts behind 700 tokens."""
     rng = random.Random(4)
-    many = [[5 + i % 1000, 5 + i // 1000 % 70] for i in range(100_000)]
-    many[7] = []
-    long = [rng.randrange(5, 1500) for _ in range(4000)]
-    rows = [
-        {"prompt_token_ids": [9], "continuations": many},
-        {"prompt_token_ids": [9], "continuations": [long, long[:2000], many[0]]},
-    ]
-    with LLM("embedded:tiny", dtype="float32", slots=2, max_model_len=4096) as llm:
-        first, second = llm.score(rows, raise_errors=True)
+    short = [[5 + i % 1000, 5 + i // 1000 % 70] for i in range(100_000)]
+    short[7] = []
+    distinct = [[rng.randrange(5, 1500) for _ in range(3)] for _ in range(100_000)]
+    context = " ".join(rng.choice(WORDS[:10]) for _ in range(500))
+    texts = [f" {word} {i}" for i in range(1_250) for word in WORDS[:8]]
+    other = {"prompt_token_ids": [9, 10], "continuations": [[5, 6], [7]]}
+    with LLM("embedded:tiny", dtype="float32", slots=2, method="none") as llm:
+        [alone] = llm.score([other], raise_errors=True)
+        before = peak_mb()
+        [first] = llm.score([{"prompt_token_ids": [9], "continuations": short}], raise_errors=True)
         assert len(first.scores) == 100_000 and first.scores[7] == 0.0
         assert first.scores[70_000] == first.scores[0]  # equal ones
-        assert first.scores[0] == pytest.approx(second.scores[2], abs=1e-4)
-        assert first.num_verified <= 1000 and second.score_tokens == [4000, 2000, 2]
-        assert second.scores[0] < second.scores[1] < 0
-        [document] = llm.score([[9, *long]], score_text=True, raise_errors=True)
-        assert document.tokens == 4001  # behind the tokenizer's BOS
-        [too_long] = llm.score([{"prompt_token_ids": [9] * 97, "continuations": [long]}])
+        assert first.num_verified <= 1000
+        [one] = llm.score([{"prompt_token_ids": [9], "continuations": short[:1]}])
+        assert first.scores[0] == pytest.approx(one.scores[0], abs=1e-4)
+
+        rows = [{"prompt_token_ids": [9], "continuations": distinct}, other]
+        second, beside = llm.score(rows, raise_errors=True)
+        assert 50_000 < second.num_verified <= 200_000
+        assert beside.scores == pytest.approx(alone.scores, abs=1e-4)
+
+        [third] = llm.score([{"prompt": context, "continuations": texts}], raise_errors=True)
+        assert len(third.prompt_token_ids) > 600 and len(third.scores) == 10_000
+        print(f"10^5 continuations: {peak_mb() - before} MB")
+        assert peak_mb() - before < MAX_SCORED_MB
+
+
+@pytest.mark.slow
+def test_continuations_of_4000_tokens(tmp_path):
+    """Behind a prompt of one token; the target was made for more positions than the embedded one."""
+    rng = random.Random(4)
+    shape = {"max_position_embeddings": 4096, "is_base": False, "pooling": None}
+    target = write_embedder(tmp_path / "target", **shape)
+    long = [rng.randrange(5, 330) for _ in range(4000)]
+    row = {"prompt_token_ids": [9], "continuations": [long, long[:2000], [5, 6], [5, 6], []]}
+    model = load_causal_lm(target, torch.float32, "cpu")
+    with torch.no_grad():
+        log_probs = model(torch.tensor([[9, *long]])).logits[0].double().log_softmax(-1)
+    tokens = [float(log_probs[i, token]) for i, token in enumerate(long)]
+
+    with LLM(target, dtype="float32", slots=2, max_model_len=4096, method="none") as llm:
+        [output] = llm.score([row], raise_errors=True)
+        assert output.score_tokens == [4000, 2000, 2, 2, 0]
+        assert output.scores[0] == pytest.approx(sum(tokens), abs=1e-4 * 4000)
+        assert output.scores[1] == pytest.approx(sum(tokens[:2000]), abs=1e-4 * 2000)
+        assert output.scores[2] == output.scores[3] < output.scores[4] == 0.0
+        assert output.num_verified == 3999 + 1  # rows of what continuations share are computed once
+
+        [document] = llm.score([{"prompt_token_ids": [9, *long], "score_text": True}])
+        assert document.error is None and document.tokens >= 4000
+        [too_long] = llm.score([{"prompt_token_ids": [9] * 98, "continuations": [long]}])
         assert "shorten them to at most 4097 together" in str(too_long.error)
