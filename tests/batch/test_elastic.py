@@ -52,7 +52,7 @@ def progress_of(config) -> dict:
 
 
 def test_spot_nodes_do_it_alone_and_a_lost_one_loses_no_row(make_job, tmp_path):
-    rows = token_rows(60)
+    rows = token_rows(150)  # many are left when the node goes
     with cluster_of(0) as cluster:
         add_node(cluster)
         first = add_node(cluster, SPOT)
