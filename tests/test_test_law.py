@@ -38,6 +38,7 @@ LIBRARIES = {  # private names of others' objects that have no public one for wh
     "_get_np_dtype": "triton: its interpreter, made faster",
     "_unwrap_if_constexpr": "triton: its interpreter, made faster",
 }
+MOST_LETTERS = 60  # of a test's name
 
 
 def name_of(path: Path) -> str:
@@ -80,3 +81,14 @@ def test_no_private_name_of_another_object_is_used():
     assert not LIBRARIES.keys() - set().union(*used.values()), (
         "take it out of LIBRARIES: no test uses it"
     )
+
+
+def test_names_of_tests_fit_a_line_of_a_report():
+    """A longer name is two tests in one, or words that say nothing."""
+    found = [
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert not [name for name in found if name.startswith("test_") and len(name) > MOST_LETTERS]

@@ -587,7 +587,7 @@ def test_the_arguments_of_an_llm_are_keys_of_a_job():
     assert set(config.model_fields) <= set(EngineSettings.__annotations__)
 
 
-def test_scores_are_the_log_probabilities_of_the_prompt_with_each_continuation(llm):
+def test_scores_are_log_probabilities_behind_the_prompt(llm):
     """A row's own continuations win, errors are named, and nothing is generated."""
     rows = [
         {"prompt": "Once upon a time", "continuations": [" there was", ", a", "", " there was"]},

@@ -43,7 +43,7 @@ def some_text(rng: random.Random, num_words: int) -> str:
 @pytest.mark.skipif(
     not cpu_ops.available(torch.device("cpu"), torch.float32), reason="no compiled operations"
 )
-def test_bits_of_a_quantised_targets_scores_depend_on_nothing_else(monkeypatch):
+def test_bits_of_quantised_scores_depend_on_nothing_else(monkeypatch):
     rng = random.Random(1)
     rows = []
     for _ in range(12):
@@ -68,7 +68,7 @@ def test_bits_of_a_quantised_targets_scores_depend_on_nothing_else(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_thousand_rows_are_within_1e_4_of_transformers_log_softmax():
+def test_a_thousand_rows_are_within_1e_4_of_transformers():
     """Rows of one to four continuations, and documents: each score next to a plain pass in fp32."""
     rng = random.Random(3)
     model = load_causal_lm(download("embedded:tiny", "target"), torch.float32, "cpu")

@@ -125,7 +125,7 @@ def test_a_damaged_record_costs_a_line(record, kept, damage, caplog):
     assert answer(engine) == kept[1] and engine.counters.planner_error is None
 
 
-def test_a_record_that_cannot_be_kept_or_read_is_no_reason_to_stop(own_cache, caplog):
+def test_an_unreadable_or_unwritable_record_stops_nothing(own_cache, caplog):
     (own_cache / "acceptance").write_text("a file in place of the directory")
     engine = make_engine()
     answer(engine)

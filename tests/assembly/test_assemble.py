@@ -385,7 +385,7 @@ def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     assert passes == [rows]
 
 
-def test_layers_that_transformers_would_run_wrongly_are_not_spread_over_gpus():
+def test_layers_that_transformers_runs_wrongly_are_not_spread():
     check_spread(FAMILIES["gemma2"], 2)
     with pytest.raises(
         ConfigError, match=r"^execution.gpus_per_actor: 2, .* 'llama4_text', .* Set it to 1\.$"

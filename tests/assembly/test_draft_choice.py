@@ -42,7 +42,7 @@ def test_an_embedded_pair_has_its_own_head():
     assert found.line == "model.draft auto: embedded:tiny (on this machine; heads of embedded:tiny)"
 
 
-def test_the_hub_sends_the_best_head_that_it_has_and_later_starts_find_it(tmp_path):
+def test_the_hub_sends_its_best_head_and_later_starts_find_it(tmp_path):
     repos = {TARGET: E3 / "target", HEAD: E3 / "draft"}
     with hub(repos, gated={"deepseek-ai/dspark_qwen3_4b_block7"}, cache=tmp_path / "cache") as sent:
         first = choice(job(TARGET))
@@ -98,7 +98,7 @@ def test_a_head_next_to_the_target_is_found(tmp_path, no_hub, place):
     )
 
 
-def test_auto_is_alone_and_a_directory_of_that_name_is_named_by_its_path(tmp_path, monkeypatch):
+def test_auto_stands_alone_and_its_directory_needs_a_path(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"model\.draft: auto stands alone"):
         both = {"model.draft": ["auto", "x/y"], "speculative.method": "eagle2+draft_model"}
         job("embedded:tiny", **both)

@@ -80,7 +80,7 @@ def own_node(tmp_path, monkeypatch) -> OwnNode:
     return node
 
 
-def test_agents_of_a_raylet_that_has_ended_do_not_wait_for_the_gcs(own_node, monkeypatch):
+def test_agents_of_an_ended_raylet_do_not_wait_for_the_gcs(own_node, monkeypatch):
     published = []
     monkeypatch.setattr(
         ray._private.utils, "publish_error_to_driver", lambda *args, **named: published.append(args)

@@ -69,7 +69,7 @@ def test_spot_nodes_do_it_alone_and_a_lost_one_loses_no_row(make_job, tmp_path):
     assert usage["spot_s"] > 0.9 * usage["worker_s"] > 0
 
 
-def test_workers_on_demand_make_up_for_spot_nodes_that_do_not_come(make_job, tmp_path):
+def test_workers_on_demand_replace_spot_nodes_that_do_not_come(make_job, tmp_path):
     rows = token_rows(60)
     with cluster_of(0) as cluster:
         add_node(cluster)

@@ -42,7 +42,7 @@ def test_a_job_runs_without_private_parts_of_ray(ray_session, public_ray, make_j
     assert any("has no _private.worker._global_node" in line for line in lines)
 
 
-def test_a_start_keeps_the_handler_of_sigterm_without_private_parts(public_ray, monkeypatch, lines):
+def test_a_start_keeps_the_sigterm_handler_by_public_means(public_ray, monkeypatch, lines):
     def init(**options):
         signal.signal(signal.SIGTERM, lambda number, frame: None)  # as Ray's own
 

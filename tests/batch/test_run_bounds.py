@@ -128,7 +128,7 @@ def test_forecast_of_a_run_within_its_bounds():
     assert forecast.as_json()["finish_by"] == "2026-11-29T22:30:00+00:00"
 
 
-def test_a_run_that_will_be_late_is_said_to_be_and_stops_only_if_asked():
+def test_a_late_run_is_announced_and_stops_only_if_asked():
     for on_late in ("warn", "stop"):
         bounds = bounds_of(finish_by="50m", on_late=on_late)
         assert "10.0 min after" in bounds.warnings(bounds.forecast(PACE, NOW))[LATE]
@@ -204,7 +204,7 @@ def test_workers_hear_of_a_stop():
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["samples", "turns"])
-def test_rows_that_have_begun_end_whole_and_others_are_not_answered(make_job, turns):
+def test_rows_that_have_begun_end_whole_and_others_do_not_begin(make_job, turns):
     """Two slots, and three samples of a row or three turns of a conversation."""
     rows = token_rows(6)
     settings = {"execution.slots": 2, "sampling.max_tokens": 60, "sampling.ignore_eos": True}
@@ -256,9 +256,7 @@ def rows_of_kind(kind: str, make_job, tmp_path) -> JobConfig:
 
 @pytest.mark.parametrize("ticks", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["turns", "scores", "embeddings"])
-def test_a_row_that_is_taken_back_before_it_has_a_slot_never_begins(
-    make_job, tmp_path, kind, ticks
-):
+def test_a_row_taken_back_before_it_has_a_slot_never_begins(make_job, tmp_path, kind, ticks):
     """The engine waits, so that no row gets a slot, and the stop comes after some turns of the event loop."""
     config = rows_of_kind(kind, make_job, tmp_path)
     worker = make_worker(*arguments_of(config))

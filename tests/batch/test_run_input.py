@@ -211,7 +211,7 @@ def test_paths_of_runs_become_absolute_for_another_machine(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("template", [None, "{prompt}", "{prompt}."])
-def test_a_stored_prompt_asked_again_has_the_tokens_that_were_read(make_job, tmp_path, template):
+def test_a_stored_prompt_asked_again_has_the_tokens_read(make_job, tmp_path, template):
     """Even if the tokenizer adds a BOS token that the chat template does not write."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", "{{ messages[0].content }}<|end|>"))
     message = [{"role": "user", "content": "Hi"}]

@@ -142,12 +142,12 @@ def check_killed(undisturbed: JobConfig, killed: JobConfig) -> None:
     assert {row["attempt"] for row in rows_of(killed)} == {1, 2}
 
 
-def test_scored_rows_of_a_killed_job_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_scored_rows_of_a_killed_job_are_an_undisturbed_ones(tmp_path: Path) -> None:
     check_killed(scored_job(tmp_path / "undisturbed"), scored_job(tmp_path / "killed"))
 
 
 @pytest.mark.slow
-def test_embeddings_of_a_killed_job_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_embeddings_of_a_killed_job_are_an_undisturbed_ones(tmp_path: Path) -> None:
     # Large enough for the job to be killed before its end.
     shape = {"num_hidden_layers": 8, "max_position_embeddings": 4096}
     target = write_embedder(tmp_path / "target", **shape)

@@ -137,7 +137,7 @@ def test_samples_share_the_tokens_of_their_choices(make_job, monkeypatch):
         assert row["num_verified"] == found[0]["num_verified"]
 
 
-def test_choices_with_max_tokens_0_are_scored_and_none_is_generated(make_job):
+def test_choices_with_max_tokens_0_are_scored_not_generated(make_job):
     row = ROWS[4] | {"max_tokens": 0}
     [scored, generated] = answers(make_job([row, ROWS[4] | {"id": "generated"}], **TINY))
     assert scored["status"] == "ok" and scored["text"] is None and scored["completion_tokens"] == 0

@@ -93,7 +93,7 @@ def test_flags_of_a_server(tmp_path: Path) -> None:
     ]
 
 
-def test_a_server_that_ends_is_started_again_and_ends_with_its_worker(
+def test_a_server_is_started_again_and_ends_with_its_worker(
     ray_session: None, tmp_path: Path
 ) -> None:
     rows = [{"id": f"q{i}", "prompt": "die" if i == 3 else f"Hi {i}"} for i in range(12)]

@@ -126,7 +126,7 @@ def run_of(*answers: tuple[list[int] | None, str]) -> EngineRun:
     return EngineRun("a", "http", "m", summary, read)
 
 
-def test_outputs_are_compared_by_ids_where_both_have_them_else_by_text() -> None:
+def test_outputs_are_compared_by_ids_or_else_by_text() -> None:
     first = run_of(([1, 2, 3, 4], "abcd"), ([5], "e"), ([], ""))
     by_ids = Agreement.of(run_of(([1, 2, 9], "abcd"), ([5], "other"), ([], "")), first)
     assert (by_ids.num_rows, by_ids.num_same) == (3, 2)

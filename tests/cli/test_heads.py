@@ -149,7 +149,7 @@ def test_each_kind_of_head_is_known(tmp_path, capsys, kind):
     assert found["kind"].endswith(f"for method {methods.get(kind, kind)}") and "fits" in found
 
 
-def test_a_pair_fits_and_another_target_is_refused_with_both_numbers(capsys):
+def test_a_pair_fits_and_another_is_refused_with_both_numbers(capsys):
     assert check(capsys, TINY / "draft", "--target", "embedded:tiny")["fits"] == "yes"
     other = check(capsys, SMOLLM2 / "draft", "--target", "embedded:tiny")
     assert other["kind"] == "an EAGLE-3 head, for method eagle3"

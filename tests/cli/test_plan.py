@@ -43,7 +43,7 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines}
 
 
-def test_each_cluster_has_a_line_and_the_cheapest_that_holds_a_star(job, capsys):
+def test_each_cluster_has_a_line_and_the_cheapest_a_star(job, capsys):
     text = planned(capsys, *job, *GPUS, *PRICES)
     lines = table_of(text)
     assert lines.keys() == {"h100:8", "l40s:16"}

@@ -208,7 +208,7 @@ def windowed(name: str, ids: list[int], stride: int, max_length: int = 64) -> li
 
 
 @needs_kernels
-def test_documents_have_the_log_probabilities_of_their_windows_in_equal_bits(monkeypatch):
+def test_documents_have_the_bits_of_their_windows(monkeypatch):
     """A simple oracle scores one token at a time. Bits depend on no batch, no order and no division into passes."""
     rng = random.Random(7)
     documents = [[rng.randrange(3, 97) for _ in range(size)] for size in (1, 2, 65, 66, 150)]

@@ -94,7 +94,7 @@ def test_a_space_stands_before_a_text_and_behind_a_special_token(models):
     assert "".join(Backend.from_str(json.dumps(plain)).encode("dog").tokens) == "<s>dog"
 
 
-def test_special_tokens_of_phi_3_take_the_white_space_behind_them(models):
+def test_phi_3_special_tokens_take_the_white_space_behind_them(models):
     metadata = metadata_of_model(models["llama"], "phi3")
     added = {token["content"]: token for token in tokenizer_json(metadata)["added_tokens"]}
     assert added["</s>"]["rstrip"] and not added["<s>"]["rstrip"] and not added["<b>"]["rstrip"]

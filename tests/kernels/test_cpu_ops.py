@@ -29,7 +29,7 @@ def level(request, monkeypatch):
     cpu_ops.function_for.cache_clear()
 
 
-def test_a_level_can_be_asked_for_and_one_that_is_not_here_is_named(monkeypatch, caplog):
+def test_a_level_can_be_asked_for_and_a_missing_one_is_named(monkeypatch, caplog):
     monkeypatch.undo()  # of `level`
     monkeypatch.setattr(cpu_ops, "levels", lambda: ["avx2", "base"])
     monkeypatch.setattr(cpu_ops, "library_of", lambda level: level)

@@ -46,7 +46,7 @@ def by_path(path: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_number_of_rows_has_the_bits_of_one_sum_after_the_other(shape, dtype, level):
+def test_any_number_of_rows_has_the_bits_of_ordered_sums(shape, dtype, level):
     if level == "base":
         pytest.skip("without fused products and sums only the portable path runs")
     weight, bias, rows = case(shape, dtype)

@@ -52,7 +52,7 @@ def test_a_team_in_a_team_is_the_same_one(num_threads):
     assert torch.get_num_threads() == num_threads
 
 
-def test_torch_computes_in_one_thread_in_the_team_and_in_all_afterwards(num_threads):
+def test_torch_has_one_thread_in_the_team_and_all_afterwards(num_threads):
     with cpu_ops.team():
         assert cpu_ops.num_threads() == num_threads and torch.get_num_threads() == 1
     assert cpu_ops.num_threads() == torch.get_num_threads() == num_threads
@@ -61,7 +61,7 @@ def test_torch_computes_in_one_thread_in_the_team_and_in_all_afterwards(num_thre
     assert torch.get_num_threads() == num_threads
 
 
-def test_threads_of_python_that_compute_at_once_get_their_own_results():
+def test_python_threads_that_compute_at_once_get_own_results():
     """One of them has the team; the others compute alone meanwhile."""
     weight, results = large_weight(), {}
     expected = [cpu_ops.quantized_matmul(ROWS * i, weight, None) for i in range(4)]

@@ -386,7 +386,7 @@ def test_speculators_dflash2_is_zlabs(tmp_path, has_lm_head, window):
         (speculators_dflash2(selector_rank=None), "selector_rank is None"),
     ],
 )
-def test_a_dflash2_head_of_speculators_that_contradicts_itself_is_refused(tmp_path, config, named):
+def test_a_speculators_dflash2_head_must_not_contradict_itself(tmp_path, config, named):
     path = publish(tmp_path, config, tensors_of(dflash2_config()))
     with pytest.raises(EngineError, match=named):
         meta_dflash(path, toy_config())
@@ -424,7 +424,7 @@ def test_specforges_dspark_is_deepspecs(tmp_path):
         (specforge_dspark(gru_hidden_dim=7), "gru_hidden_dim is 7, which a dspark head has not"),
     ],
 )
-def test_a_projector_that_contradicts_the_architectures_is_refused(tmp_path, config, named):
+def test_a_projector_that_contradicts_its_class_is_refused(tmp_path, config, named):
     path = publish(tmp_path, config, tensors_of(deepspec_config()))
     with pytest.raises(EngineError, match=named):
         meta_dflash(path, toy_config())

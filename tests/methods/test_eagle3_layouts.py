@@ -114,7 +114,7 @@ def test_chained_draft_steps_over_the_cache_match_the_equations(tmp_path, layout
 
 @each_layout
 @torch.inference_mode()
-def test_a_chain_of_the_drafter_has_the_log_probs_of_the_equations(tmp_path, layout, operations):
+def test_a_drafters_chain_has_the_log_probs_of_the_equations(tmp_path, layout, operations):
     raw, tensors, path = published(tmp_path / "head", layout)
     head = load_head(path, TARGET)
     target = target_of(head)

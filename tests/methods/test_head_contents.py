@@ -204,7 +204,7 @@ def test_a_near_name_is_suggested(tmp_path):
     assert "rms_norm_epsilon (unknown; did you mean rms_norm_eps?)" in refusal_of(path, "eagle3")
 
 
-def test_a_key_of_what_is_not_computed_is_refused_unless_it_is_neutral(tmp_path):
+def test_a_key_that_is_not_computed_is_refused_unless_neutral(tmp_path):
     path = publish(tmp_path / "head", "eagle3")
     rewrite(path, lambda raw: raw.update(logit_scale=1.0, residual_multiplier=1))
     assert read_contents(path, TARGET).harmless_keys["logit_scale"] == "1.0 asks for nothing"

@@ -78,7 +78,7 @@ def test_a_second_file_of_weights_is_named(tmp_path):
     assert "model.safetensors and eagle2.safetensors, which are two heads" in refusal_of(path)
 
 
-def test_both_formats_of_one_head_are_one_head_and_of_two_are_two(tmp_path):
+def test_both_formats_of_one_head_are_one_and_of_two_are_two(tmp_path):
     path = write(tmp_path, eagle3_tensors(), E3)
     torch.save(eagle3_tensors(), path / "pytorch_model.bin")
     load_head(path, TARGET)
@@ -104,7 +104,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_heads_that_do_not_run_here_are_refused_by_name_with_what_to_use(tmp_path, name):
+def test_heads_that_do_not_run_are_refused_with_what_to_use(tmp_path, name):
     added, what = OTHERS[name]
     tensors = eagle3_tensors()
     if name == "MLA by its tensors":

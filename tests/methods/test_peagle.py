@@ -89,7 +89,7 @@ def test_levels_have_the_log_probs_of_the_equations(tmp_path, layout):
 
 @each_layout
 @pytest.mark.parametrize("graphs", [False, True])
-def test_outputs_are_those_of_plain_decoding_and_drafts_are_accepted(tmp_path, layout, graphs):
+def test_outputs_are_plain_decodings_and_drafts_are_accepted(tmp_path, layout, graphs):
     *_, path = published_peagle(tmp_path / "head", layout)
     head = load_peagle(path, TARGET)
     prompts = [[5 + i, 9, 33, 7 * i + 1] * (1 + i) for i in range(4)]

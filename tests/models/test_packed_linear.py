@@ -88,7 +88,7 @@ def test_bf16_is_within_its_own_rounding():
     assert (PackedLinear(plain)(inputs).float() - exact).abs().max() < 2**-8 * exact.abs().max()
 
 
-def test_what_is_of_another_kind_stays_and_what_is_too_small_for_onednn(kind):
+def test_other_kinds_and_sizes_too_small_for_onednn_stay(kind):
     model = nn.Sequential(
         nn.Linear(512, 512, dtype=torch.float64), nn.Embedding(9, 9), nn.Linear(16, 16)
     )

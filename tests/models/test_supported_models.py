@@ -105,7 +105,7 @@ def test_packed_and_spread_models_compute_what_they_did(name):
 
 
 @torch.inference_mode()
-def test_a_packed_model_of_our_own_forward_computes_what_it_did_and_is_not_spread():
+def test_a_packed_model_computes_what_it_did_and_is_not_spread():
     model = random_model(FAMILIES["llama4_text"])
     plain = plain_copy(model)
     pack_linears(model, min_weights=1)

@@ -213,7 +213,7 @@ EVERY_FORMAT = [
 
 @pytest.mark.parametrize("name, kind", EVERY_FORMAT)
 @torch.inference_mode()
-def test_every_format_of_a_text_half_stands_for_its_dense_weights(tmp_path, name, kind):
+def test_each_format_of_a_text_half_equals_its_dense_weights(tmp_path, name, kind):
     """Whatever the files call its layers: those of the other parts are stored as they were."""
     whole = CONFIGS[name].to_dict()
     whole["text_config"] |= dict(hidden_size=64, intermediate_size=96)
@@ -255,7 +255,7 @@ def test_a_text_half_of_another_family_is_refused_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl_moe"])
-def test_other_models_of_more_than_text_are_refused_with_those_that_are_read(name):
+def test_other_multimodal_models_are_refused_with_those_read(name):
     with pytest.raises(
         EngineError, match=r"more than text. Use a text model, or one whose .*gemma3"
     ):
@@ -276,7 +276,7 @@ def test_the_ends_of_an_answer_may_stand_in_the_text_config(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
-def test_a_conversation_is_answered_with_drafts_as_transformers_answers_it(tmp_path, name):
+def test_a_conversation_is_answered_as_by_transformers(tmp_path, name):
     """With the template in a file of its own, and an EAGLE head of the text half's sizes."""
     target = tmp_path / "target"
     vocabulary = dict(vocab_size=400)

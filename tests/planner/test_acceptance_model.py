@@ -71,7 +71,7 @@ def test_recent_drafts_count_and_scale_estimates_of_unseen_ones():
     assert expected(curves, 2, 2, 6) == pytest.approx(wide / 2, rel=0.02)
 
 
-def test_a_model_goes_on_from_the_state_of_one_with_more_widths_and_levels():
+def test_a_model_goes_on_from_the_state_of_a_larger_one():
     known, smaller = AcceptanceModel((1, 2, 3), 4), AcceptanceModel((1, 2), 2)
     for _ in range(30):
         known.observe(levels([0.8, 0.1], [0.5, 0.2], [0.4, 0.1]), width=2)

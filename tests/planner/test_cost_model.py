@@ -177,7 +177,7 @@ def test_learned_overhead_is_bounded_where_a_limit_is_set():
     assert costs.draft_overhead(4) == pytest.approx(1.7 * some_costs().draft_overhead(4), rel=0.02)
 
 
-def test_drafts_pay_from_the_tokens_that_their_step_takes_in_plain_ones():
+def test_drafts_pay_from_the_plain_steps_that_theirs_takes():
     costs = StepCosts(
         verify=CostCurve([1, 8], [0.004, 0.0075]),
         attention_per_token=0.0,

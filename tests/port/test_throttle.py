@@ -138,7 +138,7 @@ def test_a_burst_cuts_the_requests_in_flight_once() -> None:
     assert limit == 6.0 and waited == pytest.approx(7.0)
 
 
-def test_more_requests_are_in_flight_as_long_as_tokens_come_faster() -> None:
+def test_more_requests_are_in_flight_while_tokens_come_faster() -> None:
     async def work(best: int) -> float:
         throttle = Throttle(ThrottleSettings(), clock=now)
 

@@ -308,7 +308,7 @@ def test_a_hub_that_does_not_answer_is_no_empty_dataset(run, hub, monkeypatch):
     assert check_whole(hub.head(REPO)[1]) == ["a", "b"]
 
 
-def test_a_job_is_refused_a_place_of_another_run_before_its_first_row(run, engine, hub, tmp_path):
+def test_a_place_of_another_run_is_refused_before_the_first_row(run, engine, hub, tmp_path):
     place = f"hf://datasets/{REPO}"
     write(run, 0, "a")
     publish(run, place)
@@ -434,7 +434,7 @@ def test_a_hundred_kills_over_a_hub_publish_each_row_once(run, hub, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_over_a_delta_table_publish_each_row_once(run, tmp_path):
+def test_a_hundred_kills_over_delta_publish_each_row_once(run, tmp_path):
     """Real processes that get SIGKILL at a random moment; DuckDB counts the rows of the last version."""
     deltalake, duckdb = pytest.importorskip("deltalake"), pytest.importorskip("duckdb")
     draw, place, killed = random.Random(0), f"delta:{tmp_path}/table", 0
@@ -461,9 +461,7 @@ def test_a_hundred_kills_over_a_delta_table_publish_each_row_once(run, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_within_commits_to_an_iceberg_table_publish_each_row_once(
-    run, iceberg_catalog, tmp_path
-):
+def test_a_hundred_kills_within_iceberg_commits_publish_once(run, iceberg_catalog, tmp_path):
     """Real processes that get SIGKILL at each of twelve moments of a commit by turns, or have published before."""
     place, kills = f"iceberg:lab/{tmp_path.name}.answers", 0
     ids: list[str] = []

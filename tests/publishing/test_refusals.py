@@ -97,9 +97,7 @@ def test_a_delta_table_with_another_schema_is_refused(job, engine, capsys, tmp_p
     assert "output.publish.to: delta:" in line and "was not published by a run. Choose" in line
 
 
-def test_a_delta_table_whose_rows_another_writer_has_changed_is_refused(
-    job, engine, capsys, tmp_path
-):
+def test_a_delta_table_that_others_have_changed_is_refused(job, engine, capsys, tmp_path):
     deltalake = pytest.importorskip("deltalake")
     place = f"{PUBLISH}delta:{tmp_path}/table"
     assert cli.main(["run", *job, "--set", place]) == 0
@@ -127,7 +125,7 @@ def test_an_iceberg_table_of_somebody_else_is_refused(
     assert "output.publish.to: iceberg:lab/" in line and "was not published by a run" in line
 
 
-def test_an_iceberg_table_whose_rows_another_writer_has_changed_is_refused(
+def test_an_iceberg_table_that_others_have_changed_is_refused(
     job, engine, capsys, tmp_path, iceberg_catalog
 ):
     from pyiceberg.catalog import load_catalog
@@ -167,9 +165,7 @@ def test_a_dataset_that_this_user_may_not_create_is_refused(job, engine, capsys,
     assert f"there is no such dataset, and me may create none of {owner}" in line
 
 
-def test_a_branch_that_somebody_else_writes_to_is_tried_until_it_is_free(
-    job, engine, capsys, hub, monkeypatch
-):
+def test_a_branch_that_others_write_to_is_tried_until_free(job, engine, capsys, hub, monkeypatch):
     monkeypatch.setattr(publisher_module, "RACE_WAIT_S", 0.001)
     others = iter(range(3))
 

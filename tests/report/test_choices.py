@@ -44,7 +44,7 @@ def test_accuracy_is_of_rows_with_an_answer():
     )
 
 
-def test_each_bin_of_confidence_has_its_rows_and_those_that_are_right():
+def test_each_confidence_bin_counts_its_rows_and_right_ones():
     calibration = choices_summary(read(CERTAIN, WRONG), has_answer=True)["calibration"]
     assert calibration["rows"] == [0] * 7 + [1, 0, 1]
     assert calibration["right"] == [0] * 7 + [0, 0, 1]

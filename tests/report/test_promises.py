@@ -40,7 +40,7 @@ def test_points_are_thinned_out():
     assert history.points[0][0] == 0.0 and history.points[-1][0] > 3.9 * MAX_HISTORY_POINTS
 
 
-def test_errors_are_those_of_the_first_promise_after_a_share_of_the_time():
+def test_errors_are_of_the_first_promise_after_a_share_of_time():
     assert promises(HISTORY) == [
         {"at": 0.1, "error_s": 50.0, "relative": 0.2083},
         {"at": 0.25, "error_s": 50.0, "relative": 0.2083},

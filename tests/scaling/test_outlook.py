@@ -29,7 +29,7 @@ def test_rows_that_still_run_are_longer_than_those_that_are_done():
     assert left == pytest.approx(25_000, rel=0.1)
 
 
-def test_survival_finds_the_mean_of_heavy_tails_from_the_first_rows():
+def test_survival_finds_heavy_tails_mean_from_first_rows():
     """Rows in 64 slots for a while: the plain mean of those that are done is too small."""
     draw = np.random.default_rng(0)
     lengths = np.clip(200 * (1 + draw.pareto(1.5, 4000)), 1, 8192)
@@ -88,7 +88,7 @@ def outlook_of(done, running, waiting, tokens=10_000.0) -> Outlook:
     return outlook
 
 
-def test_more_workers_end_earlier_and_the_last_rows_are_waited_for():
+def test_more_workers_end_earlier_and_wait_for_the_last_rows():
     """100 tokens a second, 10 a slot: 1,000 rows of 100 tokens are 1,000 s of a worker."""
     outlook = outlook_of([100] * 10_000, [], 1000.0)
     one, four = outlook.seconds_left(1), outlook.seconds_left(4)

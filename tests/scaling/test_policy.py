@@ -43,7 +43,7 @@ def test_spot_nodes_alone_above_the_line():
     assert decide(done_share=0.6, expected_work_s=60_000.0, spot_share=0.25) == FleetSize(16, 0)
 
 
-def test_under_the_line_what_is_missing_is_on_demand_once_it_is_urgent():
+def test_under_the_line_urgent_workers_are_on_demand():
     late = {"done_share": 0.3, "expected_work_s": 15_000.0, "likely_work_s": 17_000.0}
     assert decide(**late) == FleetSize(10, 6)  # ten are needed, and four run
     assert decide(**late | {"likely_work_s": 8000.0}).on_demand == 0  # five could still do it

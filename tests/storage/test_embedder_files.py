@@ -83,7 +83,7 @@ def test_old_and_new_spellings_of_pooling(
     ("architectures", "pooling"),
     [(["Qwen2ForCausalLM"], "lasttoken"), (["Qwen3Model"], "mean"), (None, "mean")],
 )
-def test_pooling_without_modules_is_that_of_sentence_transformers(
+def test_pooling_without_modules_is_sentence_transformers(
     tmp_path: Path, architectures: list[str] | None, pooling: str
 ) -> None:
     config = {"model_type": "qwen2", "hidden_size": 8, "architectures": architectures}

@@ -85,7 +85,7 @@ def test_a_resume_asks_the_hub_for_no_revision(engine, hub, make_job, monkeypatc
     assert "main" in asked
 
 
-def test_a_run_that_is_overwritten_reads_what_the_branch_means_now(engine, hub, make_job):
+def test_an_overwritten_run_reads_what_the_branch_means_now(engine, hub, make_job):
     config = make_job(None, **{"input.path": INPUT, "output.if_exists": "overwrite"})
     run_job(config)
     now = hub.push(REPO, {FILE: jsonl(token_rows(2, start=70))})
@@ -115,7 +115,7 @@ def test_shards_read_the_commit_of_the_first_one(engine, hub, make_job):
     assert list(sources.values()) == [hub.commits[REPO][1][0]]
 
 
-def test_a_shard_that_read_the_branch_before_the_first_one_began_is_refused(hub, make_job):
+def test_a_shard_that_read_the_branch_too_early_is_refused(hub, make_job):
     first, second = (
         make_job(None, **{"input.path": INPUT, "execution.shard": f"{i}/2"}) for i in (1, 2)
     )
