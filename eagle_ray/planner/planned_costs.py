@@ -5,8 +5,8 @@
 A pass reads all weights once and multiplies each of its rows with them. Which of both takes longer
 changes with the rows, and near that point they overlap in part: the seconds are a norm of both, and
 some for each layer. The constants are those of a Llama 8B in bf16 on an H200 (jobs/results/gpu.md,
-2026-11-26), whose passes they give to within 7 %. On an H100, which was not looked at for them, that
-model's passes are -4 to +9 % off the measured ones, and its cached tokens -9 %.
+2026-11-26), whose passes they give to within 7 %. On an H100 that model's passes are -4 to +9 % off the
+measured ones, and its cached tokens -9 %; the form of the norm was chosen with both in view.
 """
 
 from __future__ import annotations
