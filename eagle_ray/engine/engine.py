@@ -596,7 +596,8 @@ class Engine:
         num_accepted = self._commit(pending, output, tops)
         seconds = pending.timer.read(followed)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
-        outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
+        accepted_each = output.num_accepted.tolist()
+        outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds, accepted_each)
         self._count_outcome(outcome)
         self._check_head(pending, output)
         self._observe(pending.planner, outcome)

@@ -212,7 +212,13 @@ class DecodeStep:
         num_pairs = drafter.mark_consumed(slots, lengths)
         self.draft = replace(self.draft, num_catch_up=num_pairs)
 
-    def outcome(self, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
+    def outcome(
+        self,
+        num_accepted: int,
+        num_prompt_tokens: int,
+        seconds: StepTimes,
+        accepted_each: list[int],
+    ) -> StepOutcome:
         """Return the step's outcome for the planner."""
         return StepOutcome(
             plan=self.plan,
@@ -230,6 +236,9 @@ class DecodeStep:
             num_level_rows=self.num_level_rows,
             num_pair_rows=self.draft.num_pair_rows,
             caught_up_before=self.draft.caught_up_before,
+            sequences=self.batch.sequences,
+            accepted_each=accepted_each,
+            expected_each=self.allocation.expected_each,
         )
 
 

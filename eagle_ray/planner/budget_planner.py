@@ -18,13 +18,13 @@ ever more rarely until other texts come (`ProbeSchedule`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
@@ -39,6 +39,7 @@ from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.modes import OFF_REVIEW_EVERY, Mode, PlannerModes
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanSearch
 from eagle_ray.planner.planner import Allocation, DraftKind, StepOutcome
+from eagle_ray.planner.sequence_worth import SequenceWorths
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan, PartialDraft, PriceRule
 
@@ -74,6 +75,8 @@ class BudgetPlanner:
         predicted_plain_s: likewise, if each had been a plain step.
         search: rates of plans by the current costs.
         acceptance: acceptance of drafts at the current batch size.
+        worths: what the drafts of single sequences are worth; None if values are not read from the
+            device.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class BudgetPlanner:
         self.modes = PlannerModes(self.search, self._lookups, self._has_model)
         self.acceptance_by_size = AcceptanceByBatchSize(acceptance_model(bounds))
         self.acceptance = self.acceptance_by_size.last
+        self.worths = SequenceWorths() if can_sync and self._has_model else None
+        self._sequences: Sequence[object] = []  # of the last step
         self._is_known = False  # acceptance was known before the first draft
         self._repeats_probe = False  # at the next step
         self._probes_anew = False  # the next probe is the first one since the texts have changed
@@ -133,7 +138,7 @@ class BudgetPlanner:
             return PLAIN_PLAN  # each has one token left, which needs no draft
         self.acceptance = self.acceptance_by_size.of(len(batch))
         if self.modes.mode is not Mode.WARM_UP or self._is_warm:
-            self.modes.review(batch, self.acceptance)
+            self._review(batch)
 
         if self.modes.mode is Mode.WARM_UP:
             return PLAIN_PLAN if self._lacks_plain_steps(batch) else self._draft_probe(batch)
@@ -143,8 +148,46 @@ class BudgetPlanner:
             self._repeats_probe = False
             return self._draft_probe(batch)
         if self.modes.runs(DraftKind.MODEL):
-            return self._next_probe(batch) if self.modes.is_probe_due else self._best_plan(batch)
+            return self._next_probe(batch) if self.modes.is_probe_due else self._plan_on(batch)
         return self._plan_without_model(batch)
+
+    def _review(self, batch: DecodeBatch) -> None:
+        """Review the mode if that is due, or at once if drafts for these sequences are worth less than they were."""
+        worths = self.worths
+        if worths is not None:
+            sequences = [*batch.sequences]
+            if sequences != self._sequences:
+                self._sequences = sequences
+                worths.keep_only(sequences)
+                if len(sequences) == 1 or self.modes.is_resting:
+                    self.modes.review_soon()
+            if self._pays_no_longer(worths, batch):
+                self.modes.review_soon()
+        self.modes.review(batch, self.acceptance, worths)
+
+    def _pays_no_longer(self, worths: SequenceWorths, batch: DecodeBatch) -> bool:
+        """Return whether drafts paid at the last review and do not pay for the sequences that are drafted for now."""
+        if not self.modes.runs(DraftKind.MODEL) or self.modes.is_resting:
+            return False
+        members = self.modes.best.members
+        min_worth = 0.0 if members is None else members.min_worth
+        known = 1.0 if members is None else members.worth
+        now = [worth for worth in map(worths.of, batch.sequences) if worth >= min_worth]
+        mean = sum(now) / len(now) if now else 0.0
+        return not self.modes.pays(batch, mean / known)
+
+    def _plan_on(self, batch: DecodeBatch) -> DraftPlan:
+        """Return the best plan for those sequences whose drafts are worth their seconds, or a plain step."""
+        if self.worths is None:
+            return self._best_plan(batch)
+        best = self.modes.best.members
+        min_worth = 0.0 if best is None else best.min_worth
+        if self.modes.is_resting:
+            min_worth = math.inf
+        members = self.worths.members(batch.sequences, min_worth, self.modes.num_steps)
+        if not members:
+            return PLAIN_PLAN
+        return self._best_plan(batch, None if len(members) == len(batch) else members)
 
     def _plan_without_model(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of a step while the model is off: plain or by lookups alone, unless a probe is due."""
@@ -180,7 +223,7 @@ class BudgetPlanner:
                 self._observe_draft(draft, plan, batch)
             return Allocation(draft.tree.valid, 1, size)
 
-        candidates = Candidates.of(draft.tree, self._budget(draft, batch))
+        candidates = Candidates.of(draft.tree, self._budget(draft, plan, batch))
         rows = self._row_counts(size, len(candidates.log_values))
         gains = self._gains(rows, candidates, draft, plan, size)
         if plan.is_drafting:
@@ -192,7 +235,8 @@ class BudgetPlanner:
         self._rows_per_sequence = num_rows / size
         if self._can_sync:
             keep, sizes = candidates.keep_and_count(num_rows)
-            return Allocation(keep, max(sizes), num_rows, gains[best], sizes)
+            each = self._expected_each(draft, plan, keep)
+            return Allocation(keep, max(sizes), num_rows, gains[best], sizes, each)
         num_nodes = min(self._bounds.num_nodes, draft.tree.num_nodes)
         return Allocation(candidates.keep(num_rows), num_nodes, num_rows, gains[best])
 
@@ -225,6 +269,10 @@ class BudgetPlanner:
             self.modes.review_soon()
         acceptance = self.acceptance_by_size.of(outcome.batch_size)
         acceptance.update(outcome.num_accepted, outcome.num_expected_drafts)
+        if self.worths is not None and outcome.expected_each:
+            self.worths.observe_result(
+                outcome.sequences, outcome.accepted_each, outcome.expected_each
+            )
 
     # modes
 
@@ -257,10 +305,13 @@ class BudgetPlanner:
             depth = min(depth, max(batch.remaining_tokens) - 1)
         return self._plan(depth, self._bounds.top_k, lookups_only=True)
 
-    def _best_plan(self, batch: DecodeBatch) -> DraftPlan:
+    def _best_plan(self, batch: DecodeBatch, members: tuple[int, ...] | None = None) -> DraftPlan:
         """Return the plan with the best expected rate: as deep as each level pays, or as has recently been best.
 
         Now and then it is a level deeper or a little wider. Near the optimum that costs little.
+
+        Args:
+            members: as in DraftPlan.
         """
         explores = self.num_drafts % (NUM_PROBES * REVIEW_EVERY) == 0
         more = int(explores)
@@ -277,16 +328,31 @@ class BudgetPlanner:
         row_price = price * self.costs.row_seconds(
             num_rows, batch.num_cached, size, batch.num_prefill_rows
         )
-        level_price = price * self.costs.expand(size * width)
+        num_members = size if members is None else len(members)
+        level_price = price * self.costs.expand(num_members * width)
         rule = PriceRule(
             self.acceptance.model.children_by_depth,
-            self.acceptance.accuracy,
+            self.acceptance.accuracy * self._mean_accuracy(batch, members),
             level_price,
             row_price,
             more,
         )
         depth = min(self._bounds.depth, max(batch.remaining_tokens) - 1)
-        return self._plan(depth, width, should_stop=rule.should_stop(), price_rule=rule)
+        return self._plan(
+            depth, width, members=members, should_stop=rule.should_stop(), price_rule=rule
+        )
+
+    def _mean_accuracy(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> float:
+        """Return the accepted drafts of these sequences for each that the average sequence would have."""
+        if self.worths is None:
+            return 1.0
+        chosen = self._members_of(batch, members)
+        return sum(map(self.worths.accuracy, chosen)) / len(chosen)
+
+    def _members_of(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> Sequence[object]:
+        if members is None:
+            return batch.sequences
+        return [batch.sequences[i] for i in members]
 
     # probes
 
@@ -366,18 +432,44 @@ class BudgetPlanner:
 
     # budgets
 
+    def _expected_each(
+        self, draft: Draft, plan: DraftPlan, keep: Bool[Tensor, "B N"]
+    ) -> list[float]:
+        """Return how many of each sequence's verified drafts would be accepted if it were an average one."""
+        if self.worths is None or plan.lookups_only or not plan.is_drafting:
+            return []
+        values = draft.tree.log_values.exp() * keep
+        with_root = values.sum(1).tolist()
+        return [self.acceptance.accuracy * (value - 1) for value in with_root]
+
     def _row_counts(self, size: int, num_candidates: int) -> list[int]:
         """Return the numbers of rows to choose from; in a trial only the best plan's number."""
         if self.modes.mode is Mode.PROBING:
             return self.search.padded([min(self.modes.best.num_rows, size + num_candidates)])
         return self.search.row_counts(size, num_candidates)
 
-    def _budget(self, draft: Draft, batch: DecodeBatch) -> Budget:
-        """Return the budget: trees within their bounds, and no nodes deeper than a sequence's remaining tokens."""
+    def _budget(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Budget:
+        """Return the budget: trees within their bounds, and no nodes deeper than a sequence's remaining tokens.
+
+        Nodes of a sequence whose drafts are accepted more often than their values say count for more.
+        """
         max_depths = None
         if min(batch.remaining_tokens) <= draft.depth:
             max_depths = batch.remaining_on_device - 1
-        return Budget(num_rows=0, num_nodes=self._bounds.num_nodes, max_depths=max_depths)
+        return Budget(
+            num_rows=0,
+            num_nodes=self._bounds.num_nodes,
+            max_depths=max_depths,
+            log_weights=self._log_weights(draft, plan, batch),
+        )
+
+    def _log_weights(
+        self, draft: Draft, plan: DraftPlan, batch: DecodeBatch
+    ) -> Float[Tensor, " B"] | None:
+        if self.worths is None or plan.lookups_only or not plan.is_drafting:
+            return None
+        accuracies = [self.worths.accuracy(sequence) for sequence in batch.sequences]
+        return torch.tensor(accuracies, device=draft.tree.tokens.device).log()
 
     def _gains(
         self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int
@@ -434,7 +526,8 @@ class BudgetPlanner:
         The ones right after a draft tell what it costs beyond them.
         """
         step = self.modes.num_steps
-        if self.modes.mode is not Mode.OFF or outcome.plan.is_drafting:
+        is_off = self.modes.mode is Mode.OFF or self.modes.is_resting
+        if not is_off or outcome.plan.is_drafting:
             self._last_draft = step
             return False
         return step > self._last_draft + 2 * OFF_REVIEW_EVERY and step % REVIEW_EVERY > 0
@@ -494,6 +587,7 @@ class BudgetPlanner:
         if plan.lookups_only:
             self._observe_lookup_draft(draft, plan, batch)
             return
+        self._observe_first_values(draft, plan, batch)
         if plan.probe or self.num_drafts % REVIEW_EVERY == 0:
             levels = self._to_full_depth(draft, plan, len(batch))
             remaining = self._remaining_tokens(levels, plan, batch)
@@ -503,6 +597,16 @@ class BudgetPlanner:
             )
         self.num_drafts += 1
         self.num_offers += draft.depth > 0
+
+    def _observe_first_values(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
+        """Update what the drafts of each sequence are worth by its likeliest first token."""
+        if self.worths is None:
+            return
+        sequences = self._members_of(batch, plan.members)
+        values = [0.0] * len(sequences)
+        if draft.levels:
+            values = draft.levels[0].flatten(1).amax(1).exp().tolist()
+        self.worths.observe_draft(sequences, values)
 
     def _observe_lookup_draft(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> None:
         """Update what looked-up drafts are worth by their number of rows, which on a GPU decides the rows."""

@@ -24,6 +24,7 @@ from eagle_ray.planner.lookup_gains import LookupGains
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch
 from eagle_ray.planner.planner import DraftKind, StepOutcome
 from eagle_ray.planner.probe_schedule import ProbeSchedule
+from eagle_ray.planner.sequence_worth import SequenceWorths
 from eagle_ray.planner.text_histogram import TextHistogram
 
 # Share of plain decoding's rate.
@@ -58,7 +59,7 @@ class PlannerModes:
     Attributes:
         mode: mode of ordinary steps.
         kind: kind of the drafts that are on, or were last.
-        best: the best plan of the last review.
+        best: the best plan of the last review, for the sequences of its batch.
         next_review: the step of the next review.
         num_steps: steps so far.
     """
@@ -70,6 +71,8 @@ class PlannerModes:
         self.mode = Mode.WARM_UP
         self.kind = DraftKind.MODEL if has_model else DraftKind.LOOKUPS
         self.best = PlanEstimate(0.0)
+        self._average_rate = 0.0  # of the best plan for average sequences
+        self._is_worth_it = True  # drafts for the sequences of the last review
         self.next_review = 0
         self.num_steps = 0
         self._probes = ProbeSchedule()  # probes of the model; while it is on, of anything else
@@ -96,22 +99,65 @@ class PlannerModes:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
         self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
 
-    def review(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
+    @property
+    def is_resting(self) -> bool:
+        """Return whether drafts of the model are on, but do not pay for the sequences of this batch."""
+        return self.runs(DraftKind.MODEL) and not self._is_worth_it
+
+    def review(
+        self,
+        batch: DecodeBatch,
+        acceptance: CalibratedAcceptance,
+        worths: SequenceWorths | None = None,
+    ) -> None:
         """Search for the best plan and choose the mode, if the last review is too old or of another batch size.
 
         While nothing is drafted, a batch size of the same octave is no other one.
+
+        Args:
+            worths: what is known of single sequences; None is nothing.
         """
         is_due = self.num_steps >= self.next_review
         if not is_due and self._is_reviewed(len(batch)):
             return
         if self._has_model:
-            self.best = self._search.best(batch, acceptance, self._prompt_tokens)
+            self._search_plans(batch, acceptance, worths)
         self._review_size = len(batch)
         if self.mode is Mode.PROBING and not is_due:
             return
         self._choose(batch, acceptance)
-        wait = OFF_REVIEW_EVERY if self.mode is Mode.OFF else REVIEW_EVERY
+        rests = self.mode is Mode.OFF or self.is_resting
+        wait = OFF_REVIEW_EVERY if rests else REVIEW_EVERY
         self.next_review = self.num_steps + wait
+
+    def _search_plans(
+        self,
+        batch: DecodeBatch,
+        acceptance: CalibratedAcceptance,
+        worths: SequenceWorths | None,
+    ) -> None:
+        """Search for the best plan for average sequences, and for those of the batch that are worth drafts."""
+        average = self._search.best(batch, acceptance, self._prompt_tokens)
+        self._average_rate = average.rate
+        self.best = average
+        # Fewer sequences only where drafts for more of them would not pay: the curves are of whole
+        # batches, so they promise too much for the easy part of one.
+        for group in [] if worths is None else worths.groups(batch.sequences):
+            self.best = self._search.best(batch, acceptance, self._prompt_tokens, group)
+            if self.pays(batch):
+                break
+        self._is_worth_it = self.pays(batch)
+
+    def pays(self, batch: DecodeBatch, share: float = 1.0) -> bool:
+        """Return whether drafts for the chosen sequences of the batch pay, or nearly so.
+
+        Args:
+            share: what drafts are worth, as a ratio to the last review.
+        """
+        size = len(batch)
+        tau = 1 + share * (self.best.tau - 1)
+        rate = self.best.rate * tau / self.best.tau
+        return rate >= (1 - HYSTERESIS) * self._search.plain_rate(size, batch.num_cached)
 
     def review_soon(self) -> None:
         """Review at the next step at the latest."""
@@ -124,7 +170,10 @@ class PlannerModes:
         the steps to come; if they are easy, it is worth less there.
         """
         plain_s = self._search.plain_seconds(size, num_cached)
-        return max(size / plain_s, *self._rates(size, plain_s).values())
+        rates = self._rates(size, plain_s)
+        if self._has_model:
+            rates[DraftKind.MODEL] = self._average_rate
+        return max(size / plain_s, *rates.values())
 
     # probes
 
@@ -221,7 +270,9 @@ class PlannerModes:
 
     def _rates(self, size: int, plain_s: float) -> dict[DraftKind, float]:
         """Return the tokens per second that each kind of drafts promises."""
-        rates = {DraftKind.MODEL: self.best.rate} if self._has_model else {}
+        rates = {}
+        if self._has_model:
+            rates[DraftKind.MODEL] = max(self.best.rate, self._average_rate)
         if self._lookups is not None:
             rates[DraftKind.LOOKUPS] = self._lookups.rate(size, plain_s)
         return rates

@@ -48,6 +48,20 @@ class BatchSize(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Members:
+    """Some sequences of a batch.
+
+    Attributes:
+        worth: what their drafts are worth, as a ratio to the average draft (`SequenceWorths`).
+        min_worth: the lowest worth of one of them.
+    """
+
+    number: int
+    worth: float
+    min_worth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlanEstimate:
     """A width and depth, and what a step with them is expected to yield.
 
@@ -55,6 +69,7 @@ class PlanEstimate:
         rate: tokens per second.
         num_rows: rows of the verify pass.
         tau: tokens per sequence.
+        members: sequences that are drafted for.
     """
 
     rate: float
@@ -62,6 +77,7 @@ class PlanEstimate:
     depth: int = 0
     num_rows: int = 0
     tau: float = 1.0
+    members: Members | None = None
 
 
 class PlanSearch:
@@ -98,34 +114,42 @@ class PlanSearch:
         return sorted({self._sizes.rows(n) for n in rows})
 
     def best(
-        self, batch: BatchSize, acceptance: CalibratedAcceptance, num_prompt_tokens: float
+        self,
+        batch: BatchSize,
+        acceptance: CalibratedAcceptance,
+        num_prompt_tokens: float,
+        members: Members | None = None,
     ) -> PlanEstimate:
         """Return the width, depth and number of rows with the best rate.
 
         Args:
             num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
+            members: the sequences that are drafted for; None is all, as average ones.
         """
         size = len(batch)
+        drafted = members or Members(size, 1.0)
+        num_members = drafted.number
         costs = self.costs
         widths = acceptance.model.widths
 
         # The accepted drafts by width, depth and number of rows.
-        candidates = self.padded(self._between(size, size * self._bounds.max_nodes))
+        candidates = self.padded(self._between(size, num_members * self._bounds.max_nodes))
         rows = [n for n in candidates if n > size]
-        nodes_per_sequence = [n / size - 1 for n in rows]
-        accepted = acceptance.model.expected(nodes_per_sequence)
-        gains = acceptance.accuracy * size * accepted
+        nodes_each = [(n - size) / num_members for n in rows]
+        accepted = acceptance.model.expected(nodes_each)
+        gains = acceptance.accuracy * drafted.worth * num_members * accepted
+        gains = np.minimum(gains, np.asarray(rows) - size)
 
         # The seconds to draft: it also reads the tokens of the previous step, and new prompts.
         prompts = num_prompt_tokens * costs.catch_up.per_row
-        level_rows = [self._sizes.level_rows(size, width) for width in widths]
+        level_rows = [self._sizes.level_rows(num_members, width) for width in widths]
         levels = costs.level_seconds(level_rows, self._bounds.depth)
-        pairs = size + gains if self._sizes.pairs is None else self._pair_rows(size, rows)
-        drafted = costs.catch_up.at(pairs) + levels[:, :, None]
+        pairs = num_members + gains if self._sizes.pairs is None else self._pair_rows(size, rows)
+        draft_s = costs.catch_up.at(pairs) + levels[:, :, None]
 
         # The seconds of the whole step.
         verified = costs.verify_seconds_by_rows(rows, batch.num_cached, size)
-        spent = prompts + costs.draft_overhead(size) + drafted + verified
+        spent = prompts + costs.draft_overhead(size) + draft_s + verified
         spent += costs.rows_overhead(np.asarray(rows), size)
 
         # The best rate over all of them.
@@ -139,6 +163,7 @@ class PlanSearch:
             depth=int(depth) + 1,
             num_rows=rows[n],
             tau=1 + float(gains[best]) / size,
+            members=members,
         )
 
     def _between(self, size: int, num_candidates: int) -> list[int]:

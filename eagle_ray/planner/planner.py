@@ -7,7 +7,7 @@ overlap, the next one is planned and allocated before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, runtime_checkable
@@ -41,6 +41,7 @@ class Allocation:
         num_rows: rows of the verify pass; those past the number of kept nodes are padding.
         expected: drafts of the batch that the planner expects to be accepted.
         sizes: kept nodes of each tree, if the host knows them.
+        expected_each: as `expected`, of each sequence, if the host knows it.
     """
 
     keep: Bool[Tensor, "B N"]
@@ -48,6 +49,7 @@ class Allocation:
     num_rows: int
     expected: float = 0.0
     sizes: list[int] | None = None
+    expected_each: Sequence[float] = ()
 
     @classmethod
     def uniform(cls, draft: Draft, limit: int) -> Allocation:
@@ -97,6 +99,9 @@ class StepOutcome:
             replayed.
         num_pair_rows: as in Draft.
         caught_up_before: as in Draft.
+        sequences: the sequences of the batch; empty if they are not told apart.
+        accepted_each: accepted drafts of each of them.
+        expected_each: as allocated.
     """
 
     plan: DraftPlan
@@ -114,6 +119,9 @@ class StepOutcome:
     num_level_rows: int | None = None
     num_pair_rows: int | None = None
     caught_up_before: bool = False
+    sequences: Sequence[object] = ()
+    accepted_each: Sequence[int] = ()
+    expected_each: Sequence[float] = ()
 
     @property
     def level_rows(self) -> int:
