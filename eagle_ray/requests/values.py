@@ -826,13 +826,14 @@ def describe_value(value: Any) -> str:
 
 
 def describe_wrong(name: str, value: Any, error: WrongValue) -> str:
-    """Return a wrong value, shortened, and the part of it that is wrong, which the short form may lack.
+    """Return a wrong value, shortened, and which of its parts is wrong, if it has several.
 
     Args:
         name: the parameter that has the value.
     """
     shown = reprlib.repr(value)
-    if error.steps:
+    has_parts = isinstance(value, list | tuple | dict) and len(value) > 1
+    if error.steps and has_parts:
         shown += f", where {place_text((name, *error.steps))} is {reprlib.repr(error.value)}"
     return f"{shown}{error.why}"
 

@@ -227,7 +227,7 @@ def test_a_dataset_is_answered_lazily_with_its_columns_and_types(ray_session, ma
     }
     assert found["bad"]["error_code"] == "bad_token_id" and found["bad"][
         "error_message"
-    ].startswith("token id 1000000")
+    ].startswith("the prompt: token id 1000000")
     assert found["q1"]["mean_acceptance_length"] >= 1 and found["q1"]["input_text"] == "given"
     assert answered.schema().base_schema.field("level").type == types.field("level").type
 
