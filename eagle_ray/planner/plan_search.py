@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -36,6 +36,7 @@ def _fine_buckets(number: int) -> tuple[int, ...]:
 FINE_BUCKETS = _fine_buckets(65)
 
 
+@runtime_checkable
 class BatchSize(Protocol):
     """As much of a batch as the seconds of its steps depend on: its sequences and their cached tokens."""
 
