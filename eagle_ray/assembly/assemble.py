@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -62,6 +64,9 @@ class EngineBundle:
     draft_versions: tuple[str, ...] = ()
 
 
+Bundle = TypeVar("Bundle", bound=EngineBundle)
+
+
 def build_in_thread(
     model: ModelConfig,
     speculative: SpeculativeConfig,
@@ -78,18 +83,33 @@ def build_in_thread(
         threads: upper bound of torch's CPU threads.
     """
 
-    def make() -> EngineBundle:
+    def build(start: StartLog) -> EngineBundle:
+        pair = build_engine_from_config(model, speculative, args, start)
+        with start.part("first steps", "taking the first steps"):
+            take_first_steps(pair.engine, model, speculative)
+        return pair
+
+    return start_in_thread(build, model, threads, require_kernels)
+
+
+def start_in_thread(
+    build: Callable[[StartLog], Bundle], model: ModelConfig, threads: int, require_kernels: bool
+) -> Bundle:
+    """Return what `build` returns, in a thread that ends with it.
+
+    Raises as `build` does, and UnfitDevice as build_in_thread does.
+    """
+
+    def make() -> Bundle:
         start = StartLog()
         if require_kernels:  # before the weights are read
             check_kernels(model)
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
-        pair = build_engine_from_config(model, speculative, args, start)
-        with start.part("first steps", "taking the first steps"):
-            take_first_steps(pair.engine, model, speculative)
+        bundle = build(start)
         if require_kernels:
-            refuse_fallbacks(pair.engine.fallbacks)
+            refuse_fallbacks(bundle.engine.fallbacks)
         start.ready()
-        return pair
+        return bundle
 
     return run_in_temporary_thread(make)
 

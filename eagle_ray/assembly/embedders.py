@@ -7,12 +7,10 @@ bundle.engine.add(Sequence("a", bundle.text.encode("Paris").ids, params, pooling
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-import torch
-
-from eagle_ray.assembly.assemble import EngineBundle
+from eagle_ray.assembly.assemble import EngineBundle, start_in_thread
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import (
     check_models,
@@ -22,10 +20,8 @@ from eagle_ray.assembly.hub import (
     model_limits,
 )
 from eagle_ray.assembly.load_models import (
-    check_kernels,
     load_target,
     prepare_cpu,
-    refuse_fallbacks,
 )
 from eagle_ray.assembly.model_memory import plan_memory
 from eagle_ray.config import EmbeddingConfig, JobConfig, ModelConfig, ServeConfig, SpeculativeConfig
@@ -33,7 +29,6 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.embedding import EmbeddingEngine
 from eagle_ray.models.pooling import Pooler
-from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.embeddings import EmbeddingMaker
 from eagle_ray.storage.embedder_files import EmbedderFiles, read_embedder
@@ -123,19 +118,9 @@ def build_embedder(
         threads: upper bound of torch's CPU threads.
     """
 
-    def make() -> EmbedderBundle:
-        start = StartLog()
-        files = embedder_files(model)
-        if require_kernels:  # before the weights are read
-            check_kernels(model)
-        torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
-        bundle = _build(model, files, replace(args, tensor_parallel=1, has_lm_head=False), start)
-        if require_kernels:
-            refuse_fallbacks(bundle.engine.fallbacks)
-        start.ready()
-        return bundle
-
-    return run_in_temporary_thread(make)
+    files = embedder_files(model)
+    args = replace(args, tensor_parallel=1, has_lm_head=False)
+    return start_in_thread(partial(_build, model, files, args), model, threads, require_kernels)
 
 
 def _build(
