@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -50,9 +51,7 @@ class FragileWorker(Worker):
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
             raise UnfitDevice("the GPU has 24 GB")
-        mark = run.output / "_loaded_once"
-        if config.name == CRASHES and not mark.exists():
-            mark.write_atomic(b"")
+        if config.name == CRASHES and _is_first(Path(str(run.output / "_loaded_once"))):
             os.kill(os.getpid(), signal.SIGKILL)
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)
@@ -78,6 +77,15 @@ class FragileWorker(Worker):
         while self._lasts_until is not None and not self._lasts_until.exists():
             await super().answer(requests)  # its tokens are made, and no row is done
         return await super().answer(requests)
+
+
+def _is_first(mark: Path) -> bool:
+    """Whether no other process has left the mark, however many look at once."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 class ScriptedEngine:
