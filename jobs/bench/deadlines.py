@@ -1,7 +1,7 @@
 """Deadlines and caps on a simulated clock: python -m jobs.bench.deadlines [--worlds 24] [--first 0].
 
-Three questions, each over generated worlds (`world_of` states their parameters; no public trace is
-shipped or read):
+Three questions, each over generated worlds (`world_of` states their parameters), the first one over public
+traces of spot nodes, too, if --trace names their files (`public_spot_traces`):
 
 - fleets: does DeadlinePolicy miss a deadline that UniformProgress meets, and what does it cost next
   to an oracle that knows the future?
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from eagle_ray.scaling.policy import (
     Policy,
     UniformProgress,
 )
+from jobs.bench.public_spot_traces import PublicTrace, read_trace
 from jobs.bench.simulated_fleet import (
     HOUR_S,
     ON_DEMAND,
@@ -85,6 +87,14 @@ def world_of(seed: int, scale: float = 1.0) -> World:
     )
 
 
+def traced_world(seed: int, trace: PublicTrace) -> World:
+    """Return the world of the seed, begun at a random moment of a public trace."""
+    world = world_of(seed)
+    last_begin = max(trace.seconds - 2 * world.finish_s, 0.0)
+    begin = float(np.random.default_rng([seed, 1]).uniform(0, last_begin))
+    return replace(world, room=trace.starting_at(begin))
+
+
 def compare(world: World, policy: Policy) -> Compared:
     """Run the policy in the world."""
     outcome = simulate(world, policy)
@@ -130,12 +140,15 @@ def capped(world: World, workers: int, share: float) -> tuple[float, int]:
     return outcome.dollars / cap, outcome.num_stopped
 
 
-def fleets_table(seeds: Iterable[int]) -> str:
-    """Return a line for each kind of spells and policy."""
+def place_of(zones: Sequence[Path]) -> str:
+    """Return a trace's name: its zone, or the folder of several."""
+    return zones[0].stem if len(zones) == 1 else zones[0].parent.name
+
+
+def fleets_table(worlds: Iterable[tuple[str, World]]) -> str:
+    """Return a line for each kind of spells, which names its worlds, and policy."""
     found: dict[tuple[str, str], list[Compared]] = {}
-    for seed in seeds:
-        world = world_of(seed)
-        spells = list(SPELLS)[seed % len(SPELLS)]
+    for spells, world in worlds:
         for policy in (UniformProgress(), DeadlinePolicy()):
             key = (spells, type(policy).__name__)
             found.setdefault(key, []).append(compare(world, policy))
@@ -206,10 +219,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, default=24)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        action="append",
+        metavar="ZONE",
+        help="a public trace of spot nodes: the files of its zones, whose nodes are added up",
+    )
     args = parser.parse_args()
     seeds = range(args.first, args.first + args.worlds)
     print("fleets: cost in times of the oracle's")
-    print(fleets_table(seeds), flush=True)
+    if args.trace:
+        for zones in args.trace:
+            name, trace = place_of(zones), read_trace(zones)
+            print(fleets_table((name, traced_world(seed, trace)) for seed in seeds), flush=True)
+        return
+    spells = list(SPELLS)
+    print(fleets_table((spells[s % len(spells)], world_of(s)) for s in seeds), flush=True)
     for change in (1.0, 0.8):
         print(f"\npromises: 6 workers, speed times {change:g} from the middle on")
         print(promises_table(seeds, change), flush=True)

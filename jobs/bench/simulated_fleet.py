@@ -5,8 +5,8 @@
 
 Workers decode rows of known lengths; what the policy sees is what a job's workers report each
 minute. Nodes come some minutes after they are asked for; spot nodes come only while the trace has
-room, and go with their rows when it has not. Traces are generated (`spot_trace`): no public trace is
-shipped. Spells with and without spot nodes have exponential lengths, and the room of a spell is
+room, and go with their rows when it has not. Traces are generated here (`spot_trace`) or read from public
+ones (`public_spot_traces`). Generated spells have exponential lengths, and the room of a spell is
 drawn uniformly.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -358,29 +358,43 @@ def simulate(world: World, policy: Policy, seed: int = 0) -> Outcome:
 def oracle_dollars(world: World) -> float:
     """Return what no policy can go below, if it knows the future.
 
-    All work is done at the cheapest moments, on full slots. A spell of spot nodes costs the start of
-    each of its nodes, and what is left to do is done on demand, by one worker that starts once.
+    All work is done at the cheapest moments, on full slots. A spot node costs a start each time that
+    there is room for it again, and what is left to do is done on demand, by one worker that starts once.
     Nothing is lost and no slot is idle at the end.
     """
     horizon = world.finish_s if world.finish_s < math.inf else 20 * world.total_work_s
     spot, on_demand = (world.prices[market] / HOUR_S for market in (SPOT, ON_DEMAND))
     offers = []  # dollars for a unit of work, and the units that there are for them
     free = np.full(int(horizon / TICK_S), float(world.max_workers))
-    begin = 0.0
-    for end, room in zip(world.room.ends, world.room.rooms, strict=True):
-        end = min(end, horizon)
-        nodes = min(int(room), world.max_workers)
-        seconds = end - begin - world.start_s
-        if world.has_spot and nodes and seconds > 0:
+    for number in range(1, world.max_workers + 1 if world.has_spot else 1):
+        for begin, end in _spells(world.room, number, horizon):
+            seconds = end - begin - world.start_s
+            if seconds <= 0:
+                continue
             price = spot * (end - begin) / seconds
             for now in np.arange(begin + world.start_s, end, TICK_S):
-                offers.append((price / world.speed(now), TICK_S * world.speed(now) * nodes))
-            free[int(begin / TICK_S) : int(end / TICK_S)] -= nodes
-        begin = end
+                offers.append((price / world.speed(now), TICK_S * world.speed(now)))
+            free[int(begin / TICK_S) : int(end / TICK_S)] -= 1
     for index, number in enumerate(free):
         speed = world.speed(index * TICK_S)
         offers.append((on_demand / speed, TICK_S * speed * number))
     return _cheapest(offers, world.total_work_s) + world.start_s * min(spot, on_demand)
+
+
+def _spells(trace: SpotTrace, number: int, horizon_s: float) -> Iterator[tuple[float, float]]:
+    """Yield begin and end of each time in which there are at least `number` spot nodes."""
+    begin = now = 0.0
+    is_there = False
+    for end, room in zip(trace.ends, trace.rooms, strict=True):
+        if (room >= number) != is_there:
+            if is_there:
+                yield begin, now
+            begin, is_there = now, not is_there
+        now = min(float(end), horizon_s)
+        if now >= horizon_s:
+            break
+    if is_there:
+        yield begin, now
 
 
 def _cheapest(offers: list[tuple[float, float]], work: float) -> float:

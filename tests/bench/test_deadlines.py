@@ -1,6 +1,7 @@
 """Policies on a simulated clock: a few small worlds, and the bench's figures on more of them (slow)."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from eagle_ray.scaling.policy import DeadlinePolicy, FixedWorkers, FleetSize, UniformProgress
 from jobs.bench.deadlines import capped, compare, fixed_world, promise_errors, world_of
+from jobs.bench.public_spot_traces import read_trace
 from jobs.bench.simulated_fleet import ON_DEMAND, SPOT, SpotTrace, World, oracle_dollars, simulate
 
 ALWAYS = SpotTrace(np.array([1e9]), np.array([16]))
@@ -53,6 +55,29 @@ def test_a_cap_stops_before_its_dollars():
     cheap = dataclasses.replace(PLAIN, max_dollars=3.0, finish_s=math.inf)
     outcome = simulate(cheap, FixedWorkers(FleetSize(0, 4)))
     assert 0 < outcome.num_stopped < 800 and 2.5 < outcome.dollars <= 3.06
+
+
+def test_zones_of_a_public_trace_add_up_from_any_moment(tmp_path):
+    zones = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, data in zip(zones, ([0, 2, 2, 1], [1, 1, 1, 3, 9]), strict=True):
+        path.write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": data}))
+    trace = read_trace(zones)
+    assert trace.seconds == 1200
+    room = trace.starting_at(400)  # in the second tick
+    assert [room(now) for now in (0, 299, 599, 600, 5000)] == [3, 3, 3, 4, 4]
+    zones[1].write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": [1]}))
+    with pytest.raises(ValueError, match="one gap between ticks"):
+        read_trace(zones)
+
+
+def test_the_oracle_pays_a_start_for_new_nodes_alone():
+    steady = SpotTrace(np.array([1e9]), np.array([4]))
+    growing = SpotTrace(np.array([600.0, 1200.0, 1e9]), np.array([4, 5, 4]))
+    worlds = [dataclasses.replace(PLAIN, room=trace) for trace in (steady, growing)]
+    assert oracle_dollars(worlds[0]) == pytest.approx(oracle_dollars(worlds[1]), rel=0.01)
+    gone = SpotTrace(np.array([600.0, 700.0, 1e9]), np.array([4, 0, 4]))
+    dearer = oracle_dollars(dataclasses.replace(PLAIN, room=gone))
+    assert dearer > 1.01 * oracle_dollars(worlds[0])
 
 
 @pytest.mark.parametrize("seed", [0, 3])
