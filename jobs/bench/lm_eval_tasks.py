@@ -1,11 +1,12 @@
 """Seconds of lm-eval's tasks by this engine, transformers and vLLM, on rows shaped as MMLU's and HellaSwag's.
 
     $ python -m jobs.bench.lm_eval_tasks make FOLDER             # model, rows and task files, from what is bundled
-    $ python -m jobs.bench.lm_eval_tasks run FOLDER eagle_ray    # or each_pair, hf, vllm: in that model's environment
+    $ python -m jobs.bench.lm_eval_tasks run FOLDER eagle_ray    # or another of MODELS, in its environment
 
 Rows of MMLU's shape have 700 tokens of context and four answers of one token, rows of HellaSwag's shape
 60 and four of 25. Their texts are distinct pieces of the bundled questions and of --texts, so no prefix is
-shared between rows. `each_pair` is this engine with every context and answer as a prompt of its own, whose
+shared between rows. `eagle_ray` runs the target as it is stored, `eagle_ray_fp32`, `hf` and `vllm` run it
+in fp32 as MODEL_FOLDER has it. `each_pair` is this engine with every context and answer as a prompt of its own, whose
 log-probabilities are returned, as vLLM's model in lm-eval does it. lm-eval 0.4.13 must be importable:
 --site-packages names the folder of another environment that has it. A run prints one line of JSON.
 """
@@ -41,6 +42,7 @@ metric_list:
 """
 MODEL_FOLDER = "model"  # the folder of the target as transformers reads it
 SMOLLM2_PAIR = "embedded:smollm2"
+MODELS = ["eagle_ray", "eagle_ray_fp32", "each_pair", "hf", "vllm"]
 
 
 def make(folder: Path, texts: list[Path], counts: dict[str, int]) -> None:
@@ -128,6 +130,9 @@ def load(name: str, folder: Path) -> Any:
 
     if name == "eagle_ray":
         return ours.EagleRayLM(SMOLLM2_PAIR, method="none", max_model_len=1024, slots=8)
+    if name == "eagle_ray_fp32":
+        arguments = {"dtype": "float32", "max_model_len": 1024, "slots": 8}
+        return ours.EagleRayLM(directory, method="none", **arguments)
 
     class EachPair(ours.EagleRayLM):
         """Sends every context and answer as one prompt, as versions before scores did."""
@@ -196,7 +201,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=["make", "run"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("model", nargs="?", choices=["eagle_ray", "each_pair", "hf", "vllm"])
+    parser.add_argument("model", nargs="?", choices=MODELS)
     parser.add_argument("--texts", type=Path, action="append", default=[], help="JSON lines")
     parser.add_argument("--rows", type=int, nargs=2, default=[16, 48], help="of each shape")
     parser.add_argument("--site-packages", help="of an environment that has lm-eval")
