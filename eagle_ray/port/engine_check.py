@@ -15,6 +15,7 @@ from eagle_ray.port.dialects import SPELLINGS, can_say, refusal_of, unsaid_setti
 from eagle_ray.port.endpoint import look_at, read_key
 from eagle_ray.port.http_target import Target
 from eagle_ray.port.server_child import command_of_server
+from eagle_ray.port.server_flags import unknown_flags
 
 
 def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target | None:
@@ -25,19 +26,22 @@ def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target 
     """
     engine = config.engine
     target = None
+    faults: list[str] = []
     dialect: str = engine.kind
     if engine.is_child:
-        program = command_of_server(engine)[0]
-        if shutil.which(program) is None:
+        command = command_of_server(engine)
+        if shutil.which(command[0]) is None:
             raise ConfigError(
-                f"engine.command: there is no program {program!r}. Install it, or give its path"
+                f"engine.command: there is no program {command[0]!r}. Install it, or give its path"
             )
+        faults = unknown_flags(command, engine.kind, engine.serve_args)
     else:
         key = read_key(engine)
         facts = look_at(engine, key)
         dialect = facts.dialect
-        target = Target(tuple(engine.base_url or ()), dialect, key, facts.version)
-    faults = unsaid_settings(config, dialect)
+        urls = tuple(engine.base_url or ())
+        target = Target(urls, dialect, key, facts.version)
+    faults += unsaid_settings(config, dialect)
     faults += [
         f"column {refusal_of(name, dialect)}"
         for name in sorted(row_settings)

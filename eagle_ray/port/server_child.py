@@ -122,7 +122,7 @@ class ServerChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_own_environment(),
+            env=environment_of_server(),
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="eagle-ray-server", daemon=True)
@@ -187,6 +187,6 @@ def _free_port() -> int:
         return port
 
 
-def _own_environment() -> dict[str, str]:
+def environment_of_server() -> dict[str, str]:
     """Return this process's environment without its module path, which another environment's Python must not see."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
