@@ -91,6 +91,7 @@ class EngineConfig(StrictModel):
     api_key_env, api_key_file: where the key is read; it is in no record, log or error.
     requests_per_minute, tokens_per_minute: over all workers. With null, what the endpoint's answers say.
     gone_after_s: seconds without any connection after which the job stops.
+    price: auto is what the package genai-prices knows of the model at base_url when a run starts.
     max_dollars: what all attempts may cost; then the job ends with exit code 8.
     command, serve_args: the program of a server that is a child, and its flags without their dashes.
     """
@@ -124,8 +125,8 @@ class EngineConfig(StrictModel):
     attempts: AttemptsConfig = AttemptsConfig()
     timeout_s: PositiveFloat = Field(default=600.0, description="a number of seconds, above 0")
     gone_after_s: PositiveFloat = Field(default=120.0, description="a number of seconds, above 0")
-    price: PriceConfig | None = Field(
-        default=None, description="{input: A, cached: B, output: C} in dollars, or null"
+    price: Literal["auto"] | PriceConfig | None = Field(
+        default=None, description="{input: A, cached: B, output: C} in dollars, auto, or null"
     )
     max_dollars: PositiveFloat | None = Field(
         default=None, description="dollars, above 0, next to engine.price, or null"

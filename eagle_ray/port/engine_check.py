@@ -14,6 +14,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.port.dialects import SPELLINGS, can_say, refusal_of, unsaid_settings
 from eagle_ray.port.endpoint import look_at, read_key
 from eagle_ray.port.http_target import Target
+from eagle_ray.port.prices import price_of
 from eagle_ray.port.server_child import command_of_server
 from eagle_ray.port.server_flags import unknown_flags
 
@@ -40,7 +41,7 @@ def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target 
         facts = look_at(engine, key)
         dialect = facts.dialect
         urls = tuple(engine.base_url or ())
-        target = Target(urls, dialect, key, facts.version)
+        target = Target(urls, dialect, key, facts.version, price_of(engine))
     faults += unsaid_settings(config, dialect)
     faults += [
         f"column {refusal_of(name, dialect)}"

@@ -306,7 +306,7 @@ class HttpClient:
         """Return what a request may take: its prompt as its bytes tell, and all of its output."""
         prompt = len(content) / BYTES_PER_TOKEN
         output = body.get("max_tokens") or body.get("max_completion_tokens") or 0
-        price = self._engine.price
+        price = self._target.price
         dollars = 0.0
         if price is not None:
             dollars = (prompt * price.input + output * price.output) / 1e6
@@ -314,7 +314,7 @@ class HttpClient:
 
     def _dollars(self, usage: TokenUsage | None, permit: Permit) -> float:
         """Return the price of an attempt; without a usage, the most that it can be."""
-        price = self._engine.price
+        price = self._target.price
         if price is None:
             return 0.0
         return permit.demand.dollars if usage is None else dollars_of(usage, price)
@@ -338,7 +338,7 @@ class HttpClient:
         dollars: float,
         columns: dict[str, Any] | None,
     ) -> None:
-        price = None if self._engine.price is None else dollars
+        price = None if self._target.price is None else dollars
         attempt = Attempt(key, str(request.id), kind, usage, price, columns)
         self._spend.append(attempt)
 
@@ -357,9 +357,9 @@ class HttpClient:
         finished = time.time()
         prompt, output = columns.get("prompt_tokens"), columns.get("completion_tokens")
         cost = None
-        if self._engine.price is not None and prompt is not None and output is not None:
+        if self._target.price is not None and prompt is not None and output is not None:
             cached = columns.get("cached_prompt_tokens") or 0
-            cost = dollars_of(TokenUsage(prompt, output, cached), self._engine.price)
+            cost = dollars_of(TokenUsage(prompt, output, cached), self._target.price)
         return {
             "engine": self._engine.kind,
             "engine_version": self._target.version,

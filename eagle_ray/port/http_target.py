@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eagle_ray.config.engine_section import PriceConfig
+
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
@@ -35,9 +37,11 @@ class Target:
     Attributes:
         urls: base URLs, without a slash at their ends.
         version: version of the endpoint's software, or None.
+        price: dollars for its tokens; None if they are not known.
     """
 
     urls: Sequence[str]
     dialect: str
     key: ApiKey = field(default_factory=ApiKey)
     version: str | None = None
+    price: PriceConfig | None = None

@@ -12,12 +12,14 @@ from typing import Any
 import httpx2
 
 from eagle_ray.config import JobConfig
+from eagle_ray.config.engine_section import PriceConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.port.dialects import body_of
 from eagle_ray.port.endpoint_answers import Answered, Failed, dollars_of, read_answer
 from eagle_ray.port.http_rows import check_form
 from eagle_ray.port.http_target import Target
+from eagle_ray.port.prices import describe_price
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_seeds import seed_of
 
@@ -53,17 +55,18 @@ def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
         raise ConfigError(
             f"engine: the first row was not answered ({failed.kind}: {words}). Correct that first"
         ) from None
-    return _lines(answered, config, body)
+    return _lines(answered, config, body, target.price)
 
 
-def _lines(answered: Answered, config: JobConfig, body: dict[str, Any]) -> list[str]:
+def _lines(
+    answered: Answered, config: JobConfig, body: dict[str, Any], price: PriceConfig | None
+) -> list[str]:
     columns = answered.columns
     usage = answered.usage
     if usage is None:
         tokens = "no usage, so neither tokens nor dollars are known"
     else:
         tokens = f"{usage.output} output tokens after {usage.prompt} prompt tokens"
-    price = config.engine.price
     cost = "" if usage is None or price is None else f", {dollars_of(usage, price):.6f} dollars"
     has = [name for name, column in PARTS.items() if columns.get(column) is not None]
     lacks = [name for name in PARTS if name not in has]
@@ -75,4 +78,6 @@ def _lines(answered: Answered, config: JobConfig, body: dict[str, Any]) -> list[
     limit = body.get("max_tokens") or body.get("max_completion_tokens")
     if usage is not None and limit is not None and usage.output > limit:
         lines.append(f"warning  max_tokens {limit} was not heeded: set engine.dialect")
+    if price is not None and config.engine.price == "auto":
+        lines.append(f"price    {describe_price(config.engine, price)}")
     return lines

@@ -17,6 +17,7 @@ from eagle_ray.port.engine_client import AdmissionStopped, Call
 from eagle_ray.port.http import HttpClient
 from eagle_ray.port.http_rows import HttpRows
 from eagle_ray.port.http_target import ApiKey, Target
+from eagle_ray.port.prices import price_of
 from eagle_ray.port.spend import SpendLog, drop_answers, spend_summary
 from eagle_ray.port.throttle import Throttle, ThrottleSettings
 from eagle_ray.requests.request import Request
@@ -63,7 +64,8 @@ def ask(endpoint: ScriptedEndpoint, tmp_path: Path) -> Ask:
 
         async def answer() -> list[dict[str, Any]]:
             throttle = Throttle(ThrottleSettings())
-            target = Target((endpoint.url,), dialect, ApiKey(KEY))
+            price = price_of(config.engine)
+            target = Target((endpoint.url,), dialect, ApiKey(KEY), price=price)
             rows = HttpRows(config, {"run_id": "run", "attempt": attempt})
             client = HttpClient(config, target, throttle, rows, SpendLog(run, f"w{attempt}"))
             try:
