@@ -33,13 +33,11 @@ from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.decoder import FP8_TARGETS, is_llama_shaped
-from eagle_ray.models.gpu_linears import quantize_fp8, why_no_fp8
+from eagle_ray.models.gpu_linears import why_no_fp8
 from eagle_ray.models.loader import (
     CausalLM,
     activation_dtype,
     auto_dtype,
-    decoder_layers,
     eos_ids,
     load_causal_lm,
     load_config,
@@ -53,7 +51,7 @@ from eagle_ray.models.packed_linear import (
     pack_linears,
     warm_up_kernels,
 )
-from eagle_ray.models.quantized_model import quantization_of
+from eagle_ray.models.rounded_checkpoint import why_not_rounded
 from eagle_ray.models.runtime import (
     tune_malloc,
     use_huge_pages,
@@ -94,17 +92,16 @@ def load_target(
     if is_spread:
         check_spread(load_config(path), int(args.num_gpus))
     dtype = _dtype(model.dtype, device, path, model.quantization)
+    rounds = model.quantization == "fp8"
+    if rounds and (reason := why_not_rounded(path, load_config(path))) is not None:
+        raise ConfigError(f"model.quantization: fp8 is for {reason}.")
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         # Asks for what the stored weights stand for, at its full precision.
         dequantize = model.dtype == "float32"
-        rounds = model.quantization == "fp8"
-        reads_to = "cpu" if is_spread or (rounds and ranks is None) else device
+        reads_to = "cpu" if is_spread else device
         causal_lm = load_causal_lm(
             path, dtype, reads_to, dequantize, device, ranks, rounds, args.has_lm_head
         )
-    if rounds and ranks is None:
-        with start.part("quantised", "rounding the target's weights to FP8"):
-            quantize_target(causal_lm, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
             log.info(
@@ -178,19 +175,6 @@ def _check_fp8(model: ModelConfig, args: EngineArgs) -> None:
         raise UnfitDevice(
             f"{key}: fp8, but on {platform.node()} {reason}. Set it to its default on such GPUs."
         )
-
-
-def quantize_target(causal_lm: CausalLM, device: str) -> None:
-    """Round the weights of the target's layers to FP8, one layer at a time, and move the model to the device."""
-    is_rounded = type(causal_lm).__name__ in FP8_TARGETS and is_llama_shaped(causal_lm)
-    if quantization_of(causal_lm.config) is not None or not is_rounded:
-        raise ConfigError(
-            f"model.quantization: fp8 is for plain weights of {', '.join(FP8_TARGETS)}, and the target is "
-            f"{type(causal_lm).__name__} as its checkpoint quantises it or of another family. Set it to none."
-        )
-    for layer in decoder_layers(causal_lm):
-        quantize_fp8(layer, device)
-    causal_lm.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
 
 
 def check_kernels(model: ModelConfig) -> None:

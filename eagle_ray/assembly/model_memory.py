@@ -33,13 +33,8 @@ from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import layer_bytes, linear_layers, min_weights_of
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint
 from eagle_ray.models.quantized_model import has_mxfp4, quantization_of, quantized_checkpoint
-from eagle_ray.models.sharded_checkpoint import (
-    BLOCKS,
-    EMBEDDING_WEIGHT,
-    PROJECTION,
-    SCALES,
-    share_of,
-)
+from eagle_ray.models.rounded_checkpoint import PROJECTION
+from eagle_ray.models.sharded_checkpoint import BLOCKS, EMBEDDING_WEIGHT, SCALES, share_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 from eagle_ray.parallel.draft_shards import leave_out

@@ -64,8 +64,6 @@ CONFIG_WINDOWS = {
     for family in FAMILIES.values()
     if family.layer is not None and family.layer.has_config_window
 }
-# Classes of causal LMs whose weights model.quantization rounds to FP8.
-FP8_TARGETS = [family.causal_lm for family in FAMILIES.values() if family.rounds_to_fp8]
 # Functions of kernels.cpu_ops and layer_ops, by transformers' name of a gate's activation.
 ACTIVATIONS = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
 Rows = Tensor | ScaledRows  # what a projection reads

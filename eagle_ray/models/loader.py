@@ -40,11 +40,13 @@ from eagle_ray.models.packed_products import bf16_unit, can_pack
 from eagle_ray.models.quantized_checkpoint import reads
 from eagle_ray.models.quantized_model import (
     RESTORED,
+    Checkpoint,
     build_model,
     has_mxfp4,
     quantization_of,
     quantized_checkpoint,
 )
+from eagle_ray.models.rounded_checkpoint import ROUNDS_PLAIN, RoundedCheckpoint
 from eagle_ray.models.sharded_checkpoint import PlainCheckpoint, load_shard
 from eagle_ray.models.supported_models import check_config
 from eagle_ray.models.text_half import text_half
@@ -93,7 +95,7 @@ def load_causal_lm(
         runs_on: the type of device for which quantised weights are laid out, if they move later;
             None is `device`.
         ranks: group in which this rank reads its part; None reads all.
-        rounds: whether plain weights of a rank's layers are rounded to FP8 as they are read.
+        rounds: whether plain weights of layers are rounded to FP8 as they are read.
         has_lm_head: whether the checkpoint must have an lm_head; without, it may be one of the
             family's base class, such as Qwen3Model, whose names of tensors have no prefix.
     """
@@ -107,13 +109,9 @@ def load_causal_lm(
         model = load_shard(path, config, own, device, ranks, dequantize, rounds)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
-    checkpoint = quantized_checkpoint(path, config)
-    if checkpoint is None and has_mxfp4(config):
-        checkpoint = PlainCheckpoint.open(path)
-    elif checkpoint is None and wraps_text(path):
-        checkpoint = _text_checkpoint(path, config)
+    runs_on = runs_on or device
+    checkpoint = _checkpoint(path, config, device if rounds else None)
     if checkpoint is not None:
-        runs_on = runs_on or device
         auto = (
             checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
         )
@@ -155,6 +153,24 @@ def load_causal_lm(
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
     model.eval().requires_grad_(False)
     return _freeze(model)
+
+
+def _checkpoint(path: Path, config: PretrainedConfig, rounds_on: str | None) -> Checkpoint | None:
+    """Return the tensors of a target that this engine reads itself; None if transformers does. Raises EngineError.
+
+    Args:
+        rounds_on: where plain weights of layers are rounded to FP8; None leaves them as they are.
+    """
+    checkpoint = quantized_checkpoint(path, config)
+    if rounds_on is not None:
+        if checkpoint is not None or quantization_of(config) is not None:
+            raise EngineError(ROUNDS_PLAIN)
+        return RoundedCheckpoint(PlainCheckpoint.open(path), rounds_on)
+    if checkpoint is None and has_mxfp4(config):
+        return PlainCheckpoint.open(path)
+    if checkpoint is None and wraps_text(path):
+        return _text_checkpoint(path, config)
+    return checkpoint
 
 
 def _text_checkpoint(path: Path, config: PretrainedConfig) -> PlainCheckpoint:

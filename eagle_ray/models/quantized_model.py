@@ -120,7 +120,7 @@ def build_model(
             weight = checkpoint.projection(name)
             check_shape(f"{name}.weight", weight.shape, (module.out_features, module.in_features))
             bias = (
-                _read(checkpoint, f"{name}.bias").to(device, dtype)
+                read_finite(checkpoint, f"{name}.bias").to(device, dtype)
                 if module.bias is not None
                 else None
             )
@@ -188,7 +188,7 @@ def _untie(model: PreTrainedModel) -> None:
     model.config.tie_word_embeddings = False
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+def read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return a tensor. Raises EngineError if a number in it is not finite."""
     value = checkpoint.tensor(name)
     if value.dtype in FLOAT_DTYPES and not value.isfinite().all():
@@ -216,7 +216,7 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
         if source not in stored:
             missing.append(name)
             continue
-        value = _read(checkpoint, source)
+        value = read_finite(checkpoint, source)
         check_shape(name, value.shape, parameter.shape)
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)

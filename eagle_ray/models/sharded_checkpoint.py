@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.gpu_linears import FP8_MULTIPLE, fp8_weight
+from eagle_ray.models.gpu_linears import FP8_MULTIPLE
 from eagle_ray.models.mxfp4_experts import BLOCKS, SCALES, restored, stacks_in
 from eagle_ray.models.packed_layouts import EMBEDDING_WEIGHT, SafetensorFiles, Weight
 from eagle_ray.models.quantized_checkpoint import has_scattered_groups, reads
@@ -37,6 +37,7 @@ from eagle_ray.models.quantized_model import (
     quantization_of,
     quantized_checkpoint,
 )
+from eagle_ray.models.rounded_checkpoint import ROUNDS_PLAIN, RoundedCheckpoint
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import (
     LM_HEAD,
@@ -52,10 +53,9 @@ from eagle_ray.parallel.shard import (
     padded_rows,
     shard_config,
 )
-from eagle_ray.storage.model_files import WEIGHT_PATTERNS, gguf_in
+from eagle_ray.storage.model_files import gguf_in, pickle_in
 
 TIED = {EMBEDDING_WEIGHT, LM_HEAD}
-PROJECTION = "_proj.weight"  # the end of the names of layers that model.quantization rounds
 MIXTRAL_NAMES = {
     ".block_sparse_moe.": ".mlp.",
     ".w1.weight": ".gate_proj.weight",
@@ -84,9 +84,8 @@ def why_unread(path: Path, config: PretrainedConfig, rounds: bool) -> str | None
         return f"the target is quantised by {method!r}, which ranks do not read: take AWQ, GPTQ or compressed-tensors"
     if quantization and has_scattered_groups(quantization):
         return "inputs that share a scale are apart (desc_act or actorder): take a checkpoint without that"
-    safetensors, pickles = (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)
-    if pickles and not safetensors:
-        return f"the target is in {pickles[0].name}, and ranks read parts of safetensors files: save it as those"
+    if (pickle := pickle_in(path)) is not None:
+        return f"the target is in {pickle}, and ranks read parts of safetensors files: save it as those"
     return None
 
 
@@ -128,9 +127,7 @@ def load_shard(
     assert is_read, "num_ranks lets no other quantisers pass"
     whole = quantized or PlainCheckpoint.open(path)
     if rounds and not isinstance(whole, PlainCheckpoint):
-        raise EngineError(
-            "model.quantization: fp8 is for plain weights, and these are quantised. Set it to none."
-        )
+        raise EngineError(ROUNDS_PLAIN)
     shape = shard_config(config, ranks.size)
     model = empty_model(shape, dtype)
     fit_row_norms(model, shard)
@@ -146,9 +143,9 @@ def load_shard(
         for name, tensor in empty_model(config, dtype).named_parameters(remove_duplicate=False)
     }
     is_tied = config.tie_word_embeddings
-    checkpoint = ShardedCheckpoint(
-        whole, shard, shapes, is_tied, ranks.check, device if rounds else None
-    )
+    checkpoint: Checkpoint = ShardedCheckpoint(whole, shard, shapes, is_tied, ranks.check)
+    if rounds:
+        checkpoint = RoundedCheckpoint(checkpoint, device)
     build_model(shape, checkpoint, dtype, device, dequantize, model=model)
     return joined(model, ranks, shard).eval().requires_grad_(False)
 
@@ -250,8 +247,6 @@ class ShardedCheckpoint:
         is_tied: whether the embedding and the lm_head stand for each other if one of them is not
             stored.
         check: is called before each tensor, and raises if there is no use in reading it.
-        rounds_on: the device on which plain weights of layers are rounded to FP8; None leaves them
-            as they are.
     """
 
     whole: Checkpoint
@@ -259,16 +254,9 @@ class ShardedCheckpoint:
     shapes: Mapping[str, Sequence[int]]
     is_tied: bool = False
     check: Callable[[], None] = lambda: None
-    rounds_on: str | None = None
 
     def names(self) -> list[str]:
-        if self.rounds_on is None:
-            return self.whole.names()
-        return [
-            name.removesuffix(".weight")
-            for name in self.whole.tensor_names()
-            if name.endswith(PROJECTION)
-        ]
+        return self.whole.names()
 
     def tensor_names(self) -> set[str]:
         """Return the names of the tensors, of an embedding and an lm_head that are tied both."""
@@ -279,8 +267,6 @@ class ShardedCheckpoint:
         return self.whole.has_own_head()
 
     def projection(self, name: str) -> Weight:
-        if self.rounds_on is not None:
-            return fp8_weight(self.tensor(f"{name}.weight").to(self.rounds_on, torch.bfloat16))
         self.check()
         weight = self.whole.projection(name)
         check_shape(f"{name}.weight", weight.shape, self.shapes[f"{name}.weight"])

@@ -154,6 +154,12 @@ def has_weights(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
 
 
+def pickle_in(directory: Path) -> str | None:
+    """Return the name of the first file of weights if they are in files of pickle and not in safetensors."""
+    safetensors, pickles = (sorted(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+    return pickles[0].name if pickles and not safetensors else None
+
+
 def gguf_in(directory: Path) -> Path | None:
     """Return the GGUF file that holds a directory's weights, or None if they are in other files.
 
