@@ -25,8 +25,9 @@ from eagle_ray.assembly.hub import (
     model_limits,
 )
 from eagle_ray.assembly.memory_plan import MEMORY_SHARE
-from eagle_ray.assembly.model_memory import reserved_bytes, target_bytes_of
+from eagle_ray.assembly.model_memory import reserved_bytes
 from eagle_ray.assembly.placement import check_spread, dispatch_layers
+from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import StartLog

@@ -17,7 +17,7 @@ from eagle_ray.assembly.draft_choice import DraftSearch
 from eagle_ray.assembly.gguf_targets import gguf_directory
 from eagle_ray.assembly.hub import EMBEDDED_PREFIX, check_models, download, download_metadata
 from eagle_ray.assembly.load_models import planned_dtype
-from eagle_ray.assembly.model_memory import is_restored
+from eagle_ray.assembly.stored_bytes import is_restored
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url, with_draft
 from eagle_ray.core.errors import ConfigError, EngineError

@@ -16,13 +16,12 @@ from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, SLOT_GRAPH_BYTES, DeviceMemory, MemoryPlan
 from eagle_ray.assembly.model_memory import (
-    is_restored,
     plan_checkpoint,
     plan_memory,
     profile_pass,
-    target_bytes_of,
     weight_bytes,
 )
+from eagle_ray.assembly.stored_bytes import is_restored, target_bytes_of
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kernels import tree_metadata

@@ -13,7 +13,8 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import DeviceMemory
-from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint
+from eagle_ray.assembly.model_memory import plan_checkpoint
+from eagle_ray.assembly.stored_bytes import loaded_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.assembly.model_memory import loaded_bytes
+from eagle_ray.assembly.stored_bytes import loaded_bytes
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import read_shapes, write_files

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.assembly.model_memory import loaded_bytes, weight_bytes
+from eagle_ray.assembly.model_memory import weight_bytes
+from eagle_ray.assembly.stored_bytes import loaded_bytes
 from eagle_ray.models import experts as experts_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.experts import Experts, is_moe_block

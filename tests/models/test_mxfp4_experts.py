@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_ray.assembly.model_memory import target_bytes_of
+from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.loader import load_causal_lm, load_config

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from eagle_ray import LLM, SamplingParams
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.load_models import load_target, planned_dtype
-from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
+from eagle_ray.assembly.model_memory import weight_bytes
+from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.gguf.blocks import DENSE, READERS
 from eagle_ray.gguf.gguf_target import tensor_names

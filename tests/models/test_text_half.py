@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.assembly.model_memory import target_bytes_of
+from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.families import FAMILIES, WRAPPERS

@@ -12,7 +12,8 @@ from torch import nn
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint, weight_bytes
+from eagle_ray.assembly.model_memory import plan_checkpoint, weight_bytes
+from eagle_ray.assembly.stored_bytes import loaded_bytes
 from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config import load_config as load_job

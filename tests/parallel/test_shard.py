@@ -37,7 +37,8 @@ from transformers import (
 from eagle_ray.assembly import tensor_parallel
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.gguf_targets import gguf_directory
-from eagle_ray.assembly.model_memory import target_bytes_of, weight_bytes
+from eagle_ray.assembly.model_memory import weight_bytes
+from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.assembly.tensor_parallel import num_ranks
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, RankError
