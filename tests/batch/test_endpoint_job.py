@@ -163,8 +163,8 @@ def test_killed_jobs_pay_for_what_was_in_flight_at_most(
     endpoint.script = slow
     config = job(endpoint, tmp_path)
     address = ray.get_runtime_context().gcs_address
-    kill_until_done(config, 3, address, seed=1)
-    check_after_kills(endpoint, config, 3)
+    kill_until_done(config, 1, address, seed=1)
+    check_after_kills(endpoint, config, 1)
 
 
 @pytest.mark.slow
