@@ -68,13 +68,16 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
 
 
 def _publish(args: argparse.Namespace) -> int:
+    from eagle_ray.batch.driver.status import state_of
     from eagle_ray.publishing.destinations import destination_of
     from eagle_ray.publishing.publisher import Publisher
     from eagle_ray.storage.path import named_path
 
     configure_logging("info")
     destination = destination_of(args.to, private=not args.public)
-    there = Publisher(named_path("RUN", args.run), destination).publish()
+    run = named_path("RUN", args.run)
+    state_of(run)  # names what is wrong with it
+    there = Publisher(run, destination).publish()
     state = "all of them" if there.is_complete else "the run goes on"
     print(f"{there.num_rows:,} rows in {args.to} ({state}), commit {there.number}")
     return 0

@@ -142,6 +142,8 @@ def on_meta(make: Callable[[], Head]) -> Head:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises EngineError."""
     check_no_pointers([path / "config.json"])
+    if not (path / "config.json").exists():
+        raise EngineError(f"{path} has no config.json, so it is no directory of a head")
     try:
         content = json.loads((path / "config.json").read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:

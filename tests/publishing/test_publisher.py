@@ -382,7 +382,8 @@ def test_the_command_publishes_a_run_that_goes_on(run, hub, capsys):
     assert capsys.readouterr().out == f"2 rows in {place} (the run goes on), commit 1\n"
     assert cli.main(["publish", str(run.output), "--to", "s3://bucket/x"]) == 2
     assert "--to: 's3://bucket/x' is not hf://datasets/OWNER/NAME" in capsys.readouterr().err
-    assert cli.main(["publish", "nowhere", "--to", place]) != 0
+    assert cli.main(["publish", "nowhere", "--to", place]) == 2
+    assert "holds no run (no _run.json)" in capsys.readouterr().err
 
 
 def test_a_job_publishes_itself(engine, hub, make_job):
