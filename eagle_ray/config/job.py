@@ -623,7 +623,9 @@ class ExecutionConfig(EnginesConfig):
         description=f"i/n with i from 1 to n, at most {MAX_SHARDS}, slurm, or null (also: --shard)",
     )
 
-    _has_price = field_validator("max_dollars")(priced_by("execution.price_per_hour"))
+    _has_price = field_validator("max_dollars")(
+        priced_by("execution.price_per_hour", "; with engine.kind http set engine.max_dollars")
+    )
 
     @field_validator("on_late")
     @classmethod

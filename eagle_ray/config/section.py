@@ -21,17 +21,18 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def priced_by(key: str) -> Callable[[float | None, ValidationInfo], float | None]:
+def priced_by(key: str, hint: str = "") -> Callable[[float | None, ValidationInfo], float | None]:
     """Return a validator of dollars that may be spent: the price that says what is spent has to be set before them.
 
     Args:
         key: the price's key, with its section's name.
+        hint: what else may have been meant, for the error.
     """
     name = key.rpartition(".")[2]
 
     def check(value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get(name) is None:
-            raise ValueError(f"{key} is not set, and says what is spent")
+            raise ValueError(f"{key} is not set, and says what is spent{hint}")
         return value
 
     return check
