@@ -47,7 +47,9 @@ from eagle_ray.core.json_text import dump_json
 from eagle_ray.serve.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
-HEALTH_ANSWERS_WITHIN_S = 0.1
+# A busy machine takes tenths of a second to answer; Kubernetes waits for one second by default.
+HEALTH_ANSWERS_WITHIN_S = 0.5
+REPLICA_ANSWERS_WITHIN_S = 2.0  # to a probe, before another GET request is given up
 # A replica that answered so recently is there, although it is too busy to say so again.
 HEALTH_IS_KNOWN_S = 3.0
 PROBE_ENDS_AFTER_S = 5.0
@@ -153,7 +155,10 @@ class OpenAIErrorMiddleware:
         try:
             wait_s = HEALTH_ANSWERS_WITHIN_S
             while not (await asyncio.wait([work], timeout=wait_s))[0]:
-                if not answer.has_begun and not await self._health.messages(scope):
+                if answer.has_begun:
+                    break
+                is_there = await self._health.messages(scope, REPLICA_ANSWERS_WITHIN_S)
+                if not is_there and not answer.has_begun:
                     return
                 wait_s = REPLICA_POLL_S
             await work
@@ -174,15 +179,16 @@ class ReplicaHealth:
         self._last: list[Message] = []  # the last answer
         self._last_at = -PROBE_ENDS_AFTER_S
 
-    async def messages(self, scope: Scope) -> list[Message]:
+    async def messages(self, scope: Scope, within_s: float | None = None) -> list[Message]:
         """Return a replica's answer, now or a moment ago; an empty list if there is no replica.
 
         Args:
             scope: ASGI scope of any request of the application.
+            within_s: seconds that the replica has; None is HEALTH_ANSWERS_WITHIN_S.
         """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._answered(scope))
-        await asyncio.wait([self._probe], timeout=HEALTH_ANSWERS_WITHIN_S)
+        await asyncio.wait([self._probe], timeout=within_s or HEALTH_ANSWERS_WITHIN_S)
         is_known = time.monotonic() - self._last_at < HEALTH_IS_KNOWN_S
         return self._last if is_known else []
 

@@ -220,8 +220,20 @@ def test_health_is_not_waited_for(monkeypatch):
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
 
 
+def test_a_slow_machine_is_no_missing_replica(monkeypatch):
+    monkeypatch.setattr(proxy_errors, "HEALTH_ANSWERS_WITHIN_S", 0.01)
+
+    async def replica(scope, receive, send):
+        await asyncio.sleep(0.3)
+        await JSONResponse({"path": scope["path"]})(scope, receive, send)
+
+    models = asyncio.run(get(proxy_errors.OpenAIErrorMiddleware(replica), "/v1/models"))
+    assert models.json == {"path": "/v1/models"}
+
+
 def test_files_are_not_waited_for_without_a_replica(monkeypatch):
     monkeypatch.setattr(proxy_errors, "HEALTH_ANSWERS_WITHIN_S", 0.01)
+    monkeypatch.setattr(proxy_errors, "REPLICA_ANSWERS_WITHIN_S", 0.01)
     is_there = False
 
     async def replica(scope, receive, send):
