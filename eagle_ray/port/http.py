@@ -10,7 +10,6 @@ again gives its place back first. The answers that a run has paid for are asked 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -22,8 +21,6 @@ import httpx2
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
-from eagle_ray.core.json_text import dump_json
-from eagle_ray.port.dialects import Body, body_of
 from eagle_ray.port.endpoint_answers import (
     ENDPOINT_FAILED,
     FAILED,
@@ -36,11 +33,11 @@ from eagle_ray.port.endpoint_answers import (
     Failed,
     dollars_of,
     limit_headers,
-    read_answer,
     retry_after,
 )
 from eagle_ray.port.engine_client import AdmissionStopped, Call, as_row_error
-from eagle_ray.port.http_rows import HttpRows, check_form, determinism_of
+from eagle_ray.port.http_request import HttpRequest, sample_request
+from eagle_ray.port.http_rows import HttpRows, determinism_of
 from eagle_ray.port.http_target import Target
 from eagle_ray.port.spend import ANSWERED, Attempt, SpendLog
 from eagle_ray.port.throttle import (
@@ -53,7 +50,6 @@ from eagle_ray.port.throttle import (
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_rows import OutputRow
-from eagle_ray.requests.request_seeds import seed_of
 
 BYTES_PER_TOKEN = (
     3.0  # of a prompt whose tokens are not counted yet: rather too many tokens than too few
@@ -144,64 +140,48 @@ class HttpClient:
 
     async def _sample(self, request: Request, index: int, sample: HttpSample) -> OutputRow:
         with as_row_error(request, self._is_private):
-            seed = seed_of(request, self._config.seed, index)
-            path, body = body_of(request, self._config, self._target.dialect, seed)
-            content = dump_json(body, ensure_ascii=False).encode()
-        key = _key_of(request, index, path, content)
-        columns = self._spend.answer_to(key)
-        if columns is None:
-            try:
-                columns = await self._ask(request, path, content, body, key, sample)
-            except Failed as failed:
-                facts = failed.columns | self._facts(sample, failed.columns)
-                return self._rows.of_failure(request, index, failed, facts)
+            sent = sample_request(request, self._config, self._target.dialect, index)
+        try:
+            columns = await self._columns(sent, sample)
+        except Failed as failed:
+            facts = failed.columns | self._facts(sample, failed.columns)
+            return self._rows.of_failure(request, index, failed, facts)
         with as_row_error(request, self._is_private):
             return self._rows.of(request, index, _with_times(columns))
 
-    async def _ask(
-        self,
-        request: Request,
-        path: str,
-        content: bytes,
-        body: Body,
-        key: str,
-        sample: HttpSample,
-    ) -> dict[str, Any]:
+    async def _columns(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
+        """Return the columns of an answer, which may be paid for already. Raises as _ask does."""
+        columns = self._spend.answer_to(sent.key)
+        return await self._ask(sent, sample) if columns is None else columns
+
+    async def _ask(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
         """Return the columns of an answer. Raises Failed for one that does not come, and AdmissionStopped."""
-        demand = self._demand(content, body)
+        demand = self._demand(sent)
         while True:
             permit = await self._throttle.acquire(demand)
             sample.throttled_s += permit.waited_s
             sample.admitted_at = sample.admitted_at or time.monotonic()
             # A request that was sent is paid for, whatever becomes of the row: its answer is written down.
-            attempt = asyncio.ensure_future(
-                self._attempt(request, path, content, key, sample, permit)
-            )
+            attempt = asyncio.ensure_future(self._attempt(sent, sample, permit))
             result = await asyncio.shield(attempt)
             if not isinstance(result, Failed):
                 return result
             await self._after(result, sample)
 
     async def _attempt(
-        self,
-        request: Request,
-        path: str,
-        content: bytes,
-        key: str,
-        sample: HttpSample,
-        permit: Permit,
+        self, sent: HttpRequest, sample: HttpSample, permit: Permit
     ) -> dict[str, Any] | Failed:
         """Send one request, write down what it cost, and give the place back. Returns columns or the failure."""
         outcome = AttemptOutcome(is_good=False)
         try:
-            answered, outcome = await self._send(request, path, content, sample, permit)
+            answered, outcome = await self._send(sent, sample, permit)
             columns = answered.columns | self._facts(sample, answered.columns)
-            self._write(request, key, ANSWERED, answered.usage, outcome.dollars, columns)
+            self._write(sent, ANSWERED, answered.usage, outcome.dollars, columns)
             return columns
         except Failed as failed:
             outcome = self._outcome_of(failed, permit)
             if failed.kind != UNREACHABLE:
-                self._write(request, key, failed.kind, failed.usage, outcome.dollars, None)
+                self._write(sent, failed.kind, failed.usage, outcome.dollars, None)
             if failed.kind in STOPS:
                 await self._throttle.stop(Stop(failed.kind, str(failed)))
             return failed
@@ -209,7 +189,7 @@ class HttpClient:
             await self._throttle.release(permit, outcome)
 
     async def _send(
-        self, request: Request, path: str, content: bytes, sample: HttpSample, permit: Permit
+        self, sent: HttpRequest, sample: HttpSample, permit: Permit
     ) -> tuple[Answered, AttemptOutcome]:
         url = self._free_url()
         headers = {"content-type": "application/json"}
@@ -217,7 +197,7 @@ class HttpClient:
         began = time.monotonic()
         try:
             response = await asyncio.wait_for(
-                self._http.post(f"{url}{path}", content=content, headers=headers),
+                self._http.post(sent.url(url), content=sent.content, headers=headers),
                 self._engine.timeout_s,
             )
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
@@ -232,15 +212,9 @@ class HttpClient:
         self._unreachable_since.clear()
         now = time.time()
         try:
-            answered = read_answer(response.status_code, response.content, response.headers, now)
+            answered = sent.read(response.status_code, response.content, response.headers, now)
         except Failed as failed:
             raise self._hidden(failed, response.headers, now) from None
-        try:
-            check_form(request.sampling_params(self._config), answered.columns)
-        except Failed as failed:
-            failed.usage = answered.usage
-            failed.columns = answered.columns
-            raise
         self._count(answered, time.monotonic() - began)
         limits = limit_headers(response.headers, now)
         remaining, reset_s = limits if limits is not None else (None, None)
@@ -302,10 +276,10 @@ class HttpClient:
         words = self._target.key.hidden_in(str(failed))
         return Failed(failed.kind, words, wait, failed.usage, failed.columns)
 
-    def _demand(self, content: bytes, body: Body) -> Demand:
+    def _demand(self, sent: HttpRequest) -> Demand:
         """Return what a request may take: its prompt as its bytes tell, and all of its output."""
-        prompt = len(content) / BYTES_PER_TOKEN
-        output = body.get("max_tokens") or body.get("max_completion_tokens") or 0
+        prompt = len(sent.content) / BYTES_PER_TOKEN
+        output = sent.body.get("max_tokens") or sent.body.get("max_completion_tokens") or 0
         price = self._target.price
         dollars = 0.0
         if price is not None:
@@ -331,15 +305,14 @@ class HttpClient:
 
     def _write(
         self,
-        request: Request,
-        key: str,
+        sent: HttpRequest,
         kind: str,
         usage: TokenUsage | None,
         dollars: float,
         columns: dict[str, Any] | None,
     ) -> None:
         price = None if self._target.price is None else dollars
-        attempt = Attempt(key, str(request.id), kind, usage, price, columns)
+        attempt = Attempt(sent.key, sent.row_id, kind, usage, price, columns)
         self._spend.append(attempt)
 
     def _count(self, answered: Answered, seconds: float) -> None:
@@ -372,12 +345,6 @@ class HttpClient:
             "started_at": finished - (now - admitted),
             "finished_at": finished,
         }
-
-
-def _key_of(request: Request, index: int, path: str, content: bytes) -> str:
-    parts = (str(request.id), str(index), str(request.turn_index), path)
-    digest = hashlib.blake2b("\x1f".join(parts).encode() + b"\x1e" + content, digest_size=16)
-    return digest.hexdigest()
 
 
 def _with_times(columns: dict[str, Any]) -> dict[str, Any]:

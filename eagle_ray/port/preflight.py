@@ -14,14 +14,11 @@ import httpx2
 from eagle_ray.config import JobConfig
 from eagle_ray.config.engine_section import PriceConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.core.json_text import dump_json
-from eagle_ray.port.dialects import body_of
-from eagle_ray.port.endpoint_answers import Answered, Failed, dollars_of, read_answer
-from eagle_ray.port.http_rows import check_form
+from eagle_ray.port.endpoint_answers import Answered, Failed, dollars_of
+from eagle_ray.port.http_request import sample_request
 from eagle_ray.port.http_target import Target
 from eagle_ray.port.prices import describe_price
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.request_seeds import seed_of
 
 # What an answer may have, by a column that shows it.
 PARTS = {
@@ -36,17 +33,14 @@ PARTS = {
 
 def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
     """Send one row as the job would, and return lines about its answer. Raises ConfigError for none, RequestError."""
-    path, body = body_of(request, config, target.dialect, seed_of(request, config.seed, 0))
-    url = f"{target.urls[0]}{path}"
+    sent = sample_request(request, config, target.dialect, index=0)
+    url = sent.url(target.urls[0])
     headers = {**target.key.headers, "content-type": "application/json"}
     try:
         response = httpx2.post(
-            url, content=dump_json(body).encode(), headers=headers, timeout=config.engine.timeout_s
+            url, content=sent.content, headers=headers, timeout=config.engine.timeout_s
         )
-        answered = read_answer(
-            response.status_code, response.content, response.headers, time.time()
-        )
-        check_form(request.sampling_params(config), answered.columns)
+        answered = sent.read(response.status_code, response.content, response.headers, time.time())
     except httpx2.HTTPError as error:
         words = target.key.hidden_in(f"{type(error).__name__}: {error}")
         raise ConfigError(f"engine.base_url: {url} does not answer ({words})") from None
@@ -55,7 +49,7 @@ def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
         raise ConfigError(
             f"engine: the first row was not answered ({failed.kind}: {words}). Correct that first"
         ) from None
-    return _lines(answered, config, body, target.price)
+    return _lines(answered, config, sent.body, target.price)
 
 
 def _lines(
