@@ -250,7 +250,7 @@ def test_single_stop_is_a_list_and_empty_section_is_its_defaults(tmp_path):
          "did you mean speculative.max_depth?"),
         ("temperature=1", "did you mean sampling.temperature?"),
         ("sampel.temperature=1", "did you mean sampling?"),
-        ("model.tokenizer=x", "valid keys: model.target, model.draft"),
+        ("model.weights=x", "valid keys: model.target, model.draft"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):

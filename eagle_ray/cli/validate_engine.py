@@ -12,9 +12,9 @@ from eagle_ray.batch.driver.job_plan import plan_for_validation
 from eagle_ray.cli.validate import FIRST_ROWS, input_section, output_section
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.port.dialects import body_of
 from eagle_ray.port.engine_check import check_engine
-from eagle_ray.port.preflight import preflight
+from eagle_ray.port.http_target import Target
+from eagle_ray.port.preflight import first_request, preflight
 from eagle_ray.requests.request import Request
 
 
@@ -27,7 +27,8 @@ def validate_engine(config: JobConfig) -> str:
     target = check_engine(config, plan.row_settings)
     dialect = config.engine.kind if target is None else target.dialect
     first = list(islice(requests_of(plan), FIRST_ROWS))
-    errors = {request.id: _error(request, config, dialect) for request in first}
+    checked = target or Target((), dialect)  # a child's, which does not run yet
+    errors = {request.id: _error(request, config, checked) for request in first}
     good = [request for request in first if errors[request.id] is None]
     bad = [f"         {error}" for error in errors.values() if error is not None]
     rows = f"rows     the first {len(first)} looked at: {len(good)} good, {len(bad)} would become error rows"
@@ -40,11 +41,11 @@ def validate_engine(config: JobConfig) -> str:
     return "\n".join([*sections, output_section(plan, config)])
 
 
-def _error(request: Request, config: JobConfig, dialect: str) -> str | None:
+def _error(request: Request, config: JobConfig, target: Target) -> str | None:
     """Return why a row cannot be sent."""
     try:
         request.check()
-        body_of(request, config, dialect, 0)
+        first_request(request, config, target)
     except RequestError as error:
         return f"{request.error_text(error)} [{error.code}]"
     return None

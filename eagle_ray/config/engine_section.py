@@ -86,6 +86,8 @@ class EngineConfig(StrictModel):
     kind: http is an endpoint that runs already; vllm, sglang and llama_server are servers that a worker
     starts as its child.
     base_url: one or several; each request goes to the one with the fewest requests in flight.
+    tokenizer: what prompts that are scored are tokenized with here. With null, that of model if a worker
+        starts the engine's server.
     dialect: which parameters exist, and how they are spelled. auto looks at the endpoint's list of models;
         compatible is OpenAI's protocol with max_tokens, and with nothing of other systems.
     api_key_env, api_key_file: where the key is read; it is in no record, log or error.
@@ -105,6 +107,10 @@ class EngineConfig(StrictModel):
     )
     model: Name | None = Field(
         default=None, description="the name of a model as the engine takes it, or null with own"
+    )
+    tokenizer: Name | None = Field(
+        default=None,
+        description="a directory or a repository with the tokenizer of engine.model, or null",
     )
     dialect: Dialect = Field(default="auto", description=f"auto, {', '.join(DIALECTS)}")
     api_key_env: Name | None = Field(
@@ -151,6 +157,11 @@ class EngineConfig(StrictModel):
     def is_own(self) -> bool:
         """Return whether the engine is this package's."""
         return self.kind == OWN
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether it is known where the model's tokenizer is."""
+        return self.tokenizer is not None or self.is_child
 
     @property
     def is_child(self) -> bool:

@@ -338,6 +338,7 @@ _COMPARED = (
     "execution.kv_dtype",
     "engine.kind",
     "engine.model",
+    "engine.tokenizer",
     "engine.extra_body",
     "engine.serve_args",
 )
@@ -355,6 +356,7 @@ _ADDED = {  # keys that older hashes lack, and their defaults
     "sampling.score_stride": None,
     "engine.kind": "own",
     "engine.model": None,
+    "engine.tokenizer": None,
 }
 _FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft changes a token
 

@@ -107,6 +107,11 @@ class TokenTrie:
     def max_depth(self) -> int:
         return max(self.depths)
 
+    @property
+    def leaves(self) -> list[int]:
+        """Return the nodes without children, but for the root."""
+        return [node for node in range(1, len(self.tokens)) if node not in self.children]
+
     def path(self, node: int) -> list[int]:
         """Return the nodes from the root's child to a node."""
         nodes = []
@@ -293,6 +298,12 @@ class ContinuationScores:
         else:
             self._next_pass += 1
             self.num_verified += len(nodes)
+
+    def record_path(self, leaf: int, log_probs: list[float], likeliest: list[bool]) -> None:
+        """Record the log-probabilities of all tokens from the prompt's end to a leaf."""
+        nodes = self.trie.path(leaf)
+        self.log_probs[nodes] = log_probs
+        self.likeliest[nodes] = likeliest
 
     def results(self) -> list[ScoredContinuation]:
         """Return the scores, in order. Each is the exactly rounded sum of its tokens' fp32 log-probabilities."""

@@ -19,13 +19,13 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.port.prompt_scores import PROMPT_SCORES
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, SamplingParams
 from eagle_ray.requests.request import Request
 
 Body = dict[str, Any]
 CHAT_PATH, TEXT_PATH = "/chat/completions", "/completions"
-NOT_SCORED = "only our own engine scores without generating. Set it to 1 or more"
 SEED_BITS = 31  # of a seed that is sent: every dialect takes these
 
 
@@ -96,6 +96,8 @@ def _openai_length(value: int, is_chat: bool) -> Body:
     return {"max_completion_tokens" if is_chat else "max_tokens": value}
 
 
+# A parameter that is said by which requests are sent, not by a field of one.
+_UNSAID = Spelling(lambda value, is_chat: {})
 Row = Mapping[str, Spelling]
 _EVERY = ("openai", "compatible", "vllm", "sglang", "llama_server", "eagle_ray")
 _SERVERS = ("vllm", "sglang", "llama_server", "eagle_ray")
@@ -118,7 +120,7 @@ SPELLINGS: Mapping[str, Row] = {
     "min_p": _row(*_SERVERS, name="min_p"),
     "max_tokens": _all(_as("max_tokens"), openai=Spelling(_openai_length)),
     "stop": _row(*_EVERY, name="stop"),
-    "n": _all(Spelling(lambda value, is_chat: {})),  # each sample is a request of its own
+    "n": _all(_UNSAID),  # each sample is a request of its own
     "seed": _row(*_EVERY, name="seed"),
     "ignore_eos": _row(*_SERVERS, name="ignore_eos"),
     "logprobs": _all(Spelling(_logprobs)),
@@ -156,9 +158,10 @@ SPELLINGS: Mapping[str, Row] = {
     ),
     "grammar": _row("eagle_ray", "llama_server", name="grammar", vllm=_structured("grammar")),
     "response_format": _all(Spelling(_given_format)),
-    "continuations": {},
-    "score_text": {},
-    "score_stride": {},
+    # What is scored is sent as prompts of token ids.
+    "continuations": dict.fromkeys(PROMPT_SCORES, _UNSAID),
+    "score_text": dict.fromkeys(PROMPT_SCORES, _UNSAID),
+    "score_stride": dict.fromkeys(PROMPT_SCORES, _UNSAID),
     "tools": _row(*_EVERY, name="tools"),
     "tool_choice": _row(*_EVERY, name="tool_choice"),
     "parallel_tool_calls": _row(*_EVERY, name="parallel_tool_calls"),
@@ -198,6 +201,26 @@ def unsaid_settings(config: JobConfig, dialect: str) -> list[str]:
     return lines
 
 
+def is_scored_by_prompt(sampling: SamplingParams, dialect: str) -> bool:
+    """Return whether a row is scored by the log-probabilities of prompts, and generates nothing.
+
+    Raises RequestError if the dialect cannot tell what is scored.
+    """
+    if not sampling.is_scored:
+        return False
+    if sampling.wants_prompt_logprobs:
+        name = "prompt_logprobs"
+        raise RequestError("invalid_sampling", refusal_of(name, dialect), name)
+    if dialect not in PROMPT_SCORES:
+        able = ", ".join(PROMPT_SCORES)
+        raise RequestError(
+            "invalid_sampling",
+            f"max_tokens: {dialect} tells no log-probabilities of a prompt, by which a row is scored, and "
+            f"engine.dialect {able} can. Set it to 1 or more",
+        )
+    return True
+
+
 def body_of(request: Request, config: JobConfig, dialect: str, seed: int) -> tuple[str, Body]:
     """Return the path and the body that ask for one sample. Raises RequestError for what cannot be said.
 
@@ -205,8 +228,6 @@ def body_of(request: Request, config: JobConfig, dialect: str, seed: int) -> tup
         seed: key of this sample's noise; greedy samples have none.
     """
     sampling = request.sampling_params(config)
-    if sampling.is_scored:
-        raise RequestError("invalid_sampling", f"max_tokens: {NOT_SCORED}")
     is_chat = request.is_chat
     body: Body = {"model": config.engine.model, **_prompt_of(request)}
     values = {name: getattr(sampling, name) for name in SAMPLING}

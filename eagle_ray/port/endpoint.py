@@ -34,11 +34,13 @@ class EndpointFacts:
     Attributes:
         models: names in its list; None if it has no list.
         version: version of its software, or None.
+        max_model_len: tokens of a prompt and its output together, or None if it does not say.
     """
 
     dialect: str
     models: tuple[str, ...] | None
     version: str | None
+    max_model_len: int | None = None
 
 
 def read_key(engine: EngineConfig) -> ApiKey:
@@ -79,7 +81,12 @@ def look_at(engine: EngineConfig, key: ApiKey) -> EndpointFacts:
 
 def look_at_server(url: str, engine: EngineConfig) -> EndpointFacts:
     """Return what the server of a child says of itself."""
-    return EndpointFacts(engine.kind, None, _version(url, engine.kind, ApiKey()))
+    try:
+        entries = _entries(httpx2.get(f"{url}/models", timeout=LOOK_S)) or []
+    except httpx2.HTTPError:
+        entries = []
+    version = _version(url, engine.kind, ApiKey())
+    return EndpointFacts(engine.kind, None, version, _model_len(entries, engine.model))
 
 
 def _look_at_one(url: str, engine: EngineConfig, key: ApiKey) -> EndpointFacts:
@@ -100,7 +107,8 @@ def _look_at_one(url: str, engine: EngineConfig, key: ApiKey) -> EndpointFacts:
         listed = shortened(", ".join(models))
         raise ConfigError(f"engine.model: {url} has no {engine.model!r}. It has: {listed}")
     dialect = engine.dialect if engine.dialect != "auto" else _dialect(url, entries or [])
-    return EndpointFacts(dialect, models, _version(url, dialect, key))
+    length = _model_len(entries or [], engine.model)
+    return EndpointFacts(dialect, models, _version(url, dialect, key), length)
 
 
 def _entries(response: httpx2.Response) -> list[dict] | None:
@@ -112,6 +120,12 @@ def _entries(response: httpx2.Response) -> list[dict] | None:
     except (ValueError, AttributeError):
         return None
     return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else None
+
+
+def _model_len(entries: list[dict], model: str | None) -> int | None:
+    """Return the tokens of a prompt and its output together, as vLLM, SGLang and our own endpoint list them."""
+    lengths = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
+    return next((length for length in lengths if isinstance(length, int)), None)
 
 
 def _dialect(url: str, entries: list[dict]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import email.utils
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,20 +91,41 @@ def read_answer(status: int, content: bytes, headers: Mapping[str, str], now: fl
     Args:
         now: Unix time, from which a date of Retry-After counts.
     """
+    body = good_body(status, content, headers, now, lambda body: _choice_of(body) is not None)
+    return _answered(body)
+
+
+def good_body(
+    status: int,
+    content: bytes,
+    headers: Mapping[str, str],
+    now: float,
+    is_answer: Callable[[Json], bool],
+) -> Json:
+    """Return the body of a response that is an answer. Raises Failed for any other one.
+
+    Args:
+        is_answer: returns whether a body without an error is an answer.
+    """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
         body = None
     wait = retry_after(headers, now)
-    if status == 200 and isinstance(body, dict) and not body.get("error") and _choice_of(body):
-        return _answered(body)
-    if status == 200:
-        if not isinstance(body, dict):
-            raise Failed(FAILED, f"the answer is not JSON: {_shown(content)}")
-        if not body.get("error"):
-            raise Failed(FAILED, f"the answer has no choices: {_shown(content)}")
+    if status != 200:
+        raise _failure_of(status, _words(body, content), wait)
+    if not isinstance(body, dict):
+        raise Failed(FAILED, f"the answer is not JSON: {_shown(content)}")
+    if body.get("error"):
         raise _failure_of(_status_of(body), _words(body, content), wait)
-    raise _failure_of(status, _words(body, content), wait)
+    if not is_answer(body):
+        raise Failed(FAILED, f"the answer has nothing of what was asked for: {_shown(content)}")
+    return body
+
+
+def token_usage(body: Json) -> TokenUsage | None:
+    """Return the tokens of an answer; None if it tells none."""
+    return TokenUsage.of_body(body) if isinstance(body.get("usage"), dict) else None
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
@@ -171,7 +192,7 @@ def _choice_of(body: Json) -> Json | None:
 def _answered(body: Json) -> Answered:
     choice = _choice_of(body)
     assert choice is not None, "read_answer looks at it"
-    usage = TokenUsage.of_body(body) if isinstance(body.get("usage"), dict) else None
+    usage = token_usage(body)
     columns = _text_columns(choice) | _token_columns(choice, body)
     columns |= {
         "served_model": body.get("model"),

@@ -18,6 +18,8 @@ from eagle_ray.port.prices import price_of
 from eagle_ray.port.server_child import command_of_server
 from eagle_ray.port.server_flags import unknown_flags
 
+SCORED = ("continuations", "score_text")  # parameters by which a row is scored
+
 
 def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target | None:
     """Return the endpoint that a job's requests go to; None if workers start it. Raises ConfigError.
@@ -41,13 +43,26 @@ def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target 
         facts = look_at(engine, key)
         dialect = facts.dialect
         urls = tuple(engine.base_url or ())
-        target = Target(urls, dialect, key, facts.version, price_of(engine))
+        target = Target(urls, dialect, key, facts.version, price_of(engine), facts.max_model_len)
+    columns = [name for name in sorted(row_settings) if name in SPELLINGS]
     faults += unsaid_settings(config, dialect)
     faults += [
-        f"column {refusal_of(name, dialect)}"
-        for name in sorted(row_settings)
-        if name in SPELLINGS and not can_say(name, dialect)
+        f"column {refusal_of(name, dialect)}" for name in columns if not can_say(name, dialect)
     ]
+    if not faults and not engine.has_tokenizer:
+        faults += _without_tokenizer(config, columns)
     if faults:
         raise ConfigError("\n".join(faults))
     return target
+
+
+def _without_tokenizer(config: JobConfig, columns: list[str]) -> list[str]:
+    """Return why what is scored needs engine.tokenizer; nothing if no row is scored."""
+    settings = [f"sampling.{name}" for name in SCORED if getattr(config.sampling, name)]
+    settings += [f"column {name}" for name in columns if name in SCORED]
+    if not settings:
+        return []
+    return [
+        f"engine.tokenizer: required by {', '.join(settings)}, whose prompts are sent as token ids. Give a directory "
+        "or a repository that has the tokenizer of engine.model"
+    ]

@@ -21,6 +21,7 @@ import httpx2
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
+from eagle_ray.port.dialects import is_scored_by_prompt
 from eagle_ray.port.endpoint_answers import (
     ENDPOINT_FAILED,
     FAILED,
@@ -55,6 +56,7 @@ BYTES_PER_TOKEN = (
     3.0  # of a prompt whose tokens are not counted yet: rather too many tokens than too few
 )
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # after a failed attempt; doubles, and half of it is random
+SCORED_AT_ONCE = 64  # requests of one scored row that wait for the throttle or are in flight
 UNREACHABLE = "unreachable"  # kind of an attempt that got no connection
 
 
@@ -120,14 +122,10 @@ class HttpClient:
         """
         request.check()
         call.check_not_skipped()
-        parts = [(index, HttpSample()) for index in samples]
-        tasks = [asyncio.ensure_future(self._sample(request, index, part)) for index, part in parts]
-        call.parts += [part for _, part in parts]
+        tasks = [asyncio.ensure_future(self._row(request, index, call)) for index in samples]
         call.tasks += tasks
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        _raise_first(results)
         return [result for result in results if isinstance(result, dict)]
 
     def counters(self) -> EngineCounters:
@@ -138,7 +136,17 @@ class HttpClient:
         """Write what was spent. Connections end with the process."""
         self._spend.close()
 
-    async def _sample(self, request: Request, index: int, sample: HttpSample) -> OutputRow:
+    async def _row(self, request: Request, index: int, call: Call) -> OutputRow:
+        with as_row_error(request, self._is_private):
+            sampling = request.sampling_params(self._config)
+            is_scored = is_scored_by_prompt(sampling, self._target.dialect)
+        if is_scored:
+            return await self._scored_row(request, call)
+        return await self._sample(request, index, call)
+
+    async def _sample(self, request: Request, index: int, call: Call) -> OutputRow:
+        sample = HttpSample()
+        call.parts.append(sample)
         with as_row_error(request, self._is_private):
             sent = sample_request(request, self._config, self._target.dialect, index)
         try:
@@ -148,6 +156,41 @@ class HttpClient:
             return self._rows.of_failure(request, index, failed, facts)
         with as_row_error(request, self._is_private):
             return self._rows.of(request, index, _with_times(columns))
+
+    async def _scored_row(self, request: Request, call: Call) -> OutputRow:
+        """Return the row of a request that generates nothing. Raises AdmissionStopped as _ask does."""
+        from eagle_ray.port.scored_row import ScoredPart, ScoredRow, tokenizer_of  # transformers
+
+        tokenizer = tokenizer_of(self._config, self._target)
+        with as_row_error(request, self._is_private):
+            row = ScoredRow.of(request, self._config, self._target, tokenizer)
+        failures: list[OutputRow] = []
+        waiting = iter(row.parts)
+
+        async def ask(part: ScoredPart) -> None:
+            sample = HttpSample()
+            call.parts.append(sample)
+            try:
+                row.record(part, await self._columns(row.request_of(part), sample))
+            except Failed as failed:
+                facts = failed.columns | self._facts(sample, failed.columns)
+                failures.append(self._rows.of_failure(request, 0, failed, facts))
+
+        async def ask_in_turn() -> None:
+            for part in waiting:
+                if failures:
+                    return
+                await ask(part)
+
+        results = await asyncio.gather(
+            *(ask_in_turn() for _ in range(SCORED_AT_ONCE)), return_exceptions=True
+        )
+        _raise_first(results)
+        if failures:
+            return failures[0]
+        with as_row_error(request, self._is_private):
+            columns = self._facts(HttpSample(), {}) | row.columns()
+            return self._rows.of_scores(request, _with_times(columns))
 
     async def _columns(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
         """Return the columns of an answer, which may be paid for already. Raises as _ask does."""
@@ -345,6 +388,13 @@ class HttpClient:
             "started_at": finished - (now - admitted),
             "finished_at": finished,
         }
+
+
+def _raise_first(results: Iterable[Any]) -> None:
+    """Raise the first of what gather returned that is an error."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _with_times(columns: dict[str, Any]) -> dict[str, Any]:

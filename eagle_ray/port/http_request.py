@@ -32,6 +32,7 @@ class HttpRequest:
     Attributes:
         row_id: id of the row that it belongs to.
         path: path behind the endpoint's base URL.
+        is_native: the path is behind that URL without its /v1.
         content: the body as it is sent.
         key: digest of the row, the sample and the body.
     """
@@ -42,19 +43,27 @@ class HttpRequest:
     content: bytes
     key: str
     read: ReadAnswer
+    is_native: bool = False
 
     @classmethod
     def of(
-        cls, request: Request, index: int, path: str, body: Body, read: ReadAnswer
+        cls,
+        request: Request,
+        index: int,
+        path: str,
+        body: Body,
+        read: ReadAnswer,
+        is_native: bool = False,
     ) -> HttpRequest:
         """Return the request for sample `index` of a row."""
         content = dump_json(body, ensure_ascii=False).encode()
         key = _key_of(request, index, path, content)
-        return cls(str(request.id), path, body, content, key, read)
+        return cls(str(request.id), path, body, content, key, read, is_native)
 
     def url(self, base: str) -> str:
         """Return where it goes at an endpoint of this base URL."""
-        return f"{base}{self.path}"
+        root = base.removesuffix("/v1") if self.is_native else base
+        return f"{root}{self.path}"
 
 
 def sample_request(request: Request, config: JobConfig, dialect: str, index: int) -> HttpRequest:

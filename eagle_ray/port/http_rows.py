@@ -31,24 +31,34 @@ class HttpRows(RequestRows):
 
     def of(self, request: Request, sample_index: int, columns: dict[str, Any]) -> OutputRow:
         """Return the row of one sample."""
-        config = self.config
-        sampling = request.sampling_params(config)
-        is_stored = config.output.store_prompt
-        row = self.shared(request) | {
-            "status": "ok",
-            "sample_index": sample_index,
-            "prompt": request.prompt if is_stored else None,
-            "stop": sampling.stop,
-            "sampling_controls": controls_json(sampling),
-        }
-        row |= sampling_columns(sampling) | columns
-        if not config.output.store_token_ids:
-            row["output_token_ids"] = None
+        sampling = request.sampling_params(self.config)
+        row = self._answered(request, sampling, sampling_columns(sampling) | columns)
+        row["sample_index"] = sample_index
         form = wanted_form(sampling)
         if form is not None:
             is_whole = columns.get("finish_reason") != "length"
             row["structured"] = form[0]
             row["structured_outcome"] = "complete" if is_whole else "truncated"
+        return row
+
+    def of_scores(self, request: Request, columns: dict[str, Any]) -> OutputRow:
+        """Return the row of a request that generates nothing."""
+        sampling = request.sampling_params(self.config)
+        return self._answered(request, sampling, columns) | {"sample_index": 0}
+
+    def _answered(
+        self, request: Request, sampling: SamplingParams, columns: dict[str, Any]
+    ) -> OutputRow:
+        config = self.config
+        row = self.shared(request) | {
+            "status": "ok",
+            "prompt": request.prompt if config.output.store_prompt else None,
+            "stop": sampling.stop,
+            "sampling_controls": controls_json(sampling),
+        }
+        row |= columns
+        if not config.output.store_token_ids:
+            row["output_token_ids"] = None
         return row
 
     def of_failure(

@@ -38,6 +38,7 @@ class Target:
         urls: base URLs, without a slash at their ends.
         version: version of the endpoint's software, or None.
         price: dollars for its tokens; None if they are not known.
+        max_model_len: tokens of a prompt and its output together, or None if that is not told.
     """
 
     urls: Sequence[str]
@@ -45,3 +46,4 @@ class Target:
     key: ApiKey = field(default_factory=ApiKey)
     version: str | None = None
     price: PriceConfig | None = None
+    max_model_len: int | None = None

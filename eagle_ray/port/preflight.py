@@ -14,8 +14,9 @@ import httpx2
 from eagle_ray.config import JobConfig
 from eagle_ray.config.engine_section import PriceConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.port.dialects import is_scored_by_prompt
 from eagle_ray.port.endpoint_answers import Answered, Failed, dollars_of
-from eagle_ray.port.http_request import sample_request
+from eagle_ray.port.http_request import HttpRequest, sample_request
 from eagle_ray.port.http_target import Target
 from eagle_ray.port.prices import describe_price
 from eagle_ray.requests.request import Request
@@ -33,7 +34,9 @@ PARTS = {
 
 def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
     """Send one row as the job would, and return lines about its answer. Raises ConfigError for none, RequestError."""
-    sent = sample_request(request, config, target.dialect, index=0)
+    sent = first_request(request, config, target)
+    if sent is None:
+        return ["answer   none: every continuation of the first row is empty"]
     url = sent.url(target.urls[0])
     headers = {**target.key.headers, "content-type": "application/json"}
     try:
@@ -52,6 +55,16 @@ def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
     return _lines(answered, config, sent.body, target.price)
 
 
+def first_request(request: Request, config: JobConfig, target: Target) -> HttpRequest | None:
+    """Return the first request of a row; None for one that is scored without any. Raises ConfigError, RequestError."""
+    if not is_scored_by_prompt(request.sampling_params(config), target.dialect):
+        return sample_request(request, config, target.dialect, index=0)
+    from eagle_ray.port.scored_row import ScoredRow, tokenizer_of  # transformers
+
+    row = ScoredRow.of(request, config, target, tokenizer_of(config, target))
+    return next(map(row.request_of, row.parts), None)
+
+
 def _lines(
     answered: Answered, config: JobConfig, body: dict[str, Any], price: PriceConfig | None
 ) -> list[str]:
@@ -62,6 +75,9 @@ def _lines(
     else:
         tokens = f"{usage.output} output tokens after {usage.prompt} prompt tokens"
     cost = "" if usage is None or price is None else f", {dollars_of(usage, price):.6f} dollars"
+    if "log_probs" in columns:
+        number = len(columns["log_probs"])
+        return [f"answer   log-probabilities of {number} tokens after {tokens}{cost}"]
     has = [name for name, column in PARTS.items() if columns.get(column) is not None]
     lacks = [name for name in PARTS if name not in has]
     lines = [

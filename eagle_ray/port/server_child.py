@@ -146,7 +146,12 @@ class ServerChild:
             time.sleep(POLL_S)
         self._is_starting = False
         facts = look_at_server(self.url, self._engine)
-        return Target((self.url,), self._engine.kind, version=facts.version)
+        return Target(
+            (self.url,),
+            self._engine.kind,
+            version=facts.version,
+            max_model_len=facts.max_model_len,
+        )
 
     def check(self) -> None:
         """Raise EngineError if the server has ended."""

@@ -18,7 +18,7 @@ from eagle_ray.requests.answers import FinishedAnswer, row_form
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_rows import OutputRow, RequestRows, controls_json, sampling_columns
-from eagle_ray.requests.score_columns import score_columns
+from eagle_ray.requests.score_columns import continuations_column, score_columns
 from eagle_ray.requests.scored_documents import document_columns, document_ids
 from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import text_options
@@ -94,11 +94,9 @@ class OutputRows(RequestRows):
         if scores is None:
             return {}
         row: OutputRow = {} if sequence.generates else {"text": None, "content": None}
-        scored = sampling.choice if sampling.continuations is None else sampling.continuations
-        if scored is not None:
+        if sampling.continuations is not None or sampling.choice is not None:
             row |= score_columns(scores)
-            if self.config.output.store_prompt:
-                row["continuations"] = dump_json(scored, ensure_ascii=False)
+            row |= continuations_column(sampling, self.config.output.store_prompt)
         return row
 
     def _document(self, reader: AnswerReader, windows: list[Sequence]) -> OutputRow:

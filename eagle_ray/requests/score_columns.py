@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_ray.core.continuations import ContinuationScores, ScoredContinuation
+from eagle_ray.core.json_text import dump_json
+from eagle_ray.requests.parameters import SamplingParams
 
 # The columns, by name, that only rows with continuations have, and those that only documents have.
 SCORE_COLUMNS = (
@@ -39,6 +41,14 @@ def score_columns(scores: ContinuationScores) -> dict[str, Any]:
         "label_mass": scores.label_mass(),
         "num_verified": scores.num_verified,
     }
+
+
+def continuations_column(sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:
+    """Return the column of what was scored behind a prompt, if that is stored: continuations, or else choices."""
+    scored = sampling.choice if sampling.continuations is None else sampling.continuations
+    if scored is None or not is_stored:
+        return {}
+    return {"continuations": dump_json(scored, ensure_ascii=False)}
 
 
 def _best_by_byte(results: list[ScoredContinuation]) -> int | None:

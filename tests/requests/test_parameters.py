@@ -32,6 +32,7 @@ OTHER_LISTS = {
     "api/python_arguments.py": "a job's spelling of what Python asks",
     "core/sequence.py": "parameters that name tokens",
     "port/dialects.py": "other engines' spelling of each parameter, held to the table by a test",
+    "port/prompt_scores.py": "other engines' spelling of a prompt's log-probabilities",
     "requests/request_rows.py": "columns of an output row",
     "requests/responses.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
