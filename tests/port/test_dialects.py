@@ -12,38 +12,7 @@ from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.port.dialects import SPELLINGS, body_of, can_say, unsaid_settings
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, rows_at
 from eagle_ray.requests.request import Request
-
-# A value of each parameter that is not its default.
-VALUES: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "max_tokens": 7,
-    "stop": ["x"],
-    "seed": 3,
-    "ignore_eos": True,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {3: 1.0},
-    "allowed_token_ids": [3],
-    "bad_words": ["x"],
-    "min_tokens": 2,
-    "thinking_budget": 9,
-    "stop_token_ids": [3],
-    "include_stop_str_in_output": True,
-    "stop_in_reasoning": True,
-    "skip_special_tokens": False,
-    "json_schema": '{"type": "object"}',
-    "json_object": True,
-    "regex": "a+",
-    "choice": ["yes", "no"],
-    "grammar": 'root ::= "a"',
-    "response_format": '{"type": "json_object"}',
-}
+from tests.support.parameter_values import VALUES
 
 
 def config_of(**settings: Any) -> JobConfig:
