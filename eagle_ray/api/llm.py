@@ -323,12 +323,9 @@ class LLM:
         self, request: Request, params: SamplingParams, config: JobConfig
     ) -> RequestOutput:
         number = next(self._numbers)
-        request = replace(
-            request,
-            id=str(number) if request.id is None else request.id,
-            sampling=({} if params.seed is None else {"seed": params.seed})
-            | dict(request.sampling),
-        )
+        request = replace(request, id=str(number) if request.id is None else request.id)
+        if params.seed is not None and not request.sampling_params(config).is_scored:
+            request = replace(request, sampling={"seed": params.seed} | dict(request.sampling))
         try:
             sequences = self._sequences(request, config)
             await _all_or_cancel(

@@ -24,7 +24,7 @@ from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import SLURM, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
-from eagle_ray.config.tasks import for_engine, for_task
+from eagle_ray.config.tasks import check_scored, for_engine, for_task
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.strict_json import is_utf8
@@ -100,6 +100,7 @@ def load_config(
     config = _validated(JobConfig, settings)
     _check_storage(config)
     config = for_task(config, _values(settings))
+    check_scored(config, _values(settings))
     config = resolve_paths(config)
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
     config = config.model_copy(update={"output": output})

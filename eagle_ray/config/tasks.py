@@ -15,6 +15,7 @@ from eagle_ray.config.engine_section import engine_faults
 from eagle_ray.config.job import JobConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.parameters import SamplingParams, faults_of_scored
 
 Config = TypeVar("Config", JobConfig, ServeConfig)
 # Keys, or their beginnings, that nothing reads in the other task.
@@ -55,6 +56,22 @@ def for_task(config: Config, given: Mapping[str, Any]) -> Config:
     model = config.model.model_copy(update={"draft": None})
     speculative = config.speculative.model_copy(update={"method": "none"})
     return config.model_copy(update={"model": model, "speculative": speculative})
+
+
+def check_scored(config: JobConfig, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys of sampling without an effect next to keys that score every row.
+
+    Args:
+        given: as for_task takes it.
+    """
+    section = "sampling."
+    params = SamplingParams.of_checked(dict(config.sampling))
+    keys = [key for key, value in given.items() if key.startswith(section) and value is not None]
+    names = {key.split(".")[1] for key in keys}
+    own = {name: getattr(config.sampling, name) for name in names}
+    faults = [f"{section}{line}" for line in faults_of_scored(params, own)]
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def for_engine(config: JobConfig, given: Mapping[str, Any]) -> JobConfig:

@@ -522,6 +522,11 @@ class SamplingParams:
         apis=frozenset({Api.JOB, Api.PYTHON}),
     )
 
+    def __post_init__(self) -> None:
+        lines = [f"SamplingParams.{line}" for line in faults_of_scored(self, vars(self))]
+        if lines:
+            raise ConfigError("\n".join(lines))
+
     @classmethod
     def of_checked(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters with values that a reader has checked by the table; those of others are defaults."""
@@ -575,8 +580,7 @@ class SamplingParams:
 
     def for_scoring(self) -> SamplingParams:
         """Return these parameters without those that only matter for generated text."""
-        names = ["seed", "logprobs", "top_logprobs", "prompt_logprobs"]
-        names += ["continuations", "score_text", "score_stride"]
+        names = ["seed", *names_in(Group.RETURNED)]
         return SamplingParams.of_checked(
             {name: getattr(self, name) for name in names} | {"max_tokens": 0}
         )
@@ -649,6 +653,40 @@ def names_in(*groups: Group) -> tuple[str, ...]:
 
 
 FORMS = names_in(Group.FORM)  # forms that an output must have: at most one is set
+
+
+def faults_of_scored(params: SamplingParams, given: Mapping[str, Any]) -> list[str]:
+    """Return a line for each given value that changes nothing, as nothing is generated.
+
+    Args:
+        params: the parameters in force.
+        given: values that stand next to what is scored. A default asks for nothing.
+    """
+    if not params.is_scored:
+        return []
+    read = set(names_in(Group.RETURNED))
+    if params.continuations is not None:
+        what = "continuations"
+    elif params.score_text:
+        what = "score_text"
+    else:
+        what = "max_tokens 0"
+        read.add("choice")
+    if not params.wants_prompt_logprobs:
+        read.discard("top_logprobs")
+    if not params.wants_prompt_logprobs and "choice" not in read:
+        read.discard("logprobs")
+    return [
+        f"{name}: it has no effect with {what}, as nothing is generated. Leave it out"
+        for name, row in SAMPLING.items()
+        if name in given and name not in read and not _asks_nothing(row, given[name])
+    ]
+
+
+def _asks_nothing(row: Parameter, value: Any) -> bool:
+    """Return whether a value next to what is scored is the default, or says that nothing is generated."""
+    is_no_output = row.name == "max_tokens" and value == 0
+    return value is None or value == row.default or is_no_output
 
 
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.columns import CATEGORY
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams, faults_of_scored
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_seeds import seed_of
 from eagle_ray.requests.scored_documents import scored_document
@@ -171,6 +171,9 @@ def _check_scored(request: Request, sampling: SamplingParams) -> None:
         name = "score_text" if sampling.score_text else "continuations"
         message = f"{name}: a conversation of several turns cannot be scored. Give messages"
         raise RequestError("invalid_sampling", message)
+    # The job's own values are for its rows that generate.
+    for line in faults_of_scored(sampling, request.sampling):
+        raise RequestError("invalid_sampling", line)
 
 
 def _scored_sequence(

@@ -38,6 +38,7 @@ HALF = "cut \ud83d"  # half a surrogate pair
 HI = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = "<|user|>What is the capital of France?<|end|><|assistant|>"
 LIMITS = {"max_tokens": 2, "seed": 1}
+SCORED = ("continuations", "score_text")
 BASES: dict[str, Json] = {
     "row": {"id": "r", "prompt": PROMPT, **LIMITS},
     "prompt": {"prompt": PROMPT, **LIMITS},
@@ -74,8 +75,14 @@ class Case:
     def name(self) -> str:
         return json_line(self.changes) if not self.raw else f"raw {json_line(self.raw)[1:-1]}"
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing is generated, so that a request may not have LIMITS."""
+        return any(map(self.changes.get, SCORED))
+
     def request(self, base: Json) -> Json:
-        return base | self.changes
+        limits = (*LIMITS, "max_output_tokens") if self.is_scored else ()
+        return {name: base[name] for name in base if name not in limits} | self.changes
 
     def body(self, base: Json) -> bytes:
         text = json.dumps(self.request(base))
@@ -360,7 +367,7 @@ def _call(case: Case, group: Group) -> Any:
         changes = dict(case.changes)
         options = {name: changes.pop(name) for name in CHAT_OPTIONS if name in changes}
         prompt, messages = changes.pop("prompt", PROMPT), changes.pop("messages", HI)
-        params = SamplingParams(**LIMITS | changes)
+        params = SamplingParams(**({} if case.is_scored else LIMITS) | changes)
         if options or group.is_chat:
             return llm.chat(messages, params, **options)
         return llm.generate(prompt, params)
@@ -402,7 +409,7 @@ def _outcome(
     if not answered.sequences:
         return "ok, but nothing was generated"
     own, usual = (_parts(one, entry_points) for one in (answered, plain))
-    if "seed" in case.changes and case.changes["seed"] is None:
+    if case.is_scored or ("seed" in case.changes and case.changes["seed"] is None):
         own["seed"] = usual["seed"]  # a random one, or that of the row's id
     names = dict.fromkeys((*own, *usual))
     changed = {name: own.get(name) for name in names if own.get(name) != usual.get(name)}
