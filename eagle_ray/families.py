@@ -1,11 +1,13 @@
-"""Describe families: what this engine knows of each model_type, one record each. All lists are made of these.
+"""Model families: one record for each model_type, with all that this engine knows of it. All lists are made of these.
 
     FAMILIES["qwen3"].causal_lm                  # 'Qwen3ForCausalLM', transformers' class
     FAMILIES["olmoe"].mixture.block              # 'OlmoeSparseMoeBlock', the class of its experts' block
     FAMILIES["phimoe"].why_transformers          # why its layers are run by transformers and not by models/decoder.py
 
 A family stands here because tests/models/test_supported_models.py holds its packed trees equal to
-transformers' own forward on every path. One whose record has a `layer` is run by our own forward.
+transformers' own forward on every path. "Our own forward" is models/decoder.py, with merged
+projections and C++ and Triton layers. It runs the families whose record has a `layer`; transformers
+runs the others.
 CONTRIBUTING.md says how to add one; configs/FAMILIES.md is made of the records.
 """
 
@@ -20,29 +22,35 @@ CAUSAL_LM = "ForCausalLM"  # how transformers' classes of causal LMs end
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """A decoder layer of our own forward: names are those of transformers' modules, defaults are Llama's.
+    """How a family's decoder layer differs from Llama's, which the defaults describe, for our own forward.
+
+    Names are those of the modules in transformers' layer.
 
     Attributes:
         input_norm: norm of what attention reads; None if it reads the residual itself.
         attention_norm: norm of what attention adds to the residual.
         mlp_norm: norm of what the MLP reads.
         output_norm: norm of what the MLP adds to the residual.
-        norm_offset: what norms add to their weights.
+        norm_offset: number that norms add to their weights, such as Gemma's 1.
         has_wide_norms: whether norms multiply by their weights in fp32, before they round.
         qkv: projections of the attention's input, queries first.
         gate_up: projections of the MLP's input, the gate first; () for a block that transformers
             runs.
         activation: key of the config that names the activation of the gate.
-        rotates_neighbours: whether a rotary pair is (2i, 2i + 1) and not (i, i + half).
+        rotates_neighbours: whether rotary embeddings rotate elements (2i, 2i + 1) together, and not
+            (i, i + half).
         has_config_window: whether the sliding window stands in the config alone, not in the layers.
-        has_softcap: whether the attention's scores are squashed.
-        has_sinks: whether each head has a sink.
+        has_softcap: whether attention scores are soft-capped, as softcap * tanh(score / softcap).
+        has_sinks: whether each head has a sink: a learned logit in the softmax that has no value.
         mlp: name of the module of the MLP, or of the experts.
-        has_chunks: whether its layers of chunked attention see their chunk of positions alone.
-        has_still_layers: whether the config's no_rope_layers names layers that rotate nothing, and
-            whose queries grow with their positions if attn_temperature_tuning says so.
-        has_row_norms: whether norms of queries and keys are over all heads of a row, and not over each.
-        has_unit_head_norm: whether heads of layers that rotate are normed without weights.
+        has_chunks: whether it has layers of chunked attention, where a position sees only its own
+            chunk.
+        has_still_layers: whether the config's no_rope_layers names layers without rotary embeddings.
+            Their queries are scaled by position if attn_temperature_tuning is set.
+        has_row_norms: whether the norms of queries and keys are over all heads of a row together, and
+            not over each head.
+        has_unit_head_norm: whether queries and keys of layers with rotary embeddings are normed by
+            head, without weights.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -67,14 +75,16 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True)
 class MixtureForm:
-    """A mixture of experts that our own forward runs.
+    """The mixture of experts (MoE) of a family that our own forward runs.
 
     Attributes:
-        block: class of transformers of the module in a layer.
-        rounds_weights: whether the weights of a row's experts are rounded to the model's dtype.
-        widths: keys of the config that are widths of its experts; () if that is intermediate_size.
-        scales_inputs: whether what an expert reads is multiplied by the sigmoid of the router's
-            logit; else its output is, by the softmax of all logits.
+        block: name of transformers' class of the MoE block in a layer.
+        rounds_weights: whether the routing weights of a row's experts are rounded to the model's
+            dtype.
+        widths: keys of the config that give the experts' intermediate size; () if it is
+            intermediate_size.
+        scales_inputs: whether the input of an expert is multiplied by the sigmoid of its router logit.
+            Otherwise its output is multiplied by its share in the softmax of the router logits.
     """
 
     block: str
@@ -85,11 +95,11 @@ class MixtureForm:
 
 @dataclass(frozen=True, slots=True)
 class StackForm:
-    """How a layer's tensors of all experts lie: gate_up_proj has rows of gate and then of up, by default.
+    """How a layer's experts are stacked in one tensor. By default gate_up_proj is [expert, output, input], gate first.
 
     Attributes:
-        has_inputs_first: whether inputs come before outputs.
-        has_pairs: whether each output of the gate is followed by that of up.
+        has_inputs_first: whether the tensors are [expert, input, output].
+        has_pairs: whether outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
     """
 
     has_inputs_first: bool = False
@@ -101,21 +111,22 @@ USUAL_STACKS = StackForm()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The models of one model_type.
+    """The models of one model_type: which code runs them, and what that code has to know.
 
     Attributes:
-        model_type: as in config.json.
-        causal_lm: transformers' class.
-        layer: its decoder layers, if our own forward runs them.
-        mixture: its experts, if our own forward runs them.
+        model_type: the model_type in config.json.
+        causal_lm: name of transformers' class of the causal LM.
+        layer: form of its decoder layers; None if transformers runs them.
+        mixture: form of its MoE block, if our own forward runs one.
         why_transformers: why transformers runs its layers; empty if `layer` is set.
-        why_whole: why our own forward runs it, and ranks do not divide it; empty if they do.
-        why_dense: why layers of its quantised checkpoints do not stay as they are stored; empty if
-            they do.
-        why_own: why transformers' own forward does not compute packed rows of it; empty if it does.
-        stacks: how tensors of all experts of a layer lie.
-        module_prefix: how the names of its attention's and MLP's classes begin; empty if as
-            `causal_lm` does.
+        why_whole: why it cannot be split over tensor-parallel ranks although our own forward runs
+            it; empty if it can.
+        why_dense: why its quantised checkpoints are refused, or dequantised when they are loaded
+            (MXFP4); empty if their weights stay quantised.
+        why_own: why transformers' forward cannot compute packed rows of it; empty if it can.
+        stacks: how a layer's experts are stacked in the tensors of a checkpoint.
+        module_prefix: beginning of the names of transformers' attention and MLP classes; empty if
+            `causal_lm` begins with it.
     """
 
     model_type: str
@@ -136,17 +147,17 @@ class Family:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether our own forward runs it and it has no experts."""
+        """Return whether models/decoder.py runs the family's layers, and their MLPs are dense, not MoE."""
         return self.layer is not None and self.mixture is None and bool(self.layer.gate_up)
 
     @property
     def rounds_to_fp8(self) -> bool:
-        """Return whether model.quantization: fp8 rounds its weights: layers whose steps have forms in FP8."""
+        """Return whether model.quantization: fp8 is available: all operations of its layers have an FP8 form."""
         return self.is_dense and self.layer in (LLAMA_LAYERS, MISTRAL)
 
     @property
     def is_divided(self) -> bool:
-        """Return whether ranks divide it."""
+        """Return whether tensor-parallel ranks can split the family."""
         return self.layer is not None and not self.why_whole
 
 

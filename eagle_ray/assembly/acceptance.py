@@ -65,7 +65,7 @@ def keep_acceptance(engine: Engine, model: ModelConfig, speculative: Speculative
 
 
 class AcceptanceRecord:
-    """The record of one engine's pair."""
+    """The acceptance record of one engine's target and drafts: where its files are, loading and storing."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class AcceptanceRecord:
 
     @torch.inference_mode()
     def load(self) -> None:
-        """Let the engine go on from the record of this machine, or else from the one of a head."""
+        """Load this machine's record of the pair, or else the one in the head's directory, if there is one."""
         shipped = [head / f"acceptance-{self._method}{ACCEPTANCE_SUFFIX}" for head in self._heads]
         for path in [self.path, *shipped]:
             if self._load_file(path):
@@ -104,7 +104,7 @@ class AcceptanceRecord:
             log.debug("%s: nothing is kept there: %s", self.path, one_line(error))
 
     def _load_file(self, path: Path) -> bool:
-        """Return whether the engine has taken the file."""
+        """Load a record into the engine, and return whether that succeeded."""
         try:
             state = load(path.read_bytes())
             self._engine.load_learned(self._fits_of(state_of_part(state, DRAFTER)))
@@ -159,5 +159,8 @@ def learned_acceptance(engine: Engine, planner: BudgetPlanner) -> dict[str, Tens
 
 
 def _is_fit(name: str) -> bool:
-    """Return whether a tensor of a drafter's state is a calibration's, and no text."""
+    """Return whether a tensor of a drafter's state belongs to a calibration.
+
+    Only those are recorded. The other tensors hold tokens of requests, which a record must not have.
+    """
     return name.rpartition(".")[2] in (PARAMETERS, INFORMATION)

@@ -170,7 +170,7 @@ def _given_prompts(config: TrainConfig) -> Iterator[Row]:
 
 
 def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
-    """Let the target write user turns, and yield the different ones as prompts."""
+    """Run a job in which the target writes user turns, as in Magpie, and yield the different ones as prompts."""
     tokenizer = load_tokenizer(config.model.model_config_for(draft=None))
     if tokenizer is None:
         raise ConfigError(
@@ -195,7 +195,10 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
 
 
 def distinct_turns(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield each finished text once as a user's message, in the order of the ids."""
+    """Yield prompts for training data from the user turns that the target wrote, in the order of their ids.
+
+    Each different turn is one prompt. Unfinished and very short turns are left out.
+    """
     texts: dict[str, str] = {}
     for row in sorted(rows, key=lambda row: row["request_id"]):
         text = (row["text"] or "").strip()

@@ -403,9 +403,10 @@ class ReplayedSteps:
         self._graphs.record(*self._whole(drafter, step))
 
     def _padded(self, step: VerifyStep) -> VerifyStep:
-        """Return the step in the next larger of the captured shapes; a plain step has rows for the batch only.
+        """Return the step padded to the next larger shape for which a graph can be captured.
 
-        All numbers of the likeliest tokens up to MAX_TOP_LOGPROBS share a shape.
+        A plain step is padded to a batch size, and a step over trees in its nodes and rows. Steps
+        with log-probabilities record MAX_TOP_LOGPROBS likeliest tokens, however many are requested.
         """
         graphs = self._graphs
         bounds = self._bounds

@@ -26,6 +26,8 @@ Codes are unsigned. A code of 5 or 6 bits takes a whole byte, as one of 8 bits d
 Here d, m and dmin are fp16 numbers of a block. In types of K, sc and m are small integers of each
 group, of at most 8 bits; in those of IQ, sc is an integer, or half of one. Values of the last seven
 types are numbers of a table, which have 7 bits and a sign: their codes are these numbers plus 128.
+In IQ2 and IQ3 types an entry of the table, called a grid, is a tuple of 4 or 8 magnitudes, and a
+block stores its index; the signs are stored apart.
 Every product has at most 24 significant bits, which fp32 holds exactly. Hence scale * code + offset
 in fp32 has the same bits as gguf's own dequantize.
 """
@@ -91,7 +93,7 @@ class BlockType:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Return the bytes that a weight takes in memory, its share of a scale and an offset among them."""
+        """Return the bytes that a weight takes in memory, with its share of its group's scale and offset."""
         bytes_per_group = 4 if self.has_half_scales else 8
         return self.bits / 8 + bytes_per_group / self.group
 
@@ -197,10 +199,11 @@ def _q2_k(blocks: Array) -> Groups:
 
 
 def _q3_k(blocks: Array) -> Groups:
-    """Read Q3_K: the third bits of 32 values lie in a run of 32 bytes, those of each run in bits of their own.
+    """Read Q3_K: codes of 3 bits, whose low 2 bits are in bytes 32 to 95 and whose third bits are in bytes 0 to 31.
 
-    Of 16 scales of 6 bits, the first 8 have their low halves in the low halves of bytes 96 to 103,
-    the others in their high halves; of each fourth one, the high 2 bits are in one byte.
+    Bit g of byte i is the third bit of value i of the g-th 32 values. The 16 scales have 6 bits. The low 4
+    bits of the first 8 are the low halves of bytes 96 to 103, those of the others the high halves.
+    The high 2 bits are in bytes 104 to 107, each of which has those of every fourth scale.
     """
     third = _bit_planes(blocks[:, :32])
     low_pair = _quarters(blocks[:, 32:96])
@@ -252,7 +255,10 @@ def _mxfp4(blocks: Array) -> Groups:
 
 
 def _iq3_xxs(blocks: Array) -> Groups:
-    """Read IQ3_XXS: of 32 values, 8 bytes are numbers of four of the grid, and a word has their signs and the scale."""
+    """Read IQ3_XXS: each 32 values have 8 grid indices of a byte, for 4 values each, and a 4-byte word.
+
+    The word has the signs in its low 28 bits and the group's scale in its high 4 bits.
+    """
     words = _words(blocks[:, 66:])
     numbers = blocks[:, 2:66]
     factors = _half_steps(words >> 28)
@@ -262,7 +268,7 @@ def _iq3_xxs(blocks: Array) -> Groups:
 
 
 def _iq3_s(blocks: Array) -> Groups:
-    """Read IQ3_S: numbers of the grid have a ninth bit, and signs have a bit of their own."""
+    """Read IQ3_S: grid indices of 9 bits, for 4 values each, with the ninth bits apart, and one sign bit a value."""
     low = blocks[:, 2:66].astype(np.uint16)
     ninth = _bits(blocks[:, 66:74]).astype(np.uint16)
     odd = _nibbles(blocks[:, 106:110])
@@ -273,7 +279,10 @@ def _iq3_s(blocks: Array) -> Groups:
 
 
 def _iq2_xxs(blocks: Array) -> Groups:
-    """Read IQ2_XXS: of 32 values, a word has 4 numbers of eight of the grid, the next their signs and the scale."""
+    """Read IQ2_XXS: each 32 values have 4 grid indices of a byte, for 8 values each, and a 4-byte word.
+
+    The word has the signs in its low 28 bits and the group's scale in its high 4 bits.
+    """
     pairs = blocks[:, 2:].reshape(len(blocks), 8, 8)
     numbers = pairs[:, :, :4]
     words = _words(pairs[:, :, 4:])[..., 0]
@@ -284,7 +293,7 @@ def _iq2_xxs(blocks: Array) -> Groups:
 
 
 def _iq2_xs(blocks: Array) -> Groups:
-    """Read IQ2_XS: two bytes have a number of eight of the grid in 9 bits, and 7 bits of signs."""
+    """Read IQ2_XS: each 8 values have two bytes: a grid index in the low 9 bits, and 7 bits of signs."""
     pairs = _two_bytes(blocks[:, 2:66])
     signs = _with_parity(pairs >> 9)
     scale = _quarter_scales(blocks, blocks[:, 66:])
@@ -292,7 +301,7 @@ def _iq2_xs(blocks: Array) -> Groups:
 
 
 def _iq2_s(blocks: Array) -> Groups:
-    """Read IQ2_S: numbers of the grid have two more bits, and signs have a bit of their own."""
+    """Read IQ2_S: grid indices of 10 bits, for 8 values each, with the high 2 bits apart, and one sign bit a value."""
     low = blocks[:, 2:34].astype(np.uint16)
     packed = blocks[:, 66:74, None]
     high = packed >> PAIR_SHIFTS & 3
@@ -303,10 +312,11 @@ def _iq2_s(blocks: Array) -> Groups:
 
 
 def _of_table(values: tuple[int, ...], numbers: Array, scale: Array) -> Groups:
-    """Return codes of a table's values.
+    """Return codes, scale and offset of values that blocks store as indices into a table of values.
 
     Args:
-        numbers: places in the table.
+        values: the table.
+        numbers: indices into the table, one for each value.
     """
     table = [ZERO_CODE + value for value in values]
     codes = np.array(table, np.uint8)
@@ -314,10 +324,12 @@ def _of_table(values: tuple[int, ...], numbers: Array, scale: Array) -> Groups:
 
 
 def _of_grid(kind: Any, numbers: Array, signs: Array, scale: Array) -> Groups:
-    """Return codes of the values that a type of the package gguf has in its table, several for each number.
+    """Return codes, scale and offset of values that blocks store as grid indices and signs.
 
     Args:
-        signs: 1 for a negative value, else 0.
+        kind: class of the package gguf that has the grid of magnitudes.
+        numbers: grid indices, one for each 4 or 8 values.
+        signs: 1 for a negative value, else 0, one for each value.
     """
     kind.init_grid()
     grid: Array = kind.grid.reshape(kind.grid_shape)
@@ -328,7 +340,7 @@ def _of_grid(kind: Any, numbers: Array, signs: Array, scale: Array) -> Groups:
 
 
 def _with_parity(sevens: Array) -> Array:
-    """Return the signs of eight values for each 7 bits: the eighth one makes the number of minus signs even."""
+    """Return 8 signs for each 7 stored ones. The eighth is not stored: the number of minus signs is even."""
     shifts = np.arange(7, dtype=sevens.dtype)
     bits = sevens[..., None] >> shifts & 1
     eighth = bits.sum(-1, keepdims=True) & 1
@@ -337,7 +349,7 @@ def _with_parity(sevens: Array) -> Array:
 
 
 def _parity_signs(words: Array) -> Array:
-    """Return the signs of 32 values for each word, which has 7 bits for each eight of them."""
+    """Return the 32 signs of each word, whose low 28 bits have 7 bits for each 8 signs."""
     shifts = np.arange(0, 28, 7, dtype=np.uint32)
     sevens = words[..., None] >> shifts & 127
     return _with_parity(sevens.reshape(len(words), -1))
@@ -355,7 +367,7 @@ def _quarter_scales(blocks: Array, packed: Array) -> Array:
 
 
 def _six_bits(low: Array, high: Array) -> Array:
-    """Return signed integers of 6 bits, which are stored with 32 added, by their low 4 and high 2 bits."""
+    """Return signed 6-bit integers from their low 4 and high 2 bits. They are stored with 32 added."""
     return (low | high << 4).astype(np.int8) - np.int8(32)
 
 

@@ -44,7 +44,7 @@ CPU_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class SeenRows(Structure):
-    """Rows of cpu_ops.h."""
+    """Struct Rows of cpu_ops.h: the cached positions that each row of a pass attends to."""
 
     _fields_ = [(name, c_int64) for name in ("rows", "columns", "block_size", "table_width")] + [
         (name, c_void_p) for name in ("table", "slots", "begin", "end", "trunk", "mask")
@@ -52,7 +52,7 @@ class SeenRows(Structure):
 
 
 class AttentionHeads(Structure):
-    """Heads of cpu_ops.h."""
+    """Struct Heads of cpu_ops.h: numbers, sizes and strides of attention heads, and how scores are scaled."""
 
     _fields_ = [
         *(
@@ -84,13 +84,13 @@ class _DenseWeight(Structure):
 
 
 class LayerProjection(Structure):
-    """Projection of cpu_ops.h."""
+    """Struct Projection of cpu_ops.h: pointers to a quantised weight and its bias."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
 
 class DecoderLayer(Structure):
-    """A layer of quantized_layers.cpp."""
+    """Struct DecoderLayer of quantized_layers.cpp: pointers to the weights, norms and cache of one decoder layer."""
 
     _fields_ = [
         *((name, LayerProjection) for name in ("qkv", "output", "gate_up", "down")),
@@ -102,7 +102,7 @@ class DecoderLayer(Structure):
 
 
 class PassRows(Structure):
-    """The rows of a pass, as quantized_layers.cpp reads them."""
+    """Struct PassRows of quantized_layers.cpp: the rows of a pass, their rotary angles, and where results go."""
 
     _fields_ = [
         *((name, c_int64) for name in ("rows", "hidden_size", "tap_stride")),
@@ -112,7 +112,7 @@ class PassRows(Structure):
 
 
 class CandidateTree(Structure):
-    """The trees of one drafter, or no nodes if it did not draft."""
+    """The draft trees of one drafter, [rows, nodes], as tree_merge.cpp reads them; `nodes` is 0 without a draft."""
 
     _fields_ = [("nodes", c_int64)] + [
         (name, c_void_p)
@@ -121,7 +121,11 @@ class CandidateTree(Structure):
 
 
 class Blend(Structure):
-    """Weights by level and set, the set of each row, and the drafter that is left out of what is given by depth."""
+    """The weights of an EnsembleCalibration, with which tree_merge.cpp gives merged nodes their values.
+
+    `weights` are fp32 [levels, num_sets, 3 * drafters + 1], and `sets` is the set of weights of each row.
+    `left_out` is the drafter whose nodes are not in MergedTrees.by_depth; -1 leaves out none.
+    """
 
     _fields_ = [
         *((name, c_int64) for name in ("drafters", "levels", "num_sets", "left_out")),
@@ -131,7 +135,7 @@ class Blend(Structure):
 
 
 class MergedTrees(Structure):
-    """Where tree_merge.cpp writes."""
+    """The tensors that tree_merge.cpp writes: the merged trees, [rows, nodes], and their nodes' values."""
 
     _fields_ = [(name, c_int64) for name in ("rows", "nodes", "max_depth")] + [
         (name, c_void_p)

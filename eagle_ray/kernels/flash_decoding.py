@@ -520,7 +520,12 @@ def _add_parts(
 
 @triton.jit
 def _folded(acc, top, total, more_acc, more_top, more_total):
-    """Return the sums of two parts as one. Products and sums are rounded alike wherever this is compiled."""
+    """Merge the softmax sums of two parts of the positions, as flash decoding does.
+
+    acc [rows, DV] is the sum of exp2(score - top) * value, total [rows] that of exp2(score - top), and
+    top [rows] the largest score so far. tl.fma fixes the rounding, so that every kernel that inlines
+    this has the same bits.
+    """
     new = tl.maximum(top, more_top)
     base = tl.where(new == float("-inf"), 0.0, new)
     share = tl.exp2(top - base)

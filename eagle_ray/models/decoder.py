@@ -447,7 +447,7 @@ class Decoder:
         return None
 
     def routers(self) -> dict[int, int]:
-        """Return Experts.checksum of each layer that has experts."""
+        """Return a checksum of the router's logits for each MoE layer, by its index. Ranks compare them at start."""
         return {
             i: layer.mlp.checksum()
             for i, layer in enumerate(self.layers)

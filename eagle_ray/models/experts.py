@@ -119,7 +119,7 @@ class Experts:
 
     @torch.inference_mode()
     def checksum(self) -> int:
-        """Return a checksum of what the router says of some rows, to the last bit."""
+        """Return a checksum of the router's logits for fixed random rows. Ranks with equal routers have equal ones."""
         width = self.gate_up.shape[2]
         generator = torch.Generator().manual_seed(width)  # all ranks have equal rows
         rows = torch.randn(max(TRIED_ROWS), width, generator=generator)

@@ -38,23 +38,24 @@ FINE_BUCKETS = _fine_buckets(65)
 
 @runtime_checkable
 class BatchSize(Protocol):
-    """As much of a batch as the seconds of its steps depend on: its sequences and their cached tokens."""
+    """The size of a batch, on which the seconds of a step depend: its sequences and their cached tokens."""
 
     @property
     def num_cached(self) -> int:
-        """Return the cached tokens of all sequences."""
+        """Return the cached tokens of all sequences together."""
 
     def __len__(self) -> int:
-        """Return the sequences."""
+        """Return the number of sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Some sequences of a batch.
+    """A group of a batch's sequences that a step may draft for, such as the half with the easiest texts.
 
     Attributes:
-        worth: what their drafts are worth, as a ratio to the average draft (`SequenceWorths`).
-        min_worth: the lowest worth of one of them.
+        number: sequences of the group.
+        worth: mean worth of their drafts, as a ratio to the average draft (`SequenceWorths`).
+        min_worth: the lowest worth in the group. A sequence is in it if its worth is at least this.
     """
 
     number: int
@@ -64,13 +65,15 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class PlanEstimate:
-    """A width and depth, and what a step with them is expected to yield.
+    """A plan for a step (width and depth of drafts, rows of the verify pass) and what it is expected to yield.
 
     Attributes:
-        rate: tokens per second.
-        num_rows: rows of the verify pass.
-        tau: tokens per sequence.
-        members: sequences that are drafted for.
+        rate: expected tokens per second of the batch.
+        width: nodes that are expanded on each level of a draft; 0 for a step without drafts.
+        depth: levels of a draft; 0 for a step without drafts.
+        num_rows: rows of the verify pass over all sequences, roots included.
+        tau: expected tokens per sequence, the bonus token included.
+        members: sequences that are drafted for; None is all of them.
     """
 
     rate: float
@@ -82,12 +85,14 @@ class PlanEstimate:
 
 
 class PlanSearch:
-    """Rates of plans by the current costs.
+    """The search for the plan with the best expected tokens per second, at the current costs.
 
     Args:
+        bounds: the largest width, depth and nodes of a tree.
         costs: seconds of the parts of a step; the planner updates them.
-        fine: a pass may have any number of rows of FINE_BUCKETS; otherwise of BUCKETS, as on a GPU.
-        sizes: the passes that there are.
+        fine: whether the numbers of rows to choose from are FINE_BUCKETS, as on a CPU, or BUCKETS, as
+            on a GPU.
+        sizes: sizes of passes that are run, such as those of captured graphs.
     """
 
     def __init__(self, bounds: TreeBounds, costs: StepCosts, fine: bool, sizes: PassSizes):
@@ -168,7 +173,7 @@ class PlanSearch:
         )
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
-        """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
+        """Return the buckets with room for the roots and some of the candidates, then the number of rows for all."""
         largest = min(size + num_candidates, self._sizes.max_rows(size))
         largest = max(largest, size)
         between = [n for n in self._buckets if size < n < largest]

@@ -67,10 +67,12 @@ class StreamOptions:
 
 
 class Body:
-    """The values of a body, each an attribute. One that is not given is its row's default at the API.
+    """A request body: the values of its parameters, each an attribute. A value that is not given is the API's default.
+
+    The docstring of each kind of body is its summary in the OpenAPI document, so it names the route.
 
     Attributes:
-        values: those that are given, in their plain form.
+        values: values of the given parameters, in plain Python types.
         others: given parameters that the API does not have.
     """
 
@@ -252,7 +254,7 @@ class CompletionRequest(GenerationBody):
 
 
 class ResponseChat(ChatRequest):
-    """The chat request that answers a response."""
+    """The chat request that a body of /v1/responses is turned into. Its errors name the parameters of that body."""
 
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
 
@@ -273,7 +275,7 @@ class ResponsesRequest(GenerationBody):
         check_response(self.values)
 
     def chat(self) -> ChatRequest:
-        """Return the chat request that answers this one. Raises RequestError."""
+        """Return this request as a chat request with one choice. Raises RequestError."""
         values = {name: value for name, value in self.values.items() if name != "stream_options"}
         request = ResponseChat(chat_values(values | {"n": 1}), {})
         request.check()

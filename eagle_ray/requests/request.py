@@ -177,7 +177,11 @@ class Request:
 
     @property
     def turn_messages(self) -> str | None:
-        """Return the messages as JSON: those of a conversation up to the user's turn. None for other prompts."""
+        """Return the messages that this turn is to answer, as a JSON list; None for a prompt without messages.
+
+        In a conversation of several user turns, they are the turns and answers so far, up to the
+        user turn that is next to be answered.
+        """
         if self.user_turns is None:
             return self.messages
         messages = []

@@ -56,7 +56,7 @@ from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer, optio
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """How output ids become text, and the text an answer.
+    """The settings by which output ids become text, and the text becomes an answer.
 
     Attributes:
         stops: strings that end an answer.
@@ -90,11 +90,12 @@ class AnswerReader:
     def finished(
         self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None
     ) -> FinishedAnswer:
-        """Return the answer that a finished sequence is.
+        """Return the answer in a finished sequence: its text, reasoning, tool calls and finish reason.
 
         Args:
-            call_key: what the ids of its tool calls are made of.
-            num_wanted: output ids that it is to show; None shows all. With none it ended by length.
+            call_key: text from which the ids of its tool calls are made.
+            num_wanted: output ids that the answer shows; None shows all. If it shows 0, its finish
+                reason is length.
         """
         output_ids = sequence.output_ids[:num_wanted]
         options = self._options_for(sequence.prompt_ids)
@@ -121,7 +122,7 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ids as the model reads them, and its text, which an echo shows; empty of ids."""
+    """A prompt: the ids that the model reads, and the text that an echo shows, which is empty for a prompt of ids."""
 
     ids: list[int]
     text: str
@@ -335,7 +336,7 @@ class ChoiceChunks:
         yield from self._chunks(self._texts(start, count, is_end), start, count, is_end)
 
     def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
-        """Return what the output ids [start, end) add to the text: by id if steps are requested, else in one piece."""
+        """Return the text that the output ids [start, end) add: one piece per id if steps are requested, else one."""
         ids = self.choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
         # No stop string ends before the last id.
@@ -361,7 +362,12 @@ class ChoiceChunks:
             )
 
     def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
-        """Yield the chunks of the output ids [start, end), whose texts these are; none if there is nothing to show."""
+        """Yield the chunks of a stream that show the output ids [start, end); none if they add nothing to show.
+
+        Args:
+            texts: text that these ids add: one piece an id if steps are requested, else one in all.
+            is_end: whether the choice ends here. Then the last chunk has the finish reason.
+        """
         piece = "".join(texts)
         reason = self.choice.finish_reason if is_end else None
         tokens = self._answers.output_logprobs(self.choice, start, end)

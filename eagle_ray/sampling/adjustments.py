@@ -1,11 +1,12 @@
-"""Adjustments: tensors of the controls of some rows, and the function that applies them to logits.
+"""Adjustments: logit biases, penalties, forbidden tokens and grammar masks of a batch's rows, as tensors.
 
-    adjustments = Adjustments.of([(state, [[], [17], [17, 4]])], vocab_size, device)   # one sequence, three rows
-    adjustments.apply(logits)                                                          # fp32, in place
+    paths = [[], [17], [17, 4]]                                # one row each: the tokens from the root to its node
+    adjustments = Adjustments.of([(state, paths)], device)     # state: the sequence's ControlState
+    adjustments.apply(logits)                                  # fp32 [3, V], in place
 
-Three parts, each empty or None if no row needs it: entries that all rows of a sequence share, with
-what single rows override; (row, token) pairs that cannot be picked; and a bit mask of allowed
-tokens for some rows.
+There are three parts, each empty or None if no row needs it. Biases and penalties are entries, which
+all rows of a sequence share; single rows override some of them. Forbidden tokens are (row, token)
+pairs. Grammars are a bit mask of allowed tokens for some rows.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Paths = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Adjustments of single logits, each at a (row, token) place.
+    """Adjustments of E single logits.
 
     Attributes:
-        rows: the row of each place.
-        tokens: the token of each place.
-        terms: what is added, multiplied and subtracted there.
+        rows: row of each logit.
+        tokens: token of each logit.
+        terms: bias that is added, factor of repetition_penalty, and penalty that is subtracted.
     """
 
     rows: Int[Tensor, " E"]
@@ -43,15 +44,17 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """The adjustments of R rows that belong to S sequences.
+    """The adjustments of R rows of logits, which belong to S sequences.
 
     Attributes:
         owners: the sequence of each row.
-        tokens: tokens of each sequence's entries; one with fewer than K repeats its first one.
-        terms: what these entries add, multiply and subtract.
-        overrides: entries of single rows, in place of their sequence's.
-        forbidden: pairs (row, token).
-        mask: bits of allowed tokens, one line for each of mask_rows.
+        tokens: tokens that a sequence's entries adjust, in all of its rows; a sequence with fewer
+            than K repeats its first one.
+        terms: bias, factor and penalty of these entries, as in `Pairs`.
+        overrides: entries of single rows, which replace those of their sequence.
+        forbidden: (row, token) pairs whose logits become -inf.
+        mask_rows: rows with a mask of allowed tokens.
+        mask: the masks, 32 tokens a word, one line for each of mask_rows.
     """
 
     owners: Int[Tensor, " R"]
@@ -66,7 +69,12 @@ class Adjustments:
     def of(
         cls, sequences: Sequence[tuple[ControlState, Paths]], device: torch.device | str = "cpu"
     ) -> Adjustments:
-        """Return the adjustments of every path of every sequence, one row each, in this order."""
+        """Return the adjustments of every path of every sequence, one row each, in this order.
+
+        Args:
+            sequences: the controls of each sequence, and the paths of its rows. A path is the tokens
+                after the committed ones, down to the row's node; [] is the root.
+        """
         owners: list[int] = []
         overrides: list[tuple[int, Entry]] = []
         forbidden_rows: list[int] = []

@@ -29,13 +29,13 @@ SPEED_DRIFT = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A positive number that is not known: its mean and its standard deviation."""
+    """An estimate of a positive number: its mean and its standard deviation."""
 
     expected: float
     deviation: float
 
     def quantile(self, share: float) -> float:
-        """Return the value below which this share lies, of a log-normal distribution."""
+        """Return the quantile at `share`, of a log-normal distribution with this mean and deviation."""
         if self.expected <= 0 or self.deviation <= 0:
             return max(self.expected, 0.0)
         variance = math.log1p((self.deviation / self.expected) ** 2)
@@ -43,7 +43,12 @@ class Amount:
         return self.expected * math.exp(NormalDist().inv_cdf(share) * spread - variance / 2)
 
     def times(self, factor: float, relative: float = 0.0) -> Amount:
-        """Return it times a factor that has a relative standard deviation of its own."""
+        """Return this estimate times a factor that is an estimate itself.
+
+        Args:
+            factor: the factor's mean.
+            relative: the factor's standard deviation, as a share of its mean.
+        """
         expected = self.expected * factor
         own = self.deviation * factor
         return Amount(expected, math.hypot(own, expected * relative))
@@ -51,7 +56,12 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class ClassLeft:
-    """Rows of one class: the lengths of those that are done or running, and how many wait."""
+    """The state of the rows of one class, such as one category of prompts.
+
+    Attributes:
+        counts: output lengths of the rows that are done, and lengths so far of those that run.
+        waiting: rows that have not begun.
+    """
 
     counts: LengthCounts
     waiting: float
@@ -66,9 +76,10 @@ def all_classes(classes: Mapping[str, ClassLeft]) -> LengthCounts:
 
 
 def tokens_left(classes: Mapping[str, ClassLeft], max_tokens: float) -> Amount:
-    """Return the tokens that running and waiting rows still get.
+    """Estimate how many tokens running and waiting rows are still to generate.
 
-    A class of few rows takes PRIOR_ROWS rows of all classes for its own.
+    Lengths of a class are mixed with PRIOR_ROWS average rows of all classes, which matter if the class has
+    few rows.
     """
     pooled = all_classes(classes)
     prior = PRIOR_ROWS / max(pooled.num_done + pooled.num_running, PRIOR_ROWS)
@@ -89,7 +100,13 @@ def tokens_left(classes: Mapping[str, ClassLeft], max_tokens: float) -> Amount:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second of one worker, and the relative standard deviation of their mean."""
+    """The measured decode speed of a worker, and how far the speed in the rest of the run may be from it.
+
+    Attributes:
+        tokens_per_s: tokens that one worker generates in a second.
+        relative: standard deviation of the speed to come, as a share of tokens_per_s. It has two
+            parts: the error of the measurement, and SPEED_DRIFT.
+    """
 
     tokens_per_s: float
     relative: float
@@ -97,17 +114,23 @@ class Speed:
 
 @dataclass(slots=True)
 class SpeedWindow:
-    """The speed of a run's workers in the last minutes.
+    """The speed of a run's workers over the last minutes, from running totals.
 
     Attributes:
-        points: seconds of any steady clock, seconds of all workers, and tokens, so far.
+        points: (monotonic clock in s, worker-seconds so far, tokens so far), oldest first.
     """
 
     points: deque[tuple[float, float, float]] = field(default_factory=deque)
     _began: float | None = None
 
     def add(self, now: float, worker_s: float, tokens: float) -> None:
-        """Note what was done by now. Time in which no worker decodes tells nothing."""
+        """Add the totals at this time. They are dropped if no worker has decoded since the last ones.
+
+        Args:
+            now: a monotonic clock, in seconds.
+            worker_s: seconds that all workers together have decoded since the run began.
+            tokens: tokens that they have generated in that time.
+        """
         if self.points and worker_s <= self.points[-1][1]:
             return
         if self._began is None:
@@ -119,7 +142,7 @@ class SpeedWindow:
             self.points.popleft()
 
     def speed(self) -> Speed | None:
-        """Return the speed, or None while it is not known."""
+        """Return the speed over the window, or None until two points show progress."""
         if len(self.points) < 2:
             return None
         first, last = self.points[0], self.points[-1]
@@ -146,5 +169,5 @@ class SpeedWindow:
 
 
 def work_left(tokens: Amount, speed: Speed) -> Amount:
-    """Return the seconds that one worker with full slots needs for the tokens."""
+    """Estimate the seconds that one worker with full slots needs for these tokens."""
     return tokens.times(1.0 / speed.tokens_per_s, speed.relative)

@@ -571,7 +571,7 @@ def _num_compilations(num_clients: int) -> int:
 
 
 def _num_values(generation: GenerationRequest) -> int:
-    """Return about how many tokens, alternatives included, a response shows."""
+    """Estimate the size of a response, in tokens with their top_logprobs, which decides the thread that writes it."""
     shown = sum(
         choice.sequence.num_tokens if generation.echo else len(choice.sequence.output_ids)
         for choice in generation.choices

@@ -71,16 +71,16 @@ class EmbedderFiles:
     """Settings in an embedder's files.
 
     Attributes:
-        pooling: lasttoken, or the mean of all tokens.
-        includes_prompt: the mean is of the prompt's tokens, too.
-        dense: projections, in order.
-        normalizes: vectors have length 1.
-        hidden_size: numbers of a token's state.
+        pooling: how the states of a text's tokens become one vector: lasttoken or mean.
+        hidden_size: size of a token's hidden state.
+        includes_prompt: whether the mean is also over the prompt's tokens.
+        dense: projections of the pooled vector, in order.
+        normalizes: whether vectors are scaled to length 1.
         prompts: texts that stand before a text, by name.
         default_prompt_name: name of the prompt of a text that names none; None is no prompt.
-        truncate_dim: numbers of a vector if nothing else is asked for; None is all.
-        max_seq_length: tokens of a text, the prompt and special tokens included; longer ones are
-            cut. None is not said here.
+        truncate_dim: size of a vector if a request does not name one; None is all of it.
+        max_seq_length: most tokens of a text, with its prompt and special tokens; longer texts are
+            cut. None if the files do not say.
     """
 
     pooling: Pooling
@@ -95,11 +95,15 @@ class EmbedderFiles:
 
     @property
     def width(self) -> int:
-        """Return the numbers of a whole vector."""
+        """Return the size of an embedding vector before any truncation to fewer dimensions."""
         return self.dense[-1].out_features if self.dense else self.hidden_size
 
     def dimensions(self, wanted: int | None) -> int:
-        """Return the numbers of a vector that asks for `wanted` of them. Raises ValueError if there are fewer."""
+        """Return the size of a vector if a request wants `wanted` dimensions. Raises ValueError if there are fewer.
+
+        Args:
+            wanted: dimensions that the request asks for; None takes truncate_dim, or all.
+        """
         if wanted is None:
             return self.width if self.truncate_dim is None else min(self.truncate_dim, self.width)
         if wanted > self.width:
@@ -121,7 +125,7 @@ class EmbedderFiles:
 
 
 def read_embedder(directory: Path) -> EmbedderFiles:
-    """Return what the directory says of its embeddings. Raises EngineError naming the file and the key."""
+    """Read the settings of an embedder directory. Raises EngineError that names the file and the key."""
     config = read_object(directory, CONFIG)
     _check_direction(directory, config)
     hidden_size = config.get("hidden_size")
@@ -145,7 +149,7 @@ def read_embedder(directory: Path) -> EmbedderFiles:
 
 
 def check_encoder(config: Mapping[str, Any]) -> None:
-    """Raise EngineError for a family that reads in both directions.
+    """Raise EngineError for a model with bidirectional attention, which this engine does not run.
 
     Args:
         config: the content of config.json.
@@ -216,7 +220,7 @@ def _read_list(file: Path) -> list[Any]:
 
 
 def _kind_of(file: Path, module: Any) -> str:
-    """Return the class of a module, without its place in sentence-transformers."""
+    """Return the class name of an entry of modules.json, without its module path in sentence-transformers."""
     type_ = module.get("type") if isinstance(module, dict) else None
     if not isinstance(type_, str) or not isinstance(module.get("path", ""), str):
         raise EngineError(

@@ -35,12 +35,13 @@ from eagle_ray.tree.tree_merge import Merged, merge_trees
 
 @dataclass(frozen=True, slots=True)
 class BlendedTree:
-    """The nodes of several drafters as one tree, with their values.
+    """The draft trees of several drafters, merged into one tree a row, with a value for each node.
 
     Attributes:
-        log_probs: a node's log-probability given its parent by each drafter, -inf if it lacks the
-            node.
-        extra: by depth, the log values of nodes that the model does not propose.
+        tree: the merged tree, whose log values are the combined ones.
+        log_probs: log-probability of a node given its parent by each drafter; -inf if that drafter
+            lacks the node.
+        extra: log values of the nodes that the model does not propose, by depth; -inf elsewhere.
     """
 
     tree: DraftTree
@@ -49,7 +50,7 @@ class BlendedTree:
 
 
 class EnsembleCalibration:
-    """Weights for children that A drafters propose on up to `levels` levels."""
+    """Weights that combine the probabilities of `num_drafters` drafters, for each of the first `levels` levels."""
 
     def __init__(self, levels: int, num_drafters: int, device: torch.device | str = "cpu"):
         alone = [1.0] * num_drafters
@@ -73,23 +74,25 @@ class EnsembleCalibration:
 
     @staticmethod
     def sets(kinds: Int[Tensor, " B"], has_model: bool = True) -> Int[Tensor, " B"]:
-        """Return the set of weights of each row.
+        """Return which set of weights each row has: one for each kind, with and without a draft of a model.
 
         Args:
             kinds: 1 for sampled rows, 0 for greedy ones.
-            has_model: a model drafted.
+            has_model: whether a model drafted in this step, or lookups alone.
         """
         return kinds if has_model else kinds + NUM_ROW_KINDS
 
     def apply(
         self, depths: Int[Tensor, "B N"], sets: Int[Tensor, " B"], log_probs: Float[Tensor, "B N A"]
     ) -> Float[Tensor, "B N"]:
-        """Return conditional log-probabilities of nodes. Deeper levels have the last level's weights.
+        """Combine the drafters' probabilities of each node into the log-probability that the target samples it next.
 
         Args:
-            depths: 1 for the roots' children; roots may have any value.
-            log_probs: calibrated log-probabilities by drafter, -inf if a drafter lacks the node; the
-                root comes first.
+            depths: depths of the nodes, 1 for the roots' children; roots may have any value. Depths
+                past the last level have its weights.
+            sets: set of weights of each row, as of `sets()`.
+            log_probs: conditional log-probability of a node by each drafter, already calibrated for
+                that drafter; -inf if the drafter lacks the node. The root comes first.
         """
         levels = (depths - 1).clamp(0, self.num_levels - 1)
         weights = self.fit.parameters[levels, sets[:, None]]
@@ -106,8 +109,10 @@ class EnsembleCalibration:
 
         Args:
             trees: trees of each drafter; None if it did not draft.
-            max_depth: at least their depths.
-            model: the drafter whose nodes are not among `BlendedTree.extra`.
+            max_depth: an upper bound on the depths of their nodes.
+            sets: set of weights of each row, as of `sets()`.
+            model: index of the drafter whose nodes are left out of `BlendedTree.extra`; None leaves
+                out none.
         """
         drafted = [tree for tree in trees if tree is not None]
         device = drafted[0].tokens.device
@@ -127,8 +132,8 @@ class EnsembleCalibration:
         """Give the nodes of a merged tree their values. Arguments as for `merge`.
 
         Args:
-            num_nodes: return the best ones, breadth-first, if there are more; None is all, as they
-                are.
+            num_nodes: most nodes to return. If there are more, the best ones remain, breadth-first.
+                None returns all, in their order.
         """
         log_probs = merged.log_probs_by_drafter
         conditional = self.apply(merged.tree.depths, sets, log_probs)
@@ -206,8 +211,11 @@ class EnsembleCalibration:
         """Observe the target's sample after one node of each row on each of the first L levels.
 
         Args:
-            offered: the proposed children, none if the node was not reached.
-            picked: the child with the target's token.
+            sets: set of weights of each row, as of `sets()`.
+            log_probs: as of `apply`.
+            offered: true for the proposed children of the node on each level; none if it was not
+                reached.
+            picked: true for the child with the token that the target sampled.
         """
         x = _features(log_probs)
         num_levels = len(offered)

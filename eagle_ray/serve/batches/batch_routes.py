@@ -67,7 +67,14 @@ UPLOAD: Json = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A request with a known API key, and where its files and batches are."""
+    """An authorized request for files or batches, with the store of the client that its API key names.
+
+    Attributes:
+        request: the HTTP request.
+        store: files and batches of all clients.
+        owner: the client, by its API key.
+        serving: settings of the endpoint.
+    """
 
     request: Request
     store: BatchStore
@@ -83,11 +90,11 @@ class Client:
         return str(self.request.path_params["id"])
 
     def file(self) -> StoredFile:
-        """Return the file that the path names. Raises ApiError."""
+        """Return the client's file whose id is in the URL: /v1/files/{id}. Raises ApiError if there is none."""
         return self.files.get(self.id)
 
     def shown(self, id: str) -> Json:
-        """Return a batch. Raises ApiError."""
+        """Return a batch of the client as JSON. Raises ApiError if the client has none with this id."""
         record = self.store.get(self.owner, id)
         return record.as_json(self.store.cancelling_at(record))
 
