@@ -221,15 +221,15 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """The numbers of a target and its drafters on which an engine's memory depends, weights and passes left out.
+    """Sizes of a target and its drafters on which an engine's memory depends, apart from weights and passes.
 
     Attributes:
-        itemsize: bytes of a number.
+        itemsize: bytes of an element of the activations.
         vocab_size: vocabulary size of the target.
         layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies
             included.
         kv_per_token: bytes of a token's keys and values in the caches of target and drafters.
-        feature: numbers of a token's feature.
+        feature: elements of a token's feature.
         drafts: bytes that drafters keep for a slot.
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds
             them.

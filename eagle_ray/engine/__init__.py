@@ -1,1 +1,1 @@
-"""L3: the only room with time and mutation. No Ray, no tokenizer, no I/O."""
+"""The engine: scheduler, prefill, verify step, CUDA graphs, calibration of costs, and a plain reference decoder."""

@@ -1,1 +1,1 @@
-"""Convert Llama targets from GGUF to transformers' layout."""
+"""GGUF files: their blocks, configs and tokenizers, under transformers' names of tensors and keys."""

@@ -91,10 +91,10 @@ class VerifyOutput:
 
 @runtime_checkable
 class LoadedDraft(Protocol):
-    """The draft model that a method reads, with or without weights.
+    """What `model.draft` names: a head or a draft model, with or without its weights.
 
     Attributes:
-        method: the one that drafts with it where only its kind is known.
+        method: method that drafts with it if the configuration names none, such as eagle3.
     """
 
     method: str
@@ -102,7 +102,8 @@ class LoadedDraft(Protocol):
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Return the layers of the target whose concatenated inputs it reads.
 
-        None is what the lm_head reads. An empty tuple is nothing.
+        None stands for the target's last hidden state, which the lm_head reads. An empty tuple is a
+        draft that reads no features.
         """
 
 
@@ -112,11 +113,11 @@ class TokenSequence(Protocol):
 
     @property
     def token_ids(self) -> list[int]:
-        """Return prompt and output; the last token is the root."""
+        """Return the ids of prompt and output; the last one is the root."""
 
     @property
     def num_tokens(self) -> int:
-        """Return their number."""
+        """Return the number of ids of prompt and output."""
 
     def token_ids_from(self, start: int) -> list[int]:
         """Return the tokens from a position on."""

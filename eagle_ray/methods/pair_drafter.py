@@ -130,7 +130,9 @@ class DraftedTree:
 
 
 class PairDrafter(Drafter, ABC):
-    """A KV cache that uses the target's block table, and the queue of unread pairs; a subclass reads them and drafts.
+    """A drafter whose head reads (token, feature) pairs: their KV cache and the queue of unread ones.
+
+    The cache uses the target's block table. A subclass reads the pairs and drafts.
 
     Args:
         window: maximum number of queued pairs per slot.
@@ -231,7 +233,7 @@ class PairDrafter(Drafter, ABC):
 
     @property
     def _root_size(self) -> int:
-        """Return the numbers of a root that `_catch_up` returns."""
+        """Return the size H of the vector that `_catch_up` returns for each root."""
         return 0
 
     def _buffer_of_roots(self, num_slots: int) -> Float[Tensor, "slots H"]:

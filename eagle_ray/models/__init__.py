@@ -1,1 +1,1 @@
-"""L1: weights, key/value caches and attention. Knows tensors and checkpoints, not requests."""
+"""The target on its device: checkpoints and their loading, quantised weights, decoder layers, graphs of passes."""

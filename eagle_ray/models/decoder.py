@@ -542,8 +542,8 @@ class Angles:
 
     Args:
         layer_type: which of the module's frequencies; None if it has one kind for all layers.
-        head_dim: numbers of a head, if not all of them may be rotated. Pairs past the module's
-            frequencies stay as they are.
+        head_dim: size of a head, if only a part of it may be rotated. Pairs past the module's
+            frequencies are not rotated.
     """
 
     def __init__(self, module: nn.Module, layer_type: str | None = None, head_dim: int = 0):

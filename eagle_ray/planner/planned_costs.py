@@ -1,6 +1,9 @@
-"""Plan the costs of steps on a card on which nothing was measured, from its published figures and the models' sizes.
+"""Planned costs: seconds of steps on a card that is not here, from its published figures and the models' sizes.
 
     costs = planned_costs(find_card("l40s"), sizes)        # StepCosts, as a start would measure them there
+
+`eagle-ray plan` uses them where no start on such a card has left measured costs. A worker never does:
+it measures its own (`engine/calibrate.py`).
 
 A pass reads all weights once and multiplies each of its rows with them. Which of both takes longer
 changes with the rows, and near that point they overlap in part: the seconds are a norm of both, and
@@ -35,16 +38,16 @@ DRAFT_HOST_S = {1: 0.2e-3, 16: 0.22e-3, 64: 0.45e-3}
 
 @dataclass(frozen=True, slots=True)
 class PairSizes:
-    """Sizes of a target and its drafter on one GPU; of ranks, those of one of them.
+    """Sizes of a target and its drafter on one GPU. With several ranks they are one rank's part.
 
     Attributes:
-        dense_bytes: weights of the target that every pass reads.
-        expert_bytes: weights of its experts.
+        dense_bytes: bytes of the target's weights that every pass reads.
+        expert_bytes: bytes of the weights of its experts.
         active_share: share of the experts that a row goes through; 1 without experts.
-        dense_weights, expert_weights: numbers of both.
-        kv_bytes: keys and values of a token.
-        draft_bytes: weights of the drafter.
-        itemsize: bytes of a number of the activations.
+        dense_weights, expert_weights: how many weights both are.
+        kv_bytes: bytes of a token's keys and values.
+        draft_bytes: bytes of the drafter's weights.
+        itemsize: bytes of an element of the activations.
         hidden_size, num_layers: shape of the target.
         num_ranks: GPUs that share it.
     """

@@ -33,7 +33,7 @@ class DraftKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The candidates that will be verified.
+    """The candidates of a step that are verified: the nodes that get a row of the target's pass.
 
     Attributes:
         keep: true for a node that is verified.
@@ -87,13 +87,18 @@ class StepOutcome:
     """The result of one step, as the planner observes it.
 
     Attributes:
+        plan: the plan that the step ran.
+        batch_size: sequences of the batch.
         num_cached: tokens cached before the step, of all sequences.
         depth: levels that were drafted; 0 if nothing was proposed, whatever the plan.
+        num_catch_up: tokens that the drafter had not read before and read in this step.
+        num_rows: rows of the verify pass, padding included.
         num_accepted: accepted drafts of the batch, without those past a sequence's end.
         num_prompt_tokens: prompt tokens that were computed during the step.
+        seconds: times of the step's parts.
         is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not
             predict theirs.
-        num_expected_drafts: as allocated.
+        num_expected_drafts: accepted drafts that the allocation expected (`Allocation.expected`).
         num_prefill_rows: prompt rows in the same pass of the target.
         num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are
             replayed.
@@ -101,7 +106,7 @@ class StepOutcome:
         caught_up_before: as in Draft.
         sequences: the sequences of the batch; empty if they are not told apart.
         accepted_each: accepted drafts of each of them.
-        expected_each: as allocated.
+        expected_each: accepted drafts that the allocation expected of each of them.
     """
 
     plan: DraftPlan

@@ -1,1 +1,1 @@
-"""Reports on the outputs, speed and drafts of a run, computed from its Parquet files (layer L4)."""
+"""Reports on the outputs, speed and drafts of a run, computed from its Parquet files."""

@@ -15,7 +15,8 @@ A crash does not say which row in flight was at fault: a prompt that exhausts th
 tokens that a kernel cannot handle, or no row at all. So each row in flight is charged with it and
 is a suspect from then on. Suspects wait until the engine is empty and run in ever smaller groups
 (``max_group_size``), until the row at fault crashes the engine alone and the others are answered.
-After MAX_CRASHES a row becomes the error ``worker_died``.
+A row that was in flight in four crashes (MAX_CRASHES) becomes an error row with code ``worker_died``: once
+with all rows, once in a small group and twice alone.
 
 Nothing is recorded before the first crash. After it the CrashLog is saved before each group of
 suspects, since a row may also end the actor's own process, as a lack of the node's memory does.
@@ -68,6 +69,7 @@ class CrashRecord:
 
     @property
     def is_final(self) -> bool:
+        """Return whether the row has had its last try, and becomes an error row."""
         return self.num_crashes >= MAX_CRASHES
 
 

@@ -450,7 +450,7 @@ def layers_read(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ..
 
 
 def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
-    """Return the numbers of a token's keys and values in the caches of the drafters; Medusa heads have none."""
+    """Return how many elements a token's keys and values have in all drafters' KV caches; Medusa heads have none."""
     specs = [getattr(draft, "kv_spec", None) for draft in drafts]
     return sum(spec.numbers_per_token for spec in specs if spec is not None)
 
@@ -462,11 +462,16 @@ def slot_bytes(
     bounds: TreeBounds,
     itemsize: int,
 ) -> int:
-    """Return about the bytes that the drafters keep for a sequence: queued features, a draft and its root's, each.
+    """Return about how many bytes the drafters keep for a sequence, apart from KV caches.
+
+    Each keeps the queue of features, a draft, and the head's output for the root.
 
     Args:
-        num_features: numbers of a token's feature.
-        itemsize: bytes of a number.
+        drafts: the drafts that are loaded.
+        num_features: elements of a token's feature.
+        hidden_size: elements of a hidden state of the target.
+        bounds: bounds of the trees.
+        itemsize: bytes of an element.
     """
     draft = DraftShape(1, bounds.top_k, bounds.top_k, bounds.max_depth)
     features = (QUEUE_WINDOW * num_features + hidden_size) * itemsize

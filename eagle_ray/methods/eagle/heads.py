@@ -5,7 +5,8 @@
     hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output replaces the feature
 
     EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
-    Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
+    Eagle3Head   EAGLE-3: the inputs of layers 2, n / 2 and n - 3 of the target's n layers, unless its config names
+                 others; its own lm_head over a draft vocabulary (EAGLE-3, section 3)
                  EAGLE-3.1: norms before fc, and a normed output, as the config's switches say (arXiv 2605.09992)
                  Further layers read the output of the layer before, and the embedding again if they are Eagle3Layers
 
@@ -271,7 +272,7 @@ class PEagleHead(Eagle3Head):
     target, `mask_hidden`.
 
     Args:
-        mask_shape: shape of mask_hidden, which has as many numbers as the target's feature.
+        mask_shape: shape of mask_hidden, which has as many elements as the target's feature.
         sizes: as for Eagle3Head.
     """
 
