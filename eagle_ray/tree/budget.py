@@ -63,19 +63,26 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
     # A node has a row only if its ancestors have, so prefixes are paths too. The root's is ().
     prefixes: set[tuple[int, ...]] = {()}
     for path in paths:
-        prefixes.update(path[:end] for end in range(len(path) + 1))
+        for length in range(1, len(path) + 1):
+            prefix = path[:length]
+            prefixes.add(prefix)
     wanted = sorted(prefixes)
-    longest = max(map(len, wanted))
 
     # Ranks from `width` on are in no path, and share the last column of the table.
-    largest_rank = max((max(path) for path in wanted if path), default=-1)
-    width = 1 + largest_rank
+    longest = 0
+    width = 0
+    for path in wanted:
+        longest = max(longest, len(path))
+        for rank in path:
+            width = max(width, rank + 1)
     steps = _steps(wanted, width)
 
     def keep(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-        table = steps.to(tree.tokens.device)
+        device = tree.tokens.device
+        table = steps.to(device)
         parents = tree.parents.clamp(min=0)
-        rank = _sibling_ranks(tree).clamp(max=width)
+        rank = _sibling_ranks(tree)
+        rank = rank.clamp(max=width)
 
         # The path index of each node follows from its parent's, so one more level is right after each turn.
         at = torch.zeros_like(tree.tokens)
@@ -95,13 +102,16 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
 def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
     """Return a table from (path index, rank) to the index of the longer path; len(paths) is no path."""
     no_path = len(paths)
-    index_of = {path: place for place, path in enumerate(paths)}
-    steps = torch.full((no_path + 1, width + 1), no_path)
-    for path, place in index_of.items():
-        if path:
-            parent = index_of[path[:-1]]
-            rank = path[-1]
-            steps[parent, rank] = place
+    num_ranks = width + 1
+    steps = torch.full((no_path + 1, num_ranks), no_path)
+
+    index_of = {path: index for index, path in enumerate(paths)}
+    for path, index in index_of.items():
+        if not path:
+            continue
+        rank = path[-1]
+        parent = index_of[path[:-1]]
+        steps[parent, rank] = index
     return steps
 
 
@@ -127,20 +137,27 @@ class Candidates:
     @classmethod
     def of(cls, tree: DraftTree, budget: Budget) -> Candidates:
         """Return the candidates of these trees within a budget, the roots left out."""
-        if not tree_ops.available(tree.tokens.device):
+        device = tree.tokens.device
+        if not tree_ops.available(device):
             return cls.of_portably(tree, budget)
-        values = _worth(tree, budget)[:, 1:]
-        best, owners, nodes, totals = tree_ops.best_candidates(values, budget.num_nodes - 1)
-        return cls(best, owners, nodes, tree.tokens.shape, totals)
+
+        worth = _worth(tree, budget)
+        values = worth[:, 1:]
+        max_candidates = budget.num_nodes - 1
+        best, owners, nodes, totals = tree_ops.best_candidates(values, max_candidates)
+        shape = tree.tokens.shape
+        return cls(best, owners, nodes, shape, totals)
 
     @classmethod
     def of_portably(cls, tree: DraftTree, budget: Budget) -> Candidates:
         """Compute `of` with torch operations, on any device."""
-        values = _worth(tree, budget)[:, 1:]
+        worth = _worth(tree, budget)
+        values = worth[:, 1:]
         batch, num_candidates = values.shape
 
         # The best candidates of each tree, if it has more than may be kept.
-        order = torch.arange(num_candidates, device=values.device).expand(batch, -1)
+        order = torch.arange(num_candidates, device=values.device)
+        order = order.expand(batch, -1)
         max_candidates = budget.num_nodes - 1
         if max_candidates < num_candidates:
             values, order = values.sort(dim=1, descending=True, stable=True)
@@ -151,28 +168,39 @@ class Candidates:
         best, index = values.flatten().sort(descending=True, stable=True)
         num_each = max(values.shape[1], 1)
         owners = index // num_each
-        nodes = order.flatten()[index] + 1
-        return cls(best, owners, nodes, tree.tokens.shape)
+        order = order.flatten()
+        nodes = order[index] + 1
+        shape = tree.tokens.shape
+        return cls(best, owners, nodes, shape)
 
     def expected(self, sizes: list[int]) -> list[float]:
         """Return the accepted drafts that the m best candidates are expected to yield, for each m. Syncs once."""
         if self.totals is not None:
             known = self.totals.tolist()
             return [known[size] for size in sizes]
+
         values = self.log_values.exp()
         none = values.new_zeros(1)
-        totals = torch.cat([none, values.cumsum(0)])
+        sums = values.cumsum(0)
+        totals = torch.cat([none, sums])
         index = to_device(sizes, values.device)
-        return totals[index].tolist()
+        expected = totals[index]
+        return expected.tolist()
 
     def keep_and_count(self, num_rows: int) -> tuple[Bool[Tensor, "B N"], list[int]]:
         """Return `keep` and the number of nodes that it keeps of each tree. Waits for the device."""
         if tree_ops.available(self.nodes.device):
             num_candidates = num_rows - self.shape[0]
-            parts = self.log_values, self.owners, self.nodes
-            return tree_ops.keep_candidates(*parts, num_candidates, self.shape)
+            return tree_ops.keep_candidates(
+                self.log_values,
+                self.owners,
+                self.nodes,
+                num_candidates,
+                self.shape,
+            )
         keep = self.keep(num_rows)
-        return keep, keep.sum(1).tolist()
+        sizes = keep.sum(1)
+        return keep, sizes.tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
         """Keep the roots and the best num_rows - B candidates."""
@@ -182,7 +210,8 @@ class Candidates:
         nodes = self.nodes[:num_chosen]
 
         # There may be fewer candidates than rows. Index 0 is a root, which is kept anyway.
-        is_real = self.log_values[:num_chosen] > -torch.inf
+        log_values = self.log_values[:num_chosen]
+        is_real = log_values > -torch.inf
         index = owners * num_nodes + nodes
         index = torch.where(is_real, index, 0)
 
@@ -197,19 +226,22 @@ def ranks(values: Float[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """Return each node's rank in its own tree, 0 for the most valuable. Ties go to the earlier node."""
     order = values.sort(dim=1, descending=True, stable=True).indices
 
-    # The inverse of the order: the node at a place gets that place as its rank.
-    place = torch.arange(values.shape[1], device=values.device)
+    # The inverse of the order: the node at a place of it gets that place as its rank.
+    rank = torch.arange(values.shape[1], device=values.device)
+    rank = rank.expand_as(order)
     inverse = torch.empty_like(order)
-    return inverse.scatter_(1, order, place.expand_as(order))
+    return inverse.scatter_(1, order, rank)
 
 
 def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
     """Return log values with the budget's weights; -inf for nodes past its depths."""
     worth = tree.log_values
     if budget.log_weights is not None:
-        worth = worth + budget.log_weights[:, None]
+        log_weights = budget.log_weights[:, None]
+        worth = worth + log_weights
     if budget.max_depths is not None:
-        is_too_deep = tree.depths > budget.max_depths[:, None]
+        max_depths = budget.max_depths[:, None]
+        is_too_deep = tree.depths > max_depths
         worth = worth.masked_fill(is_too_deep, -torch.inf)
     return worth
 
@@ -225,6 +257,8 @@ def _sibling_ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
     parents = torch.where(has_parent, tree.parents, num_nodes)
 
     # The first child of each parent, and how far each of them is behind it.
-    first = node.new_full((len(node), num_nodes + 1), num_nodes)
+    batch = len(node)
+    first = node.new_full((batch, num_nodes + 1), num_nodes)
     first = first.scatter_reduce(1, parents, node, "amin")
-    return node - first.gather(1, parents)
+    first_sibling = first.gather(1, parents)
+    return node - first_sibling
