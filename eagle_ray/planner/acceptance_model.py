@@ -68,18 +68,25 @@ class AcceptanceModel:
         For widths or depths never drafted, the value of the largest one seen is used.
         """
         self.sync()
-        known = (0.0, *GRID_SIZES)
-        place = np.interp(sizes, known, range(len(known)))
-        below = np.minimum(place.astype(int), len(GRID_SIZES) - 1)
+        known_sizes = (0.0, *GRID_SIZES)
+        indices = range(len(known_sizes))
+        place = np.interp(sizes, known_sizes, indices)
+
+        # Interpolate between the known sizes below and above each size.
+        last_pair = len(GRID_SIZES) - 1
+        below = place.astype(int)
+        below = np.minimum(below, last_pair)
+        above = below + 1
         share = place - below
         lower = self._values[:, :, below]
-        upper = self._values[:, :, below + 1]
+        upper = self._values[:, :, above]
         return lower * (1 - share) + upper * share
 
     def children(self, depth: int) -> list[float]:
         """Return, by rank, the conditional probability of the children at `depth` of the expanded nodes."""
         by_depth = self.children_by_depth
-        return by_depth[min(depth, len(by_depth)) - 1]
+        known_depth = min(depth, len(by_depth))
+        return by_depth[known_depth - 1]
 
     @property
     def children_by_depth(self) -> list[list[float]]:
@@ -88,23 +95,33 @@ class AcceptanceModel:
         A level with few or old observations is shrunk towards the level above it.
         """
         self.sync()
-        if not self._children:
-            self._children = [self._ratios(1)]
-            for level in range(2, len(self._level_masses) + 1):
-                self._children.append(self._shrunk(level, self._children[-1]))
+        if self._children:
+            return self._children
+
+        children = self._ratios(1)
+        self._children = [children]
+        num_levels = len(self._level_masses)
+        for depth in range(2, num_levels + 1):
+            children = self._shrunk(depth, children)
+            self._children.append(children)
         return self._children
 
     def _shrunk(self, depth: int, above: list[float]) -> list[float]:
         """Return a level's children, shrunk towards those of the level above."""
         known = self._counts[depth - 1]
         total = known + PRIOR_COUNT
-        pairs = zip(self._ratios(depth), above, strict=True)
-        return [(known * own + PRIOR_COUNT * prior) / total for own, prior in pairs]
+        ratios = self._ratios(depth)
+        shrunk = []
+        for own, prior in zip(ratios, above, strict=True):
+            weighted = known * own + PRIOR_COUNT * prior
+            shrunk.append(weighted / total)
+        return shrunk
 
     def _ratios(self, depth: int) -> list[float]:
         """Return, by rank, the conditional probability of a level's children."""
         parents, *children = self._level_masses[depth - 1]
-        return [mass / max(parents, MIN_DIVISOR) for mass in children]
+        divisor = max(parents, MIN_DIVISOR)
+        return [mass / divisor for mass in children]
 
     def observe(
         self,
@@ -130,9 +147,13 @@ class AcceptanceModel:
         inside = _mask_too_deep(remaining, levels)
         extra_inside = _mask_too_deep(remaining, extra_log_values)
         curves = _curves(inside, widths, extra_inside)
-        copy = DeviceToHost(curves, _level_masses(levels))
+        masses = _level_masses(levels)
+        copy = DeviceToHost(curves, masses)
+
         num_members = len(levels[0])
-        num_same = self.max_depth - len(levels) if is_stopped else 0
+        num_same = 0
+        if is_stopped:
+            num_same = self.max_depth - len(levels)
         self._pending = (copy, num_members, len(widths), num_same)
 
     def sync(self) -> None:
@@ -152,8 +173,11 @@ class AcceptanceModel:
             self._counts[level] += num_members
 
         # A draft that was stopped has the values of its last level at all deeper ones.
-        values = torch.tensor(curves).view(num_widths, len(masses), -1)
-        deeper = values[:, -1:].expand(-1, num_same, -1)
+        num_levels = len(masses)
+        values = torch.tensor(curves)
+        values = values.view(num_widths, num_levels, -1)
+        last = values[:, -1:]
+        deeper = last.expand(-1, num_same, -1)
         values = torch.cat([values, deeper], 1)
         self._update_values(values, rate)
 
@@ -184,7 +208,8 @@ class AcceptanceModel:
         Raises ValueError if it lacks some, or holds what no model observes.
         """
         _check_state(state)
-        index_of = {width: i for i, width in enumerate(state["widths"].tolist())}
+        widths = state["widths"].tolist()
+        index_of = {width: i for i, width in enumerate(widths)}
         lacking = [width for width in self.widths if width not in index_of]
         max_depth = state["sums"].shape[1]
         if lacking or max_depth < self.max_depth:
@@ -193,20 +218,28 @@ class AcceptanceModel:
 
         # Other widths and depths are left out.
         own = [index_of[width] for width in self.widths]
-        sums = state["sums"][own, : self.max_depth].float()
-        base = state["base"][own, : self.max_depth].float()
+        sums = state["sums"][own, : self.max_depth]
+        sums = sums.float()
+        base = state["base"][own, : self.max_depth]
+        base = base.float()
         values = _values_of(sums, base)
-        if not values.isfinite().all() or values.max() > self.max_depth + 1:
+        is_finite = values.isfinite().all()
+        max_accepted = self.max_depth + 1
+        if not is_finite or values.max() > max_accepted:
             raise ValueError(f"it promises more accepted tokens than {self.max_depth} levels have")
         self._sums.copy_(sums)
         self._base.copy_(base)
 
         # The parents' probability and those of as many children as the widest draft has.
-        masses = state["masses"][: self.max_depth, : 1 + max(self.widths)]
+        num_masses = 1 + max(self.widths)
+        masses = state["masses"][: self.max_depth, :num_masses]
         self._level_masses = masses.tolist()
+
         num_levels = len(masses)
-        self._num_observations = state["num_observations"][:num_levels].long().tolist()
-        self._counts = state["counts"][:num_levels].tolist()
+        num_observations = state["num_observations"][:num_levels]
+        counts = state["counts"][:num_levels]
+        self._num_observations = num_observations.long().tolist()
+        self._counts = counts.tolist()
         self._children.clear()
         self._values[:, :, 1:] = values.numpy()
 
@@ -215,7 +248,9 @@ class AcceptanceModel:
         num_widths, num_depths, _ = fresh.shape
 
         # A wider tree's base is the narrowest one; that one's is the tree a level shallower.
-        base = fresh[:1].expand_as(fresh).clone()
+        narrowest = fresh[:1]
+        base = narrowest.expand_as(fresh)
+        base = base.clone()
         base[0, 0] = 1.0
         base[0, 1:] = fresh[0, :-1]
 
@@ -226,23 +261,29 @@ class AcceptanceModel:
         bases *= 1 - rate
         bases += base
 
-        self._values[:, :, 1:] = _values_of(self._sums, self._base).numpy()
+        values = _values_of(self._sums, self._base)
+        self._values[:, :, 1:] = values.numpy()
 
     def _rate_at(self, depth: int, rate: float) -> float:
         """Return the weight of a new observation: 1 for a level's first, 1 / n for its n-th, but at least `rate`."""
-        return max(rate, 1 / self._num_observations[depth - 1])
+        num_observations = self._num_observations[depth - 1]
+        return max(rate, 1 / num_observations)
 
     def _update_level_masses(self, depth: int, fresh: list[float], rate: float) -> None:
         """Add one draft's masses of the level below `depth`."""
         if depth == len(self._level_masses):
-            self._level_masses.append([0.0] * (1 + max(self.widths)))
+            num_masses = 1 + max(self.widths)
+            self._level_masses.append([0.0] * num_masses)
             self._num_observations.append(0)
             self._counts.append(0.0)
         self._num_observations[depth] += 1
-        known = self._level_masses[depth]
-        num_known = len(fresh)
+
+        # A narrow draft shows only the first children.
+        num_shown = len(fresh)
+        masses = self._level_masses[depth]
+        known = masses[:num_shown]
         rate = self._rate_at(depth + 1, rate)
-        known[:num_known] = _ema(known[:num_known], fresh, rate)
+        masses[:num_shown] = _ema(known, fresh, rate)
 
 
 def _values_of(
@@ -250,11 +291,13 @@ def _values_of(
 ) -> Float[Tensor, "W D S"]:
     """Return the accepted drafts of each width and depth, from ratios to the next narrower or shallower tree."""
     is_known = base > MIN_DIVISOR
-    ratios = sums / base.clamp(min=MIN_DIVISOR)
+    divisor = base.clamp(min=MIN_DIVISOR)
+    ratios = sums / divisor
     ratios = torch.where(is_known, ratios, 1.0)
 
     # By depth for the narrowest tree, then by width.
-    narrowest = ratios[:1].cumprod(1)
+    narrowest = ratios[:1]
+    narrowest = narrowest.cumprod(1)
     wider = narrowest * ratios[1:]
     return torch.cat([narrowest, wider])
 
@@ -266,15 +309,23 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
     num_levels = len(state["counts"])
     if not num_widths or not num_levels:
         raise ValueError("nothing was observed")
-    num_masses = 1 + int(state["widths"].max())
+    max_width = int(state["widths"].max())
+    num_masses = 1 + max_width
     by_size = (num_widths, *max_depth, len(GRID_SIZES))
-    shapes = {"sums": by_size, "base": by_size, "masses": (num_levels, num_masses)}
-    shapes |= {"num_observations": (num_levels,), "counts": (num_levels,)}
+    shapes = {
+        "sums": by_size,
+        "base": by_size,
+        "masses": (num_levels, num_masses),
+        "num_observations": (num_levels,),
+        "counts": (num_levels,),
+    }
     for name, shape in shapes.items():
         tensor = state[name]
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {list(tensor.shape)} and not {list(shape)}")
-        if not tensor.isfinite().all() or (tensor < 0).any():
+        is_finite = tensor.isfinite().all()
+        is_negative = tensor < 0
+        if not is_finite or is_negative.any():
             raise ValueError(f"{name} has a number that is negative or not finite")
         if tensor.max() > MAX_SUM:
             raise ValueError(f"{name} has a number that no decaying sum reaches")
@@ -282,7 +333,11 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
 
 def _ema(old: list[float], fresh: list[float], rate: float) -> list[float]:
     """Return moving averages after one more observation."""
-    return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
+    averages = []
+    for average, value in zip(old, fresh, strict=True):
+        change = value - average
+        averages.append(average + rate * change)
+    return averages
 
 
 def _mask_too_deep(
@@ -293,9 +348,12 @@ def _mask_too_deep(
         return list(levels)
     masked = []
     for depth, level in enumerate(levels, 1):
-        other_dims = [1] * (level.dim() - 1)
-        is_too_deep = (remaining <= depth).view(-1, *other_dims)
-        masked.append(level.masked_fill(is_too_deep, -torch.inf))
+        num_other_dims = level.dim() - 1
+        other_dims = [1] * num_other_dims
+        is_too_deep = remaining <= depth
+        is_too_deep = is_too_deep.view(-1, *other_dims)
+        level = level.masked_fill(is_too_deep, -torch.inf)
+        masked.append(level)
     return masked
 
 
@@ -319,24 +377,30 @@ def _curves(
     has = _membership(levels, nodes, widths)
     has = has[:, order]
     counts = has.cumsum(1, dtype=torch.int32)
-    sums = (has * values.exp()).cumsum(1)
-    totals = pad(sums, (1, 0)) / num_members
+    yields = has * values.exp()
+    sums = yields.cumsum(1)
+    sums = pad(sums, (1, 0))
+    totals = sums / num_members
 
     def total(number: Float[Tensor, " S"]) -> Float[Tensor, "C S"]:
         """Return the summed values of the best `number` nodes, or of all if there are fewer."""
-        wanted = torch.minimum(number.int(), counts[:, -1:])
-        place = torch.searchsorted(counts, wanted) + 1
+        num_all = counts[:, -1:]
+        wanted = torch.minimum(number.int(), num_all)
+        place = torch.searchsorted(counts, wanted)
+        place = place + 1
         place = torch.where(wanted > 0, place, 0)
         return totals.gather(1, place)
 
     # Interpolate between whole numbers of nodes.
+    device = levels[0].device
     wanted_sizes = [size * num_members for size in GRID_SIZES]
-    positions = to_device(wanted_sizes, levels[0].device, torch.float32)
+    positions = to_device(wanted_sizes, device, torch.float32)
     below = positions.floor()
     lower = total(below)
     upper = total(below + 1)
     share = positions - below
-    return lower + share * (upper - lower)
+    growth = upper - lower
+    return lower + share * growth
 
 
 def _membership(
@@ -347,12 +411,16 @@ def _membership(
     num_levels = len(levels)
 
     # A line for each width and depth.
-    width = torch.tensor(widths).repeat_interleave(num_levels)
-    depth = torch.arange(num_levels).repeat(len(widths))
+    width = torch.tensor(widths)
+    width = width.repeat_interleave(num_levels)
+    depth = torch.arange(num_levels)
+    depth = depth.repeat(len(widths))
     retained = []
     for i, level in enumerate(nodes):
         # Nodes past the levels are extra ones, which every width contains.
-        num_parents = level.shape[1] if i < num_levels else 1
+        num_parents = 1
+        if i < num_levels:
+            num_parents = level.shape[1]
         parents = torch.arange(num_parents)
         is_wide_enough = parents < width[:, None]
         is_deep_enough = i % num_levels <= depth
@@ -361,8 +429,10 @@ def _membership(
 
         # All sequences and all children of a parent have equal bits.
         num_children = level[0, 0].numel()
-        by_node = has[:, None, :, None].expand(-1, len(level), -1, num_children)
-        retained.append(by_node.flatten(1))
+        by_node = has[:, None, :, None]
+        by_node = by_node.expand(-1, len(level), -1, num_children)
+        by_node = by_node.flatten(1)
+        retained.append(by_node)
     return torch.cat(retained, 1)
 
 
@@ -372,10 +442,15 @@ def _level_masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]
     for depth, level in enumerate(levels):
         parents = torch.ones_like(level[:, :1, 0])
         if depth:
+            # The nodes of the level above with the best values were expanded.
+            num_parents = level.shape[1]
             above = levels[depth - 1].flatten(1)
-            parents = above.topk(level.shape[1], dim=1).values.exp()
-        children = level.exp().sum((0, 1))
+            best = above.topk(num_parents, dim=1)
+            parents = best.values.exp()
+        children = level.exp()
+        children = children.sum((0, 1))
         total = parents.sum()[None]
-        row = torch.cat([total, children]) / len(level)
+        row = torch.cat([total, children])
+        row = row / len(level)
         rows.append(row)
     return torch.stack(rows)
