@@ -24,30 +24,42 @@ import numpy as np
 
 BINS_PER_DOUBLING = 4
 NUM_BINS = 20 * BINS_PER_DOUBLING + 1  # up to 2^20 tokens
+NO_SHARE = 1e-9  # probability below which no row of the distribution is that long
 # The upper end of each bin; the first one has outputs of one token, and of none.
-ENDS = 2.0 ** (np.arange(NUM_BINS) / BINS_PER_DOUBLING)
+DOUBLINGS = np.arange(NUM_BINS) / BINS_PER_DOUBLING
+ENDS = 2.0**DOUBLINGS
 # A length that a bin stands for. Nothing is between the first bins, which have one integer at most.
-MIDDLES = np.concatenate([ENDS[:1], (ENDS[:-1] + ENDS[1:]) / 2])
+HALFWAY = (ENDS[:-1] + ENDS[1:]) / 2
+MIDDLES = np.concatenate([ENDS[:1], HALFWAY])
 
 
 def bin_of(lengths: np.ndarray) -> np.ndarray:
     """Return the bin of each length."""
-    doublings = np.log2(np.maximum(lengths, 1.0))
-    ends = np.ceil(doublings * BINS_PER_DOUBLING - 1e-9)
-    index = ends.astype(int)
+    lengths = np.maximum(lengths, 1.0)
+    doublings = np.log2(lengths)
+    steps = doublings * BINS_PER_DOUBLING
+    # Without the small number, rounding would put the end of a bin into the next one.
+    index = np.ceil(steps - 1e-9)
+    index = index.astype(int)
     return np.minimum(index, NUM_BINS - 1)
 
 
 def bins_of(lengths: Iterable[float]) -> np.ndarray:
     """Return how many of the lengths are in each bin."""
     values = np.asarray(list(lengths), float)
-    counts = np.bincount(bin_of(values), minlength=NUM_BINS)
+    index = bin_of(values)
+    counts = np.bincount(index, minlength=NUM_BINS)
     return counts.astype(float)
+
+
+def no_rows() -> np.ndarray:
+    """Return counts of no rows: 0 for each bin."""
+    return np.zeros(NUM_BINS)
 
 
 @dataclass(slots=True)
 class LengthCounts:
-    """Rows of one class.
+    """Rows of one class, counted by their lengths in tokens.
 
     Attributes:
         done: rows that are done, by the bin of their length.
@@ -55,9 +67,9 @@ class LengthCounts:
         running: rows in engines, by the bin of the tokens that they have so far.
     """
 
-    done: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
+    done: np.ndarray = field(default_factory=no_rows)
     tokens: float = 0.0
-    running: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
+    running: np.ndarray = field(default_factory=no_rows)
 
     @property
     def num_done(self) -> float:
@@ -66,7 +78,8 @@ class LengthCounts:
     @property
     def tokens_so_far(self) -> float:
         """Return the tokens of rows that are done and of rows in engines."""
-        return self.tokens + float(self.running @ MIDDLES)
+        tokens_of_running = float(self.running @ MIDDLES)
+        return self.tokens + tokens_of_running
 
     @property
     def num_running(self) -> float:
@@ -95,18 +108,25 @@ class LengthCounts:
         ended_later = _reversed_sums(self.done)
         has_more = _reversed_sums(self.running)
         later = ended_later + has_more - self.running / 2
-        ends = np.divide(self.done, later, out=np.zeros(NUM_BINS), where=later > 0)
-        stays = 1.0 - np.minimum(ends, 1.0)
+
+        # The share of them that ends in the bin, and the share of all rows that is longer.
+        ends = np.divide(self.done, later, out=no_rows(), where=later > 0)
+        ends = np.minimum(ends, 1.0)
+        stays = 1.0 - ends
         survival = np.cumprod(stays)
         before = np.concatenate([[1.0], survival[:-1]])
         mass = before - survival
-        lengths = np.minimum(self._middles(), max_tokens)
+        lengths = self._middles()
+        lengths = np.minimum(lengths, max_tokens)
 
         # What is longer than every row that is done: twice as long as the longest one so far.
         rest = float(survival[-1])
         if rest > 0:
-            seen = np.flatnonzero(self.done + self.running)
-            longest = MIDDLES[seen[-1]] if len(seen) else max_tokens
+            rows = self.done + self.running
+            seen = np.flatnonzero(rows)
+            longest = max_tokens
+            if len(seen):
+                longest = MIDDLES[seen[-1]]
             twice = min(2 * longest, max_tokens)
             lengths = np.append(lengths, twice)
             mass = np.append(mass, rest)
@@ -120,7 +140,8 @@ class LengthCounts:
         scale = 1.0
         if total > 0 and self.tokens > 0:
             scale = self.tokens / total
-        return np.maximum(MIDDLES * scale, 1.0)
+        scaled = MIDDLES * scale
+        return np.maximum(scaled, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,93 +166,131 @@ class LengthCurve:
 
     @property
     def variance(self) -> float:
-        mean_square = float(self.lengths**2 @ self.mass)
-        return max(0.0, mean_square - self.mean**2)
+        variance = self._mean_square - self.mean**2
+        return max(0.0, variance)
+
+    @property
+    def _mean_square(self) -> float:
+        squares = self.lengths**2
+        return float(squares @ self.mass)
 
     def tokens_left(self, running: np.ndarray) -> tuple[float, float]:
-        """Return the mean and the variance of what rows in engines still get, all together.
+        """Return the mean and the variance of the tokens that rows in engines are still to get, all together.
 
         Args:
             running: rows by the bin of the tokens that they have.
         """
-        mean = variance = 0.0
+        mean = 0.0
+        variance = 0.0
         for index in np.flatnonzero(running):
+            num_rows = running[index]
             age = min(MIDDLES[index], self.max_tokens)
             longer = self.lengths > age
-            share = float(self.mass[longer].sum())
-            if share > 1e-9:
+            mass = self.mass[longer]
+            share = float(mass.sum())
+            if share > NO_SHARE:
                 left = self.lengths[longer] - age
-                weights = self.mass[longer] / share
+                weights = mass / share
                 expected = float(left @ weights)
-                mean_square = float(left**2 @ weights)
+                squares = left**2
+                mean_square = float(squares @ weights)
                 spread = max(0.0, mean_square - expected**2)
             else:  # longer than any row that is done: as long again
                 expected = min(age, self.max_tokens - age)
                 spread = expected**2
-            mean += running[index] * expected
-            variance += running[index] * spread
+            mean += num_rows * expected
+            variance += num_rows * spread
         return mean, variance
 
     @property
     def mean_left(self) -> float:
-        """Return what a row in a slot still gets in the mean, at a moment when slots have long been full."""
-        mean_square = float(self.lengths**2 @ self.mass)
-        return mean_square / (2 * max(self.mean, 1e-9))
+        """Return how many tokens a row in a slot is still to get in the mean, if slots have long been full."""
+        # A slot holds a row in proportion to its length, and is on average halfway through it.
+        mean = max(self.mean, 1e-9)
+        return self._mean_square / (2 * mean)
 
     def longest_of(self, running: np.ndarray, share: float = 0.5) -> float:
-        """Return what the longest of these rows still gets, at this quantile.
+        """Return how many tokens the longest of these rows is still to get, at this quantile.
 
         Args:
             running: rows by the bin of the tokens that they have.
         """
+        if not running.any():
+            return 0.0
+
+        # For each number of tokens: the probability, as a logarithm, that no row needs more.
         below = ENDS[self.max_tokens > ENDS]
-        candidates = np.unique(np.append(below, self.max_tokens))
+        candidates = np.append(below, self.max_tokens)
+        candidates = np.unique(candidates)
         log_all = np.zeros(len(candidates))
         for index in np.flatnonzero(running):
             age = min(MIDDLES[index], self.max_tokens)
             longer = self.lengths > age
-            total = float(self.mass[longer].sum())
-            if total <= 1e-9:  # longer than any row that is done: as long again
-                expected = max(min(age, self.max_tokens - age), 1.0)
+            mass = self.mass[longer]
+            total = float(mass.sum())
+            if total <= NO_SHARE:  # longer than any row that is done: as long again
+                expected = min(age, self.max_tokens - age)
+                expected = max(expected, 1.0)
                 ended = 1.0 - np.exp(-candidates / expected)
             else:
                 left = self.lengths[longer] - age
                 has_ended = left <= candidates[:, None]
-                ended = (self.mass[longer] * has_ended).sum(1) / total
-            log_ended = np.log(np.maximum(ended, 1e-12))
-            log_all += running[index] * log_ended
+                ended = (mass * has_ended).sum(1)
+                ended = ended / total
+            ended = np.maximum(ended, 1e-12)
+            log_all += running[index] * np.log(ended)
 
-        if not running.any():
-            return 0.0
-        enough = candidates[log_all >= np.log(share)]
-        return float(enough[0]) if len(enough) else self.max_tokens
+        is_enough = log_all >= np.log(share)
+        return self._first(candidates[is_enough])
+
+    def _first(self, lengths: np.ndarray) -> float:
+        """Return the first of these lengths, or max_tokens if there is none."""
+        if not len(lengths):
+            return self.max_tokens
+        return float(lengths[0])
 
     def longest_row(self, num_rows: float, share: float = 0.5) -> float:
         """Return the length of the longest of rows that wait, at this quantile; 0 without rows."""
         if num_rows <= 0:
             return 0.0
-        order = np.argsort(self.lengths)
-        shorter = np.cumsum(self.mass[order]) * (1.0 - self.unseen)
+        lengths, shorter = self._cumulative()
+        # All rows are shorter than a length at this quantile if each one is at a higher quantile.
         share_of_one = share ** (1.0 / max(num_rows, 1.0))
-        enough = self.lengths[order][shorter >= share_of_one - 1e-9]
-        return float(enough[0]) if len(enough) else self.max_tokens
+        is_enough = shorter >= share_of_one - 1e-9
+        return self._first(lengths[is_enough])
+
+    def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lengths, ascending, and the probability that a row is at most as long as each of them."""
+        order = np.argsort(self.lengths)
+        mass = self.mass[order]
+        seen = 1.0 - self.unseen
+        return self.lengths[order], np.cumsum(mass) * seen
 
     def longest_left(self, num_rows: float, share: float = 0.5) -> float:
-        """Return what the longest of rows in slots that have long been full still gets, at this quantile.
+        """Return how many tokens the longest row is still to get, at this quantile, in slots that have long been full.
 
         A slot holds a long row for longer, so rows in slots are longer than rows are.
         """
-        order = np.argsort(self.lengths)
-        lengths = np.append(self.lengths[order], self.max_tokens)
-        seen = np.cumsum(self.mass[order]) * (1.0 - self.unseen)
-        survival = np.append(1.0 - seen, 0.0)
-        starts = np.concatenate([[0.0], lengths[:-1]])
+        lengths, shorter = self._cumulative()
+        lengths = np.append(lengths, self.max_tokens)
+        survival = np.append(1.0 - shorter, 0.0)
+
         # The share of slots whose row has more than `starts` tokens left.
-        area = np.concatenate([[1.0], survival[:-1]]) * (lengths - starts)
-        excess = area[::-1].cumsum()[::-1] / max(area.sum(), 1e-12)
-        wanted = 1.0 - share ** (1.0 / max(num_rows, 1.0))
-        return float(lengths[excess >= wanted].max(initial=float(lengths[0])))
+        starts = np.concatenate([[0.0], lengths[:-1]])
+        longer = np.concatenate([[1.0], survival[:-1]])
+        area = longer * (lengths - starts)
+        total = max(area.sum(), 1e-12)
+        excess = _reversed_sums(area) / total
+
+        share_of_one = share ** (1.0 / max(num_rows, 1.0))
+        wanted = 1.0 - share_of_one
+        possible = lengths[excess >= wanted]
+        shortest = float(lengths[0])
+        return float(possible.max(initial=shortest))
 
 
 def _reversed_sums(values: np.ndarray) -> np.ndarray:
-    return values[::-1].cumsum()[::-1]
+    """Return for each value the sum of it and of all that come after it."""
+    backwards = values[::-1]
+    sums = backwards.cumsum()
+    return sums[::-1]
