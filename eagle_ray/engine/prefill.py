@@ -37,7 +37,7 @@ from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of, sample
 
 
 class DraftPrefixState:
-    """One entry per block, overwritten whenever the block is filled again."""
+    """What the drafter needs of cached blocks: one entry per block, overwritten when the block is filled again."""
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
@@ -49,21 +49,28 @@ class DraftPrefixState:
     def fill(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
         """Keep the target's features of rows that end a block."""
         if self.last_features is None:
-            self.last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
+            num_blocks = self._blocks.num_blocks
+            hidden_size = features.shape[1]
+            self.last_features = features.new_empty(num_blocks, hidden_size)
 
         rows = []
         blocks = []
         first_row = 0
         for chunk in chunks:
+            slot = chunk.sequence.slot
             for index in self._completed_blocks(chunk):
-                last_position = (index + 1) * self._blocks.size - 1
-                rows.append(first_row + last_position - chunk.start)
-                blocks.append(self._blocks.block(chunk.sequence.slot, index))
+                end_of_block = (index + 1) * self._blocks.size
+                last_position = end_of_block - 1
+                row_in_chunk = last_position - chunk.start
+                rows.append(first_row + row_in_chunk)
+                block = self._blocks.block(slot, index)
+                blocks.append(block)
             first_row += chunk.num_tokens
 
         into = to_device(blocks, features.device)
         ends = to_device(rows, features.device)
-        self.last_features.index_copy_(0, into, features[ends])
+        last_features = features[ends]
+        self.last_features.index_copy_(0, into, last_features)
 
     def read(self, chunks: list[PromptChunk], drafting: bool) -> list[int]:
         """Record whether the drafter reads the chunks, and return the first position that each may attend to.
@@ -76,30 +83,47 @@ class DraftPrefixState:
             slot = chunk.sequence.slot
             is_first_chunk = chunk.start == chunk.sequence.num_reused
             if is_first_chunk:
-                num_reused_blocks = chunk.num_reused // self._blocks.size
-                reused = [self._blocks.block(slot, i) for i in range(num_reused_blocks)]
-                self._reads_all[slot] = all(self._is_read[block] for block in reused)
+                self._reads_all[slot] = self._has_read_prefix(chunk)
 
-            firsts.append(0 if self._reads_all[slot] else chunk.num_reused)
+            first = 0
+            if not self._reads_all[slot]:
+                first = chunk.num_reused
+            firsts.append(first)
+
             self._reads_all[slot] &= drafting
             for index in self._completed_blocks(chunk):
                 block = self._blocks.block(slot, index)
                 self._is_read[block] = self._reads_all[slot]
         return firsts
 
+    def _has_read_prefix(self, chunk: PromptChunk) -> bool:
+        """Return whether the drafter has read all blocks that the chunk's sequence reuses."""
+        slot = chunk.sequence.slot
+        num_reused_blocks = chunk.num_reused // self._blocks.size
+        for index in range(num_reused_blocks):
+            block = self._blocks.block(slot, index)
+            if not self._is_read[block]:
+                return False
+        return True
+
     def features_before(self, chunks: list[PromptChunk]) -> Float[Tensor, "B H"]:
         """Return the feature of the token before each chunk, which must start at a block boundary."""
         assert self.last_features is not None, "a reused block was filled before"
         before = []
         for chunk in chunks:
-            last_reused = chunk.start // self._blocks.size - 1
-            before.append(self._blocks.block(chunk.sequence.slot, last_reused))
-        return self.last_features[to_device(before, self.last_features.device)]
+            slot = chunk.sequence.slot
+            num_blocks_before = chunk.start // self._blocks.size
+            block = self._blocks.block(slot, num_blocks_before - 1)
+            before.append(block)
+        index = to_device(before, self.last_features.device)
+        return self.last_features[index]
 
     def _completed_blocks(self, chunk: PromptChunk) -> range:
         """Return which of the slot's blocks become full with the chunk."""
         size = self._blocks.size
-        return range(chunk.start // size, chunk.end // size)
+        first = chunk.start // size
+        end = chunk.end // size
+        return range(first, end)
 
 
 @dataclass(slots=True)
@@ -131,33 +155,50 @@ class Prefill:
 
     def start_copy(self, logits: Float[Tensor, "P V"], tokens: Int[Tensor, " P"]) -> None:
         """Start the copy of the tokens that are sampled from these logits, one for each chunk that ends a prompt."""
-        self.sequences = [c.sequence for c in self.chunks if c.needs_sample]
-        params = [sequence.sampling for sequence in self.sequences]
+        self.sequences = [chunk.sequence for chunk in self.chunks if chunk.needs_sample]
+        wants_logprobs = False
+        num_tops = 0
+        for sequence in self.sequences:
+            params = sequence.sampling
+            wants_logprobs |= params.wants_logprobs
+            num_tops = max(num_tops, params.num_top_logprobs)
 
-        if any(p.wants_logprobs for p in params):
+        logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+        if wants_logprobs:
             logprobs = log_probs_of(logits, tokens)
-        else:
-            logprobs = torch.zeros_like(tokens, dtype=torch.float32)
         tops: tuple[Tensor, ...] = ()
-        num_tops = max((p.num_top_logprobs for p in params), default=0)
         if num_tops:
             tops = likeliest(logits, num_tops)
         self._copy = DeviceToHost(tokens, logprobs, *tops)
+        self._set_ended(tokens)
 
-        # A preempted sequence goes on from the last token it had; one that is scored does not decode yet.
-        joining = [i for i, s in enumerate(self.sequences) if s.status is SequenceStatus.RUNNING]
+    def _set_ended(self, tokens: Int[Tensor, " P"]) -> None:
+        """Set the sequences that decode from now on, and their roots.
+
+        Args:
+            tokens: the sampled tokens of `sequences`.
+        """
+        # A sequence that is scored does not decode yet.
+        joining = []
+        for index, sequence in enumerate(self.sequences):
+            if sequence.status is SequenceStatus.RUNNING:
+                joining.append(index)
+        self.ended = [self.sequences[index] for index in joining]
+        self.roots = tokens
+        if len(joining) < len(self.sequences):
+            index_of_joining = to_device(joining, tokens.device)
+            self.roots = tokens[index_of_joining]
+
+        # A preempted sequence goes on from the last token it had.
         resumed = []
         for chunk in self.chunks:
             is_running = chunk.sequence.status is SequenceStatus.RUNNING
             if chunk.is_last and not chunk.needs_sample and is_running:
                 resumed.append(chunk.sequence)
-        self.ended = [self.sequences[i] for i in joining]
-        self.ended += resumed
-        self.roots = tokens
-        if len(joining) < len(self.sequences):
-            self.roots = tokens[to_device(joining, tokens.device)]
         if resumed:
-            resumed_roots = to_device([s.root for s in resumed], tokens.device)
+            self.ended += resumed
+            last_tokens = [sequence.root for sequence in resumed]
+            resumed_roots = to_device(last_tokens, tokens.device)
             self.roots = torch.cat([self.roots, resumed_roots])
 
     def read(self) -> Iterator[tuple[Sequence, int]]:
@@ -188,15 +229,22 @@ class Prefiller:
 
     def prefill_of(self, chunks: list[PromptChunk], drafting: bool) -> Prefill:
         """Return the pass over these chunks, which is not launched yet."""
-        slots = [c.sequence.slot for c in chunks]
-        parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
-        starts = [c.start for c in chunks]
+        slots = []
+        parts = []
+        starts = []
+        for chunk in chunks:
+            token_ids = chunk.sequence.token_ids
+            part = token_ids[chunk.start : chunk.end]
+            slots.append(chunk.sequence.slot)
+            parts.append(part)
+            starts.append(chunk.start)
         batch = PromptBatch.of(slots, parts, self._device, starts)
         return Prefill(chunks, batch, drafting)
 
     def run(self, prefill: Prefill) -> None:
         """Run the chunks through target and drafter in a pass of their own, and sample the first tokens."""
-        self.finish(prefill, retry_portable(lambda: self._target.prefill(prefill.batch)))
+        passed = retry_portable(lambda: self._target.prefill(prefill.batch))
+        self.finish(prefill, passed)
 
     def finish(self, prefill: Prefill, passed: TargetOutput) -> None:
         """Do everything that follows the target's pass over these prompts."""
@@ -206,25 +254,32 @@ class Prefiller:
         features = passed.features
         self._record(prefill, passed)
         for i, chunk in enumerate(chunks):
-            if chunk.is_last and chunk.sequence.status is SequenceStatus.SCORING:
-                chunk.sequence.first_token_at = time.monotonic()
-                self.scorer.record_root(chunk.sequence, logits[i])
+            sequence = chunk.sequence
+            is_scored = sequence.status is SequenceStatus.SCORING
+            if chunk.is_last and is_scored:
+                sequence.first_token_at = time.monotonic()
+                self.scorer.record_root(sequence, logits[i])
 
-        ending = self._tensor([i for i, c in enumerate(chunks) if c.needs_sample])
+        # The first tokens, of the chunks that end a prompt.
+        ends = _ends(chunks)
+        ending = self._tensor(ends)
         tokens = self._sample(prefill, logits, ending)
 
         # The drafter reads pairs of a feature and the token after it.
         next_ids: list[int] = []
         for chunk in chunks:
             next_ids += _next_ids(chunk)
+        next_tokens = self._tensor(next_ids)
         last_rows = prompts.last[ending]
-        next_tokens = self._tensor(next_ids).index_copy(0, last_rows, tokens)
+        next_tokens = next_tokens.index_copy(0, last_rows, tokens)
 
         # A chunk may reuse blocks that another one fills in this pass, so blocks are filled first.
         self.prefix_state.fill(chunks, features)
         firsts = self.prefix_state.read(chunks, prefill.drafting)
         self._attach_prefixes(chunks, firsts)
-        read = self._drafter.prefill if prefill.drafting else self._drafter.prefill_deferred
+        read = self._drafter.prefill_deferred
+        if prefill.drafting:
+            read = self._drafter.prefill
         retry_portable(lambda: read(prompts, next_tokens, features))
         prefill.start_copy(logits[ending], tokens)
 
@@ -234,27 +289,32 @@ class Prefiller:
         """Return the first tokens of the chunks that end a prompt; with controls, sampled from adjusted logits."""
         chunks = prefill.chunks
         prompts = prefill.batch
-        sampling = SamplingBatch.of([c.sequence.sampling for c in chunks], self._device)
-        positions = prompts.positions[prompts.last[ending]] + 1
+        params = [chunk.sequence.sampling for chunk in chunks]
+        sampling = SamplingBatch.of(params, self._device)
+        last_rows = prompts.last[ending]
+        last_positions = prompts.positions[last_rows]
+        positions = last_positions + 1
         tokens = retry_portable(lambda: sample(logits[ending], sampling, ending, positions))
 
         # Sequences with controls: their index among the ending chunks, and among all chunks.
         controlled: list[int] = []
         controlled_chunks: list[int] = []
         states: list[tuple[ControlState, list[list[int]]]] = []
-        ends = [i for i, chunk in enumerate(chunks) if chunk.needs_sample]
-        for index, i in enumerate(ends):
+        for index, i in enumerate(_ends(chunks)):
             sequence = chunks[i].sequence
             if sequence.controls is not None:
+                state = synced(sequence)
+                root_alone: list[list[int]] = [[]]
                 controlled.append(index)
                 controlled_chunks.append(i)
-                states.append((synced(sequence), [[]]))
+                states.append((state, root_alone))
         if not controlled:
             return tokens
 
         indices, rows = self._tensor([controlled, controlled_chunks])
+        next_positions = positions[indices]
         adjusted = retry_portable(
-            lambda: sample_adjusted(logits, rows, states, sampling, rows, positions[indices])
+            lambda: sample_adjusted(logits, rows, states, sampling, rows, next_positions)
         )
         return tokens.index_copy(0, indices, adjusted)
 
@@ -262,30 +322,53 @@ class Prefiller:
         """Record the chunk's log-probabilities for sequences that request their prompt's."""
         hidden_by_chunk = passed.hidden.split(prefill.batch.lengths)
         for chunk, hidden in zip(prefill.chunks, hidden_by_chunk, strict=True):
-            if not chunk.sequence.sampling.wants_prompt_logprobs:
+            sequence = chunk.sequence
+            if not sequence.sampling.wants_prompt_logprobs:
                 continue
-            for i, rows in enumerate(hidden.split(SLICE_ROWS)):
-                start = chunk.start + i * SLICE_ROWS
-                record_prompts(chunk.sequence, start, self._target.logits(rows))
+
+            # Logits of a few rows at a time, since each row has the vocabulary's width.
+            start = chunk.start
+            for rows in hidden.split(SLICE_ROWS):
+                logits = self._target.logits(rows)
+                record_prompts(sequence, start, logits)
+                start += len(rows)
 
     def _attach_prefixes(self, chunks: list[PromptChunk], firsts: list[int]) -> None:
         """Attach cached prefixes in the drafter, with the pair after each of them."""
-        reusing = [c for c in chunks if c.num_reused]
+        reusing = []
+        slots = []
+        visible_from = []
+        starts = []
+        next_ids = []
+        for chunk, first in zip(chunks, firsts, strict=True):
+            if not chunk.num_reused:
+                continue
+            sequence = chunk.sequence
+            reusing.append(chunk)
+            slots.append(sequence.slot)
+            visible_from.append(first)
+            starts.append(chunk.start)
+            next_ids.append(sequence.prompt_ids[chunk.start])
         if not reusing:
             return
-        slots = [c.sequence.slot for c in reusing]
-        first_of = zip(chunks, firsts, strict=True)
-        reused_firsts = [first for c, first in first_of if c.num_reused]
-        starts = [c.start for c in reusing]
-        tokens = [c.sequence.prompt_ids[c.start] for c in reusing]
+
+        tokens = self._tensor(next_ids)
         features = self.prefix_state.features_before(reusing)
-        self._drafter.attach_prefix(slots, reused_firsts, starts, self._tensor(tokens), features)
+        self._drafter.attach_prefix(slots, visible_from, starts, tokens, features)
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "..."]:
         return to_device(values, self._device)
 
 
+def _ends(chunks: list[PromptChunk]) -> list[int]:
+    """Return the indices of the chunks that end a prompt whose next token is to be sampled."""
+    return [index for index, chunk in enumerate(chunks) if chunk.needs_sample]
+
+
 def _next_ids(chunk: PromptChunk) -> list[int]:
     """Return the token after each token of a chunk. The last one is 0 if it is not sampled yet."""
-    ids = chunk.sequence.token_ids[chunk.start + 1 : chunk.end + 1]
-    return ids + [0] * (chunk.num_tokens - len(ids))
+    first = chunk.start + 1
+    end = chunk.end + 1
+    ids = chunk.sequence.token_ids[first:end]
+    num_missing = chunk.num_tokens - len(ids)
+    return ids + [0] * num_missing
