@@ -39,35 +39,55 @@ from eagle_ray.runs.run import Run
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
 
-SAMPLE_KEY = np.dtype([("id", DIGEST), ("sample", np.int32), ("turn", np.int32)])
+# What identifies an output row: the digest of its id, its sample and its turn.
+SAMPLE_KEY = np.dtype(
+    [
+        ("id", DIGEST),
+        ("sample", np.int32),
+        ("turn", np.int32),
+    ]
+)
 KeyTuple = tuple[bytes, int, int]
-Keys = np.ndarray  # one-dimensional, of SAMPLE_KEY: which row
+Keys = np.ndarray  # one-dimensional, of SAMPLE_KEY
 
 
 def run_checks(
     config: JobConfig, plan: InputPlan, run: Run, wanted: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the results by key, each with the requested number of rows, which are chosen from the plan's.
+    """Run checks over finished rows of the plan, and return the result of each, as in ``_summary.json``.
 
-    Ray is connected. Raises ClusterError if the worker cannot run.
+    Ray must be connected. Raises ClusterError if the worker cannot run.
+
+    Args:
+        wanted: number of rows of each check, by its name: verify_rows, baseline_rows.
     """
-    finished = np.sort(_finished(run, plan.rows))
+    finished = _finished(run, plan.rows)
+    finished = np.sort(finished)
     if not len(finished):
         return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
 
     rows = _chosen_rows(plan, run, finished, wanted)
-    num_rows = sum(map(len, rows.values()))
-    log.info("decoding %d rows once more (%s)", num_rows, ", ".join(wanted))
+    num_rows = sum(len(chosen) for chosen in rows.values())
+    names = ", ".join(wanted)
+    log.info("decoding %d rows once more (%s)", num_rows, names)
     results = check_in_worker(config, run, rows)
 
+    # The speed-up, from the times of the pairs of rows.
     baseline = results.get("baseline_rows", {})
     turns = baseline.pop("turns", None)
     if turns:
-        baseline |= SpeedUp.of(turns).as_json()
+        speed_up = SpeedUp.of(turns)
+        baseline |= speed_up.as_json()
+
     verified = results.get("verify_rows", {})
-    for row in verified.get("differing", []):
+    differing = verified.get("differing", [])
+    for row in differing:
         log.warning("%s", difference_line(row))
-    return {name: {"asked": number} | results[name] for name, number in wanted.items()}
+
+    checked = {}
+    for name, number in wanted.items():
+        checked[name] = {"asked": number} | results[name]
+    return checked
 
 
 def _chosen_rows(
@@ -75,45 +95,56 @@ def _chosen_rows(
 ) -> dict[str, list[ChosenRow]]:
     """Return the rows of each check. A row that is chosen for several checks is read once."""
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
-    keys = np.unique(np.concatenate(list(chosen.values())))
+    keys = np.concatenate(list(chosen.values()))
+    keys = np.unique(keys)
     rows = _rows(plan, run, keys)
-    by_check = {}
+
+    by_check: dict[str, list[ChosenRow]] = {}
     for name, own_keys in chosen.items():
-        by_check[name] = [rows[key.item()] for key in own_keys]
+        by_check[name] = []
+        for key in own_keys:
+            row = rows[key.item()]
+            by_check[name].append(row)
     return by_check
 
 
 def _finished(run: Run, expected: ExpectedRows) -> Keys:
-    """Return the successful rows that are asked for."""
+    """Return the keys of the successful rows that the input asks for."""
     finished = [np.empty(0, SAMPLE_KEY)]
     names = ["request_id", "sample_index", "turn_index", "status"]
     for table in read_tables(run.data, names):
         is_ok = pc.equal(table["status"], "ok")
-        keys = _keys_of(table.filter(is_ok))
+        table = table.filter(is_ok)
+        keys = _keys_of(table)
         is_expected = expected.contains(keys["id"])
         finished.append(keys[is_expected])
     return np.concatenate(finished)
 
 
 def _keys_of(table: pa.Table) -> Keys:
+    """Return the key of each output row. Rows of no conversation have turn 0."""
+    ids = table["request_id"].to_pylist()
+    turns = pc.fill_null(table["turn_index"], 0)
     keys = np.empty(len(table), SAMPLE_KEY)
-    keys["id"] = digests(table["request_id"].to_pylist())
+    keys["id"] = digests(ids)
     keys["sample"] = table["sample_index"].to_numpy()
-    keys["turn"] = pc.fill_null(table["turn_index"], 0).to_numpy()
+    keys["turn"] = turns.to_numpy()
     return keys
 
 
 def _evenly(keys: Keys, number: int) -> Keys:
-    """Return this many of them at equal steps, or all."""
+    """Return this many of the keys at equal steps, or all if there are fewer."""
     number = min(number, len(keys))
-    index = np.arange(number) * len(keys) // number
+    steps = np.arange(number)
+    index = steps * len(keys) // number
     return keys[index]
 
 
 def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
     """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
     # The stored rows, and their requests as the input has them now.
-    outputs = dict(_outputs(run, _with_earlier_turns(keys)))
+    needed = _with_earlier_turns(keys)
+    outputs = dict(_outputs(run, needed))
     ids = {row["request_id"] for row in outputs.values()}
     requests = {}
     for request in requests_of(plan.without_carried):
@@ -124,9 +155,12 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
     for key in keys.tolist():
         id_, sample, turn = key
         output = outputs[key]
-        earlier_turns = [outputs[id_, sample, earlier] for earlier in range(turn)]
-        answers = [earlier["text"] for earlier in earlier_turns]
-        request = requests[output["request_id"]].next_turn(answers)
+        answers = []
+        for earlier in range(turn):
+            earlier_output = outputs[id_, sample, earlier]
+            answers.append(earlier_output["text"])
+        first_request = requests[output["request_id"]]
+        request = first_request.next_turn(answers)
 
         # A chat template may render another prompt now than the one that was answered.
         prompt = output["prompt"]
@@ -137,21 +171,34 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
 
 
 def _with_earlier_turns(keys: Keys) -> Keys:
+    """Return the keys of these rows and of all earlier turns of their conversations, sorted."""
     earlier: list[KeyTuple] = []
     for id_, sample, turn in keys.tolist():
-        earlier += [(id_, sample, i) for i in range(turn)]
-    together = np.concatenate([keys, np.array(earlier, SAMPLE_KEY)])
+        for earlier_turn in range(turn):
+            key = (id_, sample, earlier_turn)
+            earlier.append(key)
+    earlier_keys = np.array(earlier, SAMPLE_KEY)
+    together = np.concatenate([keys, earlier_keys])
     return np.unique(together)
 
 
 def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]]:
-    """Yield each wanted row with its key: id, prompt, text and output ids."""
-    names = ["request_id", "sample_index", "turn_index", "prompt", "text", "output_token_ids"]
+    """Yield the key and the stored columns of each wanted row, prompt, text and output ids among them."""
+    names = [
+        "request_id",
+        "sample_index",
+        "turn_index",
+        "prompt",
+        "text",
+        "output_token_ids",
+    ]
     for table in read_tables(run.data, names):
         keys = _keys_of(table)
-        here = np.isin(keys, wanted)
-        rows = table.filter(pa.array(here)).to_pylist()
-        for key, row in zip(keys[here], rows, strict=True):
+        is_wanted = np.isin(keys, wanted)
+        wanted_keys = keys[is_wanted]
+        wanted_table = table.filter(pa.array(is_wanted))
+        rows = wanted_table.to_pylist()
+        for key, row in zip(wanted_keys, rows, strict=True):
             yield key.item(), row
 
 
@@ -161,24 +208,36 @@ def check_in_worker(
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     num_rows = usual_slots(config.execution.slots, on_gpu=False)
     workers = plan_workers(config, num_rows=num_rows)
-    task = ray.remote(**workers.ray_options, max_retries=RETRIES)(check_chosen)
+    as_task = ray.remote(**workers.ray_options, max_retries=RETRIES)
+    task = as_task(check_chosen)
     try:
         with log_while_waiting("decoding them"):
-            return ray.get(task.remote(config, run, chosen, workers))
+            results = task.remote(config, run, chosen, workers)
+            return ray.get(results)
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
         raise kind(f"finished rows could not be checked: {fault.line}") from error
     except RayError as error:
+        name = type(error).__name__
         raise ClusterError(
-            f"finished rows could not be checked: {type(error).__name__}: the worker died"
+            f"finished rows could not be checked: {name}: the worker died"
         ) from error
 
 
 def check_chosen(
     config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], plan: WorkerPlan
 ) -> dict[str, dict[str, Any]]:
+    """Run the checks in this process, the Ray task of `check_in_worker`. Return the result of each by its name."""
     with start_cache(run):
         comparison = BaselineComparison(config, plan)
-    checks = {"baseline_rows": comparison.measure, "verify_rows": comparison.verify}
-    return {name: checks[name](rows) for name, rows in chosen.items()}
+    checks = {
+        "baseline_rows": comparison.measure,
+        "verify_rows": comparison.verify,
+    }
+
+    results = {}
+    for name, rows in chosen.items():
+        check = checks[name]
+        results[name] = check(rows)
+    return results
