@@ -44,7 +44,7 @@ from gguf.quants import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 
 from eagle_ray.core.errors import EngineError
 
-DENSE = ("F32", "F16", "BF16")
+DENSE = ("F32", "F16", "BF16")  # types whose values are stored as they are
 ZERO_CODE = 128  # code of the value 0 where values are those of a table
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those of E2M1
@@ -61,11 +61,11 @@ class GGUFError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class BlockValues:
-    """The values of a tensor: scale * codes + offset.
+    """The values of a tensor of O outputs and I inputs: scale * codes + offset.
 
     Attributes:
         codes: [O, I] uint8, below 2 ** bits.
-        scale, offset: [O, G] of each group of I / G inputs, both fp16 or both fp32.
+        scale, offset: [O, G], one for each group of I / G inputs; both fp16 or both fp32.
         bits: 4 or 8.
     """
 
@@ -77,12 +77,12 @@ class BlockValues:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks that is read.
+    """How a GGUF block type is read.
 
     Attributes:
-        bits: 4 or 8, of a code.
+        bits: bits of a code in memory, 4 or 8.
         group: number of inputs that share a scale.
-        read: codes, scale and offset of blocks.
+        read: function from blocks, [blocks, bytes], to their codes, scales and offsets.
         has_half_scales: whether scales and offsets are fp16 numbers.
     """
 
@@ -95,28 +95,35 @@ class BlockType:
     def bytes_per_weight(self) -> float:
         """Return the bytes that a weight takes in memory, with its share of its group's scale and offset."""
         bytes_per_group = 4 if self.has_half_scales else 8
-        return self.bits / 8 + bytes_per_group / self.group
+        own_bytes = self.bits / 8
+        return own_bytes + bytes_per_group / self.group
 
 
 def read_blocks(tensor: ReaderTensor) -> BlockValues:
     """Return a quantised matrix. Raises GGUFError if its type is not read or its blocks are broken."""
+    data = tensor.data
     kind = tensor.tensor_type
     if kind.name not in READERS:
         raise GGUFError(
             f"tensor {tensor.name}: type {kind.name} is not read. Take a file of another quantisation, such as Q4_K_M: "
             f"{', '.join(READERS)} and {', '.join(DENSE)} are read"
         )
-    if tensor.data.ndim != 2:
+    if data.ndim != 2:
         raise GGUFError(
-            f"tensor {tensor.name}: has {tensor.data.ndim} axes, wanted 2 of a matrix. Download it again"
+            f"tensor {tensor.name}: has {data.ndim} axes, wanted 2 of a matrix. Download it again"
         )
     block_type = READERS[kind.name]
-    num_rows = tensor.data.shape[0]
-    blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    groups = block_type.read(blocks)
-    codes, scale, offset = (part.reshape(num_rows, -1) for part in groups)
-    is_finite = np.isfinite(scale).all() and np.isfinite(offset).all()
-    if not is_finite:
+    num_rows = data.shape[0]
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = data.reshape(-1, block_bytes)
+    codes, scale, offset = block_type.read(blocks)
+    codes = codes.reshape(num_rows, -1)
+    scale = scale.reshape(num_rows, -1)
+    offset = offset.reshape(num_rows, -1)
+
+    has_finite_scales = np.isfinite(scale).all()
+    has_finite_offsets = np.isfinite(offset).all()
+    if not (has_finite_scales and has_finite_offsets):
         raise GGUFError(
             f"tensor {tensor.name}: a block's scale is not a finite number. Download the file again"
         )
@@ -131,7 +138,8 @@ def _as_fp16(kind: GGMLQuantizationType, scale: Array, offset: Array) -> tuple[A
     with np.errstate(over="ignore"):
         half_scale = scale.astype(np.float16)
         half_offset = offset.astype(np.float16)
-    if not np.isfinite(half_offset).all():
+    is_finite = np.isfinite(half_offset)
+    if not is_finite.all():
         return scale, offset
     return half_scale, half_offset
 
@@ -151,23 +159,26 @@ def _q4_1(blocks: Array) -> Groups:
 
 def _q5_0(blocks: Array) -> Groups:
     scale = _fp16(blocks, 0)
+    low = _halves(blocks[:, 6:])
     high = _fifth_bits(blocks[:, 2:6])
-    codes = _halves(blocks[:, 6:]) | high
+    codes = low | high
     return codes, scale, -16 * scale
 
 
 def _q5_1(blocks: Array) -> Groups:
     scale = _fp16(blocks, 0)
     offset = _fp16(blocks, 2)
+    low = _halves(blocks[:, 8:])
     high = _fifth_bits(blocks[:, 4:8])
-    codes = _halves(blocks[:, 8:]) | high
+    codes = low | high
     return codes, scale, offset
 
 
 def _q8_0(blocks: Array) -> Groups:
     scale = _fp16(blocks, 0)
     # Adding 128 to a signed byte turns its sign bit.
-    codes = blocks[:, 2:] ^ np.uint8(128)
+    signed = blocks[:, 2:]
+    codes = signed ^ np.uint8(128)
     return codes, scale, -128 * scale
 
 
@@ -193,8 +204,10 @@ def _q2_k(blocks: Array) -> Groups:
     packed = blocks[:, :16]
     factors = packed & 15
     minima = packed >> 4
-    scale = _fp16(blocks, 80) * factors
-    offset = -_fp16(blocks, 82) * minima
+    d = _fp16(blocks, 80)
+    dmin = _fp16(blocks, 82)
+    scale = d * factors
+    offset = -dmin * minima
     return codes, scale, offset
 
 
@@ -210,10 +223,13 @@ def _q3_k(blocks: Array) -> Groups:
     codes = low_pair | third << 2
 
     packed = blocks[:, 96:104]
-    low = np.concatenate([packed & 15, packed >> 4], 1)
+    first = packed & 15
+    last = packed >> 4
+    low = np.concatenate([first, last], 1)
     high = _pairs_of_bits(blocks[:, None, 104:108])
     factors = _six_bits(low, high)
-    scale = _fp16(blocks, 108) * factors
+    d = _fp16(blocks, 108)
+    scale = d * factors
     return codes, scale, -4 * scale
 
 
@@ -224,7 +240,8 @@ def _q6_k(blocks: Array) -> Groups:
     codes = low | high << 4
 
     factors = blocks[:, 192:208].view(np.int8)
-    scale = _fp16(blocks, 208) * factors
+    d = _fp16(blocks, 208)
+    scale = d * factors
     return codes, scale, -32 * scale
 
 
@@ -240,8 +257,10 @@ def _iq4_xs(blocks: Array) -> Groups:
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     pairs = _two_bytes(blocks[:, 2:4])
     high = pairs >> shifts & 3
-    factors = _six_bits(low, high.astype(np.uint8))
-    scale = _fp16(blocks, 0) * factors
+    high = high.astype(np.uint8)
+    factors = _six_bits(low, high)
+    d = _fp16(blocks, 0)
+    scale = d * factors
     numbers = _halves(blocks[:, 8:])
     return _of_table(IQ4_VALUES, numbers, scale)
 
@@ -262,7 +281,8 @@ def _iq3_xxs(blocks: Array) -> Groups:
     words = _words(blocks[:, 66:])
     numbers = blocks[:, 2:66]
     factors = _half_steps(words >> 28)
-    scale = _fp16(blocks, 0) * factors * np.float32(0.5)
+    d = _fp16(blocks, 0)
+    scale = d * factors * np.float32(0.5)
     signs = _parity_signs(words)
     return _of_grid(IQ3_XXS, numbers, signs, scale)
 
@@ -270,12 +290,16 @@ def _iq3_xxs(blocks: Array) -> Groups:
 def _iq3_s(blocks: Array) -> Groups:
     """Read IQ3_S: grid indices of 9 bits, for 4 values each, with the ninth bits apart, and one sign bit a value."""
     low = blocks[:, 2:66].astype(np.uint16)
-    ninth = _bits(blocks[:, 66:74]).astype(np.uint16)
-    odd = _nibbles(blocks[:, 106:110])
-    factors = 1 + 2 * odd
-    scale = _fp16(blocks, 0) * factors
+    ninth = _bits(blocks[:, 66:74])
+    ninth = ninth.astype(np.uint16)
+    numbers = low | ninth << 8
+
+    steps = _nibbles(blocks[:, 106:110])
+    factors = 1 + 2 * steps
+    d = _fp16(blocks, 0)
+    scale = d * factors
     signs = _bits(blocks[:, 74:106])
-    return _of_grid(IQ3_S, low | ninth << 8, signs, scale)
+    return _of_grid(IQ3_S, numbers, signs, scale)
 
 
 def _iq2_xxs(blocks: Array) -> Groups:
@@ -285,9 +309,11 @@ def _iq2_xxs(blocks: Array) -> Groups:
     """
     pairs = blocks[:, 2:].reshape(len(blocks), 8, 8)
     numbers = pairs[:, :, :4]
-    words = _words(pairs[:, :, 4:])[..., 0]
+    words = _words(pairs[:, :, 4:])
+    words = words[..., 0]
     factors = _half_steps(words >> 28)
-    scale = _fp16(blocks, 0) * factors * np.float32(0.25)
+    d = _fp16(blocks, 0)
+    scale = d * factors * np.float32(0.25)
     signs = _parity_signs(words)
     return _of_grid(IQ2_XXS, numbers, signs, scale)
 
@@ -295,9 +321,10 @@ def _iq2_xxs(blocks: Array) -> Groups:
 def _iq2_xs(blocks: Array) -> Groups:
     """Read IQ2_XS: each 8 values have two bytes: a grid index in the low 9 bits, and 7 bits of signs."""
     pairs = _two_bytes(blocks[:, 2:66])
+    numbers = pairs & 511
     signs = _with_parity(pairs >> 9)
     scale = _quarter_scales(blocks, blocks[:, 66:])
-    return _of_grid(IQ2_XS, pairs & 511, signs, scale)
+    return _of_grid(IQ2_XS, numbers, signs, scale)
 
 
 def _iq2_s(blocks: Array) -> Groups:
@@ -305,10 +332,12 @@ def _iq2_s(blocks: Array) -> Groups:
     low = blocks[:, 2:34].astype(np.uint16)
     packed = blocks[:, 66:74, None]
     high = packed >> PAIR_SHIFTS & 3
-    high = high.reshape(len(blocks), -1).astype(np.uint16)
+    high = high.reshape(len(blocks), -1)
+    high = high.astype(np.uint16)
+    numbers = low | high << 8
     signs = _bits(blocks[:, 34:66])
     scale = _quarter_scales(blocks, blocks[:, 74:])
-    return _of_grid(IQ2_S, low | high << 8, signs, scale)
+    return _of_grid(IQ2_S, numbers, signs, scale)
 
 
 def _of_table(values: tuple[int, ...], numbers: Array, scale: Array) -> Groups:
@@ -333,17 +362,21 @@ def _of_grid(kind: Any, numbers: Array, signs: Array, scale: Array) -> Groups:
     """
     kind.init_grid()
     grid: Array = kind.grid.reshape(kind.grid_shape)
-    values = grid.astype(np.uint8)[numbers]
+    grid = grid.astype(np.uint8)
+    values = grid[numbers]
     values = values.reshape(len(numbers), -1)
-    codes = np.where(signs == 1, ZERO_CODE - values, ZERO_CODE + values)
-    return codes.astype(np.uint8), scale, -ZERO_CODE * scale
+    is_negative = signs == 1
+    codes = np.where(is_negative, ZERO_CODE - values, ZERO_CODE + values)
+    codes = codes.astype(np.uint8)
+    return codes, scale, -ZERO_CODE * scale
 
 
 def _with_parity(sevens: Array) -> Array:
     """Return 8 signs for each 7 stored ones. The eighth is not stored: the number of minus signs is even."""
     shifts = np.arange(7, dtype=sevens.dtype)
     bits = sevens[..., None] >> shifts & 1
-    eighth = bits.sum(-1, keepdims=True) & 1
+    num_negative = bits.sum(-1, keepdims=True)
+    eighth = num_negative & 1
     signs = np.concatenate([bits, eighth], -1)
     return signs.reshape(len(sevens), -1)
 
@@ -352,23 +385,28 @@ def _parity_signs(words: Array) -> Array:
     """Return the 32 signs of each word, whose low 28 bits have 7 bits for each 8 signs."""
     shifts = np.arange(0, 28, 7, dtype=np.uint32)
     sevens = words[..., None] >> shifts & 127
-    return _with_parity(sevens.reshape(len(words), -1))
+    sevens = sevens.reshape(len(words), -1)
+    return _with_parity(sevens)
 
 
 def _half_steps(numbers: Array) -> Array:
-    """Return integers plus a half."""
+    """Return integers plus a half, in fp32."""
     return numbers.astype(np.float32) + 0.5
 
 
 def _quarter_scales(blocks: Array, packed: Array) -> Array:
     """Return scales of 16 values each: quarters of 4-bit integers plus a half, times the block's own scale."""
-    factors = _half_steps(_nibbles(packed))
-    return _fp16(blocks, 0) * factors * np.float32(0.25)
+    steps = _nibbles(packed)
+    factors = _half_steps(steps)
+    d = _fp16(blocks, 0)
+    return d * factors * np.float32(0.25)
 
 
 def _six_bits(low: Array, high: Array) -> Array:
     """Return signed 6-bit integers from their low 4 and high 2 bits. They are stored with 32 added."""
-    return (low | high << 4).astype(np.int8) - np.int8(32)
+    stored = low | high << 4
+    signed = stored.astype(np.int8)
+    return signed - np.int8(32)
 
 
 def _bits(packed: Array) -> Array:
@@ -385,7 +423,9 @@ def _bit_planes(packed: Array) -> Array:
 
 def _nibbles(packed: Array) -> Array:
     """Return the low half of each byte and then its high half."""
-    pairs = np.stack([packed & 15, packed >> 4], 2)
+    low = packed & 15
+    high = packed >> 4
+    pairs = np.stack([low, high], 2)
     return pairs.reshape(len(packed), -1)
 
 
@@ -402,28 +442,37 @@ def _pairs_of_bits(runs: Array) -> Array:
 
 
 def _two_bytes(packed: Array) -> Array:
-    return np.ascontiguousarray(packed).view("<u2")
+    """Return each two bytes as an unsigned integer, little-endian."""
+    contiguous = np.ascontiguousarray(packed)
+    return contiguous.view("<u2")
 
 
 def _words(packed: Array) -> Array:
-    return np.ascontiguousarray(packed).view("<u4")
+    """Return each four bytes as an unsigned integer, little-endian."""
+    contiguous = np.ascontiguousarray(packed)
+    return contiguous.view("<u4")
 
 
-def _fp16(blocks: Array, place: int) -> Array:
-    """Return the fp16 number at a byte of each block, in fp32."""
-    pairs = np.ascontiguousarray(blocks[:, place : place + 2])
-    return pairs.view("<f2").astype(np.float32)
+def _fp16(blocks: Array, start: int) -> Array:
+    """Return the fp16 number that begins at this byte of each block, in fp32."""
+    end = start + 2
+    pairs = np.ascontiguousarray(blocks[:, start:end])
+    halves = pairs.view("<f2")
+    return halves.astype(np.float32)
 
 
 def _halves(packed: Array, run: int = 16) -> Array:
     """Return the low halves of a run of bytes, then their high halves, run after run."""
     # The halves of 8 bytes at once.
-    words = np.ascontiguousarray(packed).view("<u8")
-    runs = words.reshape(len(packed), -1, run // 8)
+    contiguous = np.ascontiguousarray(packed)
+    words = contiguous.view("<u8")
+    words_per_run = run // 8
+    runs = words.reshape(len(packed), -1, words_per_run)
     low = runs & LOW_HALVES
     high = runs >> np.uint64(4) & LOW_HALVES
     halves = np.stack([low, high], 2)
-    return halves.view(np.uint8).reshape(len(packed), -1)
+    halves = halves.view(np.uint8)
+    return halves.reshape(len(packed), -1)
 
 
 def _fifth_bits(packed: Array) -> Array:
@@ -445,8 +494,10 @@ def _scales_of_k(blocks: Array) -> tuple[Array, Array]:
     high_minima = first_minima >> 6 << 4
     last_scales = low & 15 | high_scales
     last_minima = low >> 4 | high_minima
-    scales = np.concatenate([first_scales & 63, last_scales], 1)
-    minima = np.concatenate([first_minima & 63, last_minima], 1)
+    first_scales = first_scales & 63
+    first_minima = first_minima & 63
+    scales = np.concatenate([first_scales, last_scales], 1)
+    minima = np.concatenate([first_minima, last_minima], 1)
     d = _fp16(blocks, 0)
     dmin = _fp16(blocks, 2)
     return d * scales, -dmin * minima
