@@ -84,13 +84,13 @@ class JobWork:
 
     @property
     def mean_positions(self) -> float:
-        """Return the mean tokens of a sequence at its end."""
+        """Return the mean number of tokens of a finished sequence, prompt and output."""
         ends = [row.prompt_tokens + length for row in self.rows for length in row.lengths]
         return statistics.fmean(ends)
 
     @property
     def mean_prompt(self) -> float:
-        """Return the mean tokens of a prompt."""
+        """Return the mean number of tokens of a prompt."""
         return statistics.fmean(row.prompt_tokens for row in self.rows)
 
     def outputs(self, workers: int) -> int:

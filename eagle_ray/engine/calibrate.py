@@ -338,11 +338,11 @@ def has_distinct_prompts(engine: Engine) -> bool:
 
 
 def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
-    """Return the number of plain steps before a draft that catches up.
+    """Return how many plain steps to run before a draft, so that it has tokens to catch up on and that is timed.
 
-    A CPU compiles a kernel for a pass of more than WARM_ROWS rows, so its time says little: the
-    pairs of the plain steps and of the draft before them have to fit. On a GPU no more pairs may
-    wait than a replayed draft reads, since a pass of their own would read the others.
+    On a CPU the pass that reads them must have at most WARM_ROWS rows: a larger one compiles a
+    kernel, and its time says little. On a GPU no more tokens may wait than a replayed draft reads,
+    because an extra pass would read the others.
     """
     limit = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
     return max(min(CATCH_UP_STEPS, limit), 1)

@@ -37,7 +37,7 @@ GPU_TREE_ROWS = NODES_PER_WORD
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of one sequence in a pass."""
+    """One sequence's rows in a scoring pass."""
 
     sequence: Sequence
     scores: ContinuationScores
@@ -45,7 +45,7 @@ class _Part:
 
     @property
     def length(self) -> int:
-        """Return the positions that the cache holds before the rows."""
+        """Return the number of positions that the KV cache holds before these rows: prompt and trie path."""
         return len(self.sequence.prompt_ids) + self.scores.trie.depths[self.rows.base]
 
     @property

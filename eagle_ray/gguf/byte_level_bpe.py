@@ -53,7 +53,11 @@ def _split_by(pattern: str) -> list[dict[str, Any]]:
 
 
 def _cl100k(digits: str) -> list[dict[str, Any]]:
-    """Return pre-tokenizers for the pattern of OpenAI's cl100k, with numbers of these digits."""
+    """Return pre-tokenizers for the pattern of OpenAI's cl100k.
+
+    Args:
+        digits: regular expression of a number, such as one to three digits.
+    """
     words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     return _split_by(rf"{words}|{SPACES}")
 
@@ -62,8 +66,8 @@ def _cased(ending: str, digits: str) -> list[dict[str, Any]]:
     """Return pre-tokenizers for the pattern of OpenAI's o200k, in which a word starts at its capital letters.
 
     Args:
-        ending: what may stand at the end of a word.
-        digits: a number.
+        ending: regular expression of what may end a word, such as 's.
+        digits: regular expression of a number.
     """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     first = r"[^\r\n\p{L}\p{N}]?"

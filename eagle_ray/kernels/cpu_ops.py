@@ -585,7 +585,7 @@ def has_function(name: str) -> bool:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's first number."""
+    """Return the address of a tensor's first element; None for no tensor, a null pointer in C."""
     return None if tensor is None else tensor.data_ptr()
 
 

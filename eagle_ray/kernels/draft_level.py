@@ -486,7 +486,10 @@ def _take_steps(
     LEVELS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Take a Newton step of each level, which also follows the level above it, for one kind of row."""
+    """Update an OnlineFit of three parameters by a Newton step, level by level, for one kind of row.
+
+    A level's step is expected to be that of the level above, which counts as `precision`.
+    """
     kind = tl.program_id(0)
 
     # The step of the level above, of slope, offset and first-child term.

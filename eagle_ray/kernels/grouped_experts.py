@@ -41,7 +41,12 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Pairs by expert: expert e has order[ends[e - 1] : ends[e]], in ascending order."""
+    """The (row, expert) pairs of a pass, sorted by expert, so that each expert multiplies its pairs together.
+
+    Attributes:
+        order: indices of the pairs. Those of expert e are order[ends[e - 1] : ends[e]], ascending.
+        ends: end of each expert's pairs in `order`.
+    """
 
     order: Int32[Tensor, " P"]
     ends: Int32[Tensor, " E"]

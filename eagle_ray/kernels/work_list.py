@@ -57,16 +57,19 @@ WORK_LIST_VARYING = [
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Items, and what programs count while they work on them.
+    """The items of work of an attention pass on the device, and the counters of the programs that do them.
 
     Attributes:
-        items: tree, first of its nodes x heads, part (WHOLE for all of them), and where the sums of
-            its parts begin, in rows of `heads` sums.
-        counts: number of items; works drawn, 0 between launches.
-        arrivals: parts that are there, by key/value head and first place of a tile; 0 between
-            launches.
-        room: rows of sums; the first ones are the programs' own, for contexts that they read whole.
-        programs: to be launched.
+        items: C items of 4 fields: tree; the first of the tile's rows (nodes x heads); part, or
+            WHOLE for all parts; and the first row of the buffer for the sums of its parts, in rows
+            of `heads` sums.
+        counts: number of items, and number of works that programs have taken; the latter is 0
+            between launches.
+        arrivals: parts whose sums are written, by key/value head and first row of a tile; 0 between
+            launches. The program that writes the last one adds the parts up.
+        room: rows of the buffer of sums. The first ones belong to the programs, for contexts that
+            they read whole.
+        programs: number of programs to launch.
     """
 
     items: Int32[Tensor, "C 4"]

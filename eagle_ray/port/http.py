@@ -1,7 +1,8 @@
-"""HttpClient: an endpoint of OpenAI's protocol behind the port.
+"""HttpClient: answer rows through an HTTP endpoint of OpenAI's protocol, with the interface of an engine.
 
-Each sample is a request of its own. A row never waits with a place in the throttle: what is to be tried
-again gives its place back first. The answers that a run has paid for are asked for once (`spend`).
+Each sample is a request of its own. A request that is tried again first gives its permit back to
+the throttle, and so holds none while it waits. Answers that the run has paid for are read from
+`spend`, and not requested again after a restart.
 
     client = HttpClient(config, target, throttle, rows, spend)
     rows = await client.answer(request, range(2), Call())
@@ -83,7 +84,7 @@ class HttpSample:
 
 
 class HttpClient:
-    """An endpoint, or several with the same model."""
+    """A client of one endpoint, or of several servers with the same model."""
 
     def __init__(
         self,
@@ -129,11 +130,11 @@ class HttpClient:
         return [result for result in results if isinstance(result, dict)]
 
     def counters(self) -> EngineCounters:
-        """Return what the endpoint has done for this worker."""
+        """Return the requests and tokens that the endpoint has answered for this worker."""
         return self._counters
 
     def close(self) -> None:
-        """Write what was spent. Connections end with the process."""
+        """Flush the spend log. Connections end with the process."""
         self._spend.close()
 
     async def _row(self, request: Request, index: int, call: Call) -> OutputRow:
@@ -193,12 +194,18 @@ class HttpClient:
             return self._rows.of_scores(request, _with_times(columns))
 
     async def _columns(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
-        """Return the columns of an answer, which may be paid for already. Raises as _ask does."""
+        """Return the output columns of an answer, from the spend log if it is paid for already. Raises as _ask does."""
         columns = self._spend.answer_to(sent.key)
         return await self._ask(sent, sample) if columns is None else columns
 
     async def _ask(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
-        """Return the columns of an answer. Raises Failed for one that does not come, and AdmissionStopped."""
+        """Send a request, again if it fails and may, and return the output columns of its answer.
+
+        Raises Failed if the last attempt fails, and AdmissionStopped if the job sends no further request.
+
+        Args:
+            sample: counts of attempts and waits, which are updated.
+        """
         demand = self._demand(sent)
         while True:
             permit = await self._throttle.acquire(demand)
@@ -214,7 +221,7 @@ class HttpClient:
     async def _attempt(
         self, sent: HttpRequest, sample: HttpSample, permit: Permit
     ) -> dict[str, Any] | Failed:
-        """Send one request, write down what it cost, and give the place back. Returns columns or the failure."""
+        """Send one request, log what it cost, and release its permit. Return the answer's columns, or the failure."""
         outcome = AttemptOutcome(is_good=False)
         try:
             answered, outcome = await self._send(sent, sample, permit)
@@ -272,7 +279,7 @@ class HttpClient:
         return answered, outcome
 
     async def _after(self, failed: Failed, sample: HttpSample) -> None:
-        """Return if another attempt may succeed, after a wait. Raises the failure that the row ends with."""
+        """Wait until a failed request may be tried again. Raises the failure with which the row ends if it may not."""
         if self._check_server is not None and failed.kind in (UNREACHABLE, FAILED):
             self._check_server()
         if failed.kind in STOPS:
@@ -296,7 +303,7 @@ class HttpClient:
             await asyncio.sleep(max(_backoff_s(number), failed.retry_after_s or 0.0))
 
     def _unreachable(self, url: str, error: Exception) -> Failed:
-        """Return the failure of a request that got no connection: the endpoint is gone once that lasts."""
+        """Return the failure of a request without a connection: GONE if no URL has had one for gone_after_s."""
         now = time.monotonic()
         since = self._unreachable_since.setdefault(url, now)
         words = self._target.key.hidden_in(f"{url}: {type(error).__name__}: {error}")
@@ -312,7 +319,7 @@ class HttpClient:
         return min(reachable or urls, key=lambda url: self._in_flight[url])
 
     def _hidden(self, failed: Failed, headers: httpx2.Headers, now: float) -> Failed:
-        """Return the failure without the key, and with the time that the endpoint wants to be left alone."""
+        """Return the failure without the API key in its text, and with the seconds that a 429 says to wait."""
         wait = failed.retry_after_s
         if failed.kind == LIMITED and wait is None:
             wait = retry_after(headers, now)
@@ -320,7 +327,7 @@ class HttpClient:
         return Failed(failed.kind, words, wait, failed.usage, failed.columns)
 
     def _demand(self, sent: HttpRequest) -> Demand:
-        """Return what a request may take: its prompt as its bytes tell, and all of its output."""
+        """Estimate the tokens of a request for the throttle: the prompt by its bytes, and its max_tokens of output."""
         prompt = len(sent.content) / BYTES_PER_TOKEN
         output = sent.body.get("max_tokens") or sent.body.get("max_completion_tokens") or 0
         price = self._target.price
@@ -367,7 +374,7 @@ class HttpClient:
             counters.num_reused_tokens += answered.usage.cached
 
     def _facts(self, sample: HttpSample, columns: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns that the worker knows of a sample."""
+        """Return the output columns about a sample that the worker itself knows, such as attempts and times."""
         now = time.monotonic()
         admitted = sample.admitted_at or now
         finished = time.time()
@@ -398,7 +405,7 @@ def _raise_first(results: Iterable[Any]) -> None:
 
 
 def _with_times(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with times as the output has them; they are written down as Unix times."""
+    """Return the columns with times as the output has them. The spend log has them as Unix times."""
     times = {
         name: datetime.fromtimestamp(columns[name], timezone.utc)
         for name in ("started_at", "finished_at")

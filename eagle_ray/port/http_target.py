@@ -13,7 +13,7 @@ from eagle_ray.config.engine_section import PriceConfig
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key that no text shows: its repr has stars."""
+    """The API key of an endpoint. Its repr shows stars, so that no log has the key."""
 
     value: str = ""
 
@@ -22,20 +22,22 @@ class ApiKey:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request."""
+        """Return the authorization header of a request, a bearer token; no header without a key."""
         return {"authorization": f"Bearer {self.value}"} if self.value else {}
 
     def hidden_in(self, text: str) -> str:
-        """Return the text without the key."""
+        """Return the text with stars in place of the key, for logs and rows."""
         return text.replace(self.value, "***") if self.value else text
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What requests are sent to.
+    """The endpoint that requests are sent to.
 
     Attributes:
-        urls: base URLs, without a slash at their ends.
+        urls: base URLs of its servers, without a slash at their ends.
+        dialect: how it spells requests, such as openai (`dialects.py`).
+        key: the API key that is sent with requests.
         version: version of the endpoint's software, or None.
         price: dollars for its tokens; None if they are not known.
         max_model_len: tokens of a prompt and its output together, or None if that is not told.

@@ -413,7 +413,7 @@ class ChoiceChunks:
 
 
 class MessageDeltas:
-    """The deltas of a chat message, made of its text piece by piece."""
+    """The deltas of a streamed chat message, made from its text as it grows, piece by piece."""
 
     def __init__(self, answers: RequestAnswers, choice: Choice):
         self._parser = answers.reader.parser(choice.sequence.prompt_ids)
@@ -424,7 +424,7 @@ class MessageDeltas:
         self._calls: set[int] = set()
 
     def of(self, piece: str, is_end: bool) -> list[Json]:
-        """Return the deltas that a piece of the text adds, the last piece if is_end."""
+        """Return the deltas that a piece of text adds. is_end says that it is the last piece."""
         if self._parser is None:
             return [{"content": piece}] if piece else []
         events = self._parser.feed(piece) + (self._parser.end() if is_end else [])
@@ -434,7 +434,10 @@ class MessageDeltas:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _delta(self, event: ChatEvent) -> Json:
-        """Return the delta of an event. A call that is broken was sent already; its text follows as content."""
+        """Return the delta of a parser's event; empty if the event adds nothing.
+
+        A broken event says that a call whose beginning was sent is none. Its text follows as content.
+        """
         if event.kind == "content":
             return {"content": event.text}
         if event.kind == "reasoning":

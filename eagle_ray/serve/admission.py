@@ -42,7 +42,10 @@ RESERVED_PART = 8  # one slot of eight, at least one of several, is kept free; s
 
 
 def num_reserved(num_slots: int) -> int:
-    """Return how many slots lines of batches leave to requests, and clients with slots to those without."""
+    """Return how many slots are kept free.
+
+    Lines of batches leave them to HTTP requests. Clients that hold slots leave them to clients that hold none.
+    """
     return max(1, num_slots // RESERVED_PART) if num_slots > 1 else 0
 
 

@@ -219,7 +219,7 @@ def _sampling_of(
 
 
 def _response_body(generation: GenerationRequest, request: ResponsesRequest, chat: Json) -> Json:
-    """Return the body of a response, made of that of its chat."""
+    """Return the body of an answer at /v1/responses, made from the body of the chat completion that answers it."""
     response = _response(generation, request)
     [choice] = chat["choices"]
     response.add(choice["message"], choice["logprobs"])
@@ -230,7 +230,7 @@ def _response_body(generation: GenerationRequest, request: ResponsesRequest, cha
 
 
 class ResponseEvents:
-    """The events of a streamed response, made of the chunks of a chat."""
+    """The events of a stream at /v1/responses, made from the chunks of the chat completion that answers it."""
 
     def __init__(self, generation: GenerationRequest, request: ResponsesRequest):
         self._answers = generation.answers

@@ -8,8 +8,8 @@
 Newlines right before and after a marker belong to it. A text that ends within the reasoning has no
 content.
 
-A call is an object with the name of one of the request's tools and an object of arguments. It is
-told as soon as its name is certain, and its arguments as they come. Anything else that begins like
+A call is an object with the name of one of the request's tools and an object of arguments. Its
+event is emitted as soon as its name is certain, and its arguments as they grow. Anything else that begins like
 a call is content, character for character. If only the end shows that a call is none, a broken
 event takes it back.
 
@@ -62,7 +62,7 @@ MAX_TOOL_NAME_CHARS = 200
 
 
 class ReasoningParser(IncrementalParser):
-    """Splits reasoning off.
+    """Splits the reasoning of an answer from what follows it.
 
     Args:
         starts_inside: the prompt ends with the opening marker, or the model writes none.
@@ -94,7 +94,7 @@ class ReasoningParser(IncrementalParser):
 
 
 class ToolParser(IncrementalParser):
-    """Finds tool calls in content.
+    """Finds the tool calls in the content of an answer; a subclass knows the form of its model's calls.
 
     Args:
         tool_names: the tools that may be called. A call of another one is content.
@@ -106,7 +106,7 @@ class ToolParser(IncrementalParser):
         self._num_calls = 0
 
     def _as_content(self) -> None:
-        """Pass the text up to _pos on: it is no call."""
+        """Emit the text up to _pos as content: it is no call."""
         self._pass("content", self._pos)
 
     def _end_call(self) -> None:
@@ -177,7 +177,7 @@ class ToolParser(IncrementalParser):
             self._emit("arguments", piece, call.index)
 
     def _finish(self, source: str, streamed: _StreamedCall | None) -> bool:
-        """Return whether the whole source is a call, and tell it unless it was streamed."""
+        """Return whether the whole source is a call, and emit its events unless it was streamed."""
         call = _loads(source)
         name = call.get("name") if isinstance(call, dict) else None
         arguments = (
@@ -261,7 +261,7 @@ class HermesParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """Without the tag, calls are read at the beginning of the answer only."""
+    """Parses calls in Llama 3's form. Without <|python_tag|> a call must be at the beginning of the answer."""
 
     def _parse(self) -> Step[None]:
         if (yield from self._next_character()) == "{":
@@ -389,5 +389,5 @@ class AnswerParser:
 
 
 def parse_answer(text: str, parser: AnswerParser) -> Answer:
-    """Return the answer that a whole text is."""
+    """Return the content, reasoning and tool calls of a whole text."""
     return answer_of([*parser.feed(text), *parser.end()])

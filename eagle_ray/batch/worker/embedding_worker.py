@@ -36,7 +36,7 @@ from eagle_ray.runs.run import Run
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows(OutputRows):
-    """The rows of finished embeddings."""
+    """Makes the output rows of finished embeddings, as OutputRows does of generated text."""
 
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return the row of a request's one sequence."""

@@ -232,7 +232,7 @@ class EagleRecipe(HeadRecipe):
         return pairs.predicts_answer(2 + unrolled), self._target.draft_ids[greedy_ids] >= 0
 
     def _noise(self, batch: FeatureBatch, seed: int) -> Float[Tensor, "P H"]:
-        """Return the noise of a shard, narrower for longer documents."""
+        """Return uniform noise for the features of a shard's P pairs. Its range is inverse to a document's length."""
         pairs = batch.packed.pairs
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(pairs.rows), batch.hidden.shape[1], generator=generator) - 0.5
