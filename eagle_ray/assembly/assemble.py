@@ -95,7 +95,7 @@ def build_in_thread(
 def start_in_thread(
     build: Callable[[StartLog], Bundle], model: ModelConfig, threads: int, require_kernels: bool
 ) -> Bundle:
-    """Return what `build` returns, in a thread that ends with it.
+    """Run `build` in a thread that ends with it, and return the engine and its models.
 
     Raises as `build` does, and UnfitDevice as build_in_thread does.
     """

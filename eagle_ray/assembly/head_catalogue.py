@@ -127,7 +127,7 @@ class Match:
 
     @property
     def note(self) -> str:
-        """Return what the relation means for acceptance, as a sentence without a full stop."""
+        """Return a sentence, without a full stop, on how well the heads fit, by the relation of the models."""
         name = self.target.id
         return {
             Relation.SAME: f"heads of {name}",

@@ -102,7 +102,7 @@ class HeadReport:
 
 
 def check_head(path: Path, target_name: str | None) -> HeadReport:
-    """Return what a directory holds. Raises ConfigError if it is none, or if the target cannot be had.
+    """Return a report on the head in a directory. Raises ConfigError if it is none, or if the target cannot be had.
 
     Args:
         target_name: as model.target; None judges the head by what it says of itself.
@@ -141,7 +141,7 @@ def _target_config(name: str) -> Any:
 
 
 def _files(path: Path) -> dict[str, Any]:
-    """Return what config.json and the headers of the weights say. Raises EngineError if they cannot be read."""
+    """Return the facts in config.json and the headers of the weights. Raises EngineError if they cannot be read."""
     raw = without_nulls(read_config(path))
     headers = read_headers(path) or {}
     merged: dict[str, Any] = {}

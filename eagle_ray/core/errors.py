@@ -119,7 +119,7 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line_of(error: BaseException) -> str:
-    """Return what another library's error says in its first line, without torch's stack of C++ calls."""
+    """Return the first line of another library's error, without torch's stack of C++ calls."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

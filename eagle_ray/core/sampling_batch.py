@@ -84,7 +84,7 @@ class SamplingBatch:
         return table.batch(range(len(params)))
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
-        """Return what `bound` takes, padded to a number of sequences with greedy ones."""
+        """Return the tensors for `bound`, padded to a number of sequences with greedy ones."""
         tensors = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
         shapes = [(num_sequences, *x.shape[1:]) for x in tensors]

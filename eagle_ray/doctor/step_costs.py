@@ -35,7 +35,7 @@ def stored_costs(here: PairHere, is_device: Callable[[str], bool]) -> StepCosts 
 
 
 def draft_worth(here: PairHere, device: Literal["cpu", "cuda"]) -> Finding:
-    """Return what drafts must bring in. Measures nothing: a start does."""
+    """Find how many tokens a pass drafts must yield to pay here, from step costs that a start has measured, if any."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     costs = stored_costs(here, lambda device_name: device_name == name)
     if costs is None:

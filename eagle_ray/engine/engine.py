@@ -279,7 +279,7 @@ class Engine:
         self.drafter.load_state(state)
 
     def lookup_hits(self, batch: DecodeBatch) -> tuple[int, int] | None:
-        """Return what Drafter.lookup_hits does for a planner that is asked for a plan."""
+        """Return `Drafter.lookup_hits` of a batch. The planner calls it from `plan`."""
         self._has_lookup_hits = True
         return self.drafter.lookup_hits(batch.at, batch.sequences)
 

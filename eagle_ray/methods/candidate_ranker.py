@@ -146,7 +146,7 @@ class CandidateRanker:
             self.coupling.fit.reset()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learned, which `load_state` of a ranker of the same depth and ranking reads."""
+        """Return the learned state, which `load_state` of a ranker of the same depth and ranking reads."""
         state = {}
         for name, fit in self._fits():
             for part, tensor in fit.state().items():

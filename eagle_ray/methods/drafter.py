@@ -248,7 +248,7 @@ class Drafter(Protocol):
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learned of use to a later process with these models, on the CPU and bounded in size."""
+        """Return the learned state that a later process with these models can load; on the CPU, and bounded in size."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -180,7 +180,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader] | None:
 
 
 def text_headers(path: Path) -> dict[str, TensorHeader] | None:
-    """Return what read_headers does of a target, and of a wrapper (families.py) the headers of its text half."""
+    """Return the tensor headers of a target; those of its text half if it is a wrapper (families.py)."""
     headers = read_headers(path)
     if headers is None or not wraps_text(path):
         return headers
@@ -189,7 +189,7 @@ def text_headers(path: Path) -> dict[str, TensorHeader] | None:
 
 
 def restored_headers(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Return the headers of what loading a head makes: weights of 8 bits are floats then, without scales."""
+    """Return the headers of a head's tensors once it is loaded: weights of 8 bits are floats then, without scales."""
     scales = scales_of(headers)
     return {
         name: header._replace(is_float=header.is_float or name + SCALE in scales)
@@ -266,7 +266,7 @@ def _read(
 
 
 def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
-    """Return what `read` returns for a file of weights. Raises EngineError with the file and the fix."""
+    """Apply `read` to a file of weights. Raises EngineError with the file and the fix if it fails."""
     check_no_pointers([file])
     try:
         return read(file)

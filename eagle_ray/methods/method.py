@@ -388,7 +388,7 @@ def training_of(method: str) -> Training:
 
 
 def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
-    """Return what decoding of a target without a draft costs and what avoids it; None for other settings."""
+    """Return a note on the speed of a target without a draft, with a remedy; None for other settings."""
     if method not in ("none", AUTO) or drafts:
         return None
     if method == AUTO:

@@ -484,7 +484,7 @@ class Decoder:
         rotary: Mapping[str | None, Rotary],
         layout: AttentionMetadata,
     ) -> tuple[Float[Tensor, "R H"] | None, dict[int, Float[Tensor, "R H"]]]:
-        """Return what the last layer adds to hidden, and the inputs of the feature layers.
+        """Run all layers. Return the last one's output, not yet added to hidden, and the feature layers' inputs.
 
         Args:
             rotary: cosines and sines by the layers' types.

@@ -249,7 +249,7 @@ class CudaGraphRunner:
         )
 
     def pass_sizes(self, bounds: TreeBounds) -> PassSizes:
-        """Return what a planner has to know of the passes. Each drafted node has bounds.top_k children."""
+        """Return the sizes of the captured passes, for a planner. Each drafted node has bounds.top_k children."""
 
         def level_rows(num_sequences: int, width: int) -> int:
             return self.level_rows(DraftPlan(2, width, num_children=bounds.top_k), num_sequences)

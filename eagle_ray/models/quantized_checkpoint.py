@@ -370,7 +370,7 @@ def _pattern(text: str, key: str) -> re.Pattern[str]:
 def _group_reader(
     quantization: dict[str, Any], key: str, group: object
 ) -> tuple[Callable[[str], bool], LayerReader]:
-    """Return what says whether a group of config_groups targets a layer, and what reads the layer."""
+    """Return two functions: whether a group of config_groups targets a layer of this name, and their reader."""
     if not isinstance(group, dict):
         raise _fault(
             f"config_groups.{key}", f"must be a JSON object, got {group!r}", "Mend config.json"

@@ -162,7 +162,7 @@ def _layer(
     dequantize: bool,
     runs_on: str,
 ) -> QuantizedLinear | GpuLinear | nn.Linear:
-    """Return what computes with the weight on this device; a dense layer where nothing else does."""
+    """Return the layer that multiplies with the weight on this device; a dense one without a quantised kernel."""
     if not dequantize and not isinstance(weight, Tensor) and torch.device(runs_on).type == "cuda":
         return gpu_linear(weight.to(device), bias, dtype, torch.device(runs_on))
     # Without one, a dense layer is faster.

@@ -101,7 +101,7 @@ def kv_elements_per_token(config: PretrainedConfig) -> int:
 
 
 def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return what the family does to the lm_head's output, by the keys of its config: a factor, then a soft-cap."""
+    """Return the function that the config asks of the lm_head's output: a factor, then a soft-cap, if it has them."""
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     return (
         scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap

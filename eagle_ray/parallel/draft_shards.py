@@ -60,7 +60,7 @@ class DraftPart:
     Attributes:
         ranks: ranks that share the head.
         shard: part of this rank; its vocab_size is that of the head's own lm_head, if it has one.
-        num_left_out: numbers of the head that this rank does not have.
+        num_left_out: weights of the head that this rank does not have.
     """
 
     ranks: RankGroup
@@ -80,7 +80,7 @@ class DraftPart:
         return cls(ranks, shard, num_left_out)
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """Return this rank's numbers of a tensor, or None for all of it.
+        """Return which part of a tensor this rank has, or None for all of it.
 
         Args:
             name: name of the tensor in checkpoints or modules.
@@ -136,7 +136,7 @@ def log_whole(head: Any, ranks: RankGroup) -> bool:
 
 
 def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:
-    """Make drafts without weights one rank's parts of them. Return the numbers that are left out."""
+    """Turn drafts without weights into one rank's parts of them. Return how many weights are left out."""
     num_left_out = 0
     for draft in drafts:
         part = split_head(draft, RankGroup(0, num_ranks, "", device))

@@ -67,7 +67,7 @@ class Lockstep:
         pack: Callable[[Answer], Any] = _same,
         unpack: Callable[[Any], Answer] = _same,
     ) -> Answer:
-        """Return what `ask` returns on the leader.
+        """Return the leader's decision, which is the result of `ask` there. Followers receive it.
 
         Args:
             name: key of the decision, equal on all ranks.

@@ -164,7 +164,7 @@ class RankGroup:
             raise self._error(self._why_failed(error)) from error
 
     def _why_failed(self, error: RuntimeError) -> str:
-        """Return what to say of a collective that failed: a lost rank only if one is known, or its connection ended."""
+        """Return the message for a failed collective. It blames a lost rank if one is known or a connection ended."""
         known = self.why_lost(REASON_S)
         if known:
             return known

@@ -508,7 +508,7 @@ class BudgetPlanner:
         return accuracy * np.asarray(gains) - price * seconds
 
     def _acceptance_of(self, plan: DraftPlan, size: int) -> CalibratedAcceptance:
-        """Return what is known of drafts of the plan's kind."""
+        """Return the acceptance of drafts of the plan's kind, of the model or of look-ups alone, at this batch size."""
         if plan.lookups_only and self._lookups is not None:
             return self._lookups.acceptance_by_size.of(size)
         return self.acceptance

@@ -272,7 +272,7 @@ class StepCosts:
         )
 
     def rows_overhead(self, num_rows: Any, batch_size: int) -> Any:
-        """Return what a step with drafts spends on its rows after the pass, beyond draft_overhead.
+        """Return the seconds that a step with drafts spends on its rows after the pass, beyond draft_overhead.
 
         Greedy rows were measured. Sampling, penalties and log-probabilities cost more for each row,
         as plain steps show, which have one for each sequence: on a 2-core CPU 1.4 ms a row of
@@ -287,11 +287,11 @@ class StepCosts:
         return max(more_s, 0.0) / batch_size * num_rows
 
     def tree_overhead(self, batch_size: int) -> float:
-        """Return what a step with verified drafts spends beyond a plain one, apart from drafting and verification."""
+        """Return the seconds of a step with verified drafts beyond a plain one's, without drafting and verification."""
         return max(self.draft_overhead(batch_size) - self.plain_overhead(batch_size), 0.0)
 
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
-        """Return what the sequences and their contexts add.
+        """Return the seconds that the sequences of a batch and their cached tokens add to a pass.
 
         Args:
             rows_each: rows per sequence, one number or several.
@@ -411,7 +411,7 @@ def costs_text(costs: StepCosts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DraftWorth:
-    """What drafts must bring in on a machine, for one sequence: derived here, wherever it is shown.
+    """The break-even of drafts on a machine, for one sequence. Every place that shows it takes it from here.
 
     Attributes:
         row_passes: what one row more takes, as a share of a pass of one row.
@@ -423,13 +423,13 @@ class DraftWorth:
 
     @classmethod
     def of(cls, costs: StepCosts) -> DraftWorth:
-        """Return what drafts must bring in at these costs."""
+        """Return the tokens a pass from which drafts pay, at these costs."""
         row_passes = costs.verify.slope(WORTH_ROWS) / costs.verify(1)
         return cls(row_passes, {n: costs.break_even(n, depth) for n, depth in WORTH_TREES})
 
     @property
     def text(self) -> str:
-        """Return both in a line: the break-even of the smallest tree, and of larger ones in brackets."""
+        """Return a line: the share of a row, the break-even of the smallest tree, those of larger ones in brackets."""
         (_, smallest), *larger = self.tau.items()
         more = ", ".join(f"{tau:.1f} with {n} nodes" for n, tau in larger)
         return (

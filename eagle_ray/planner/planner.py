@@ -151,7 +151,7 @@ class Planner(Protocol):
         """Return whether the next step will probably draft. If so, the drafter reads new prompts at once."""
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
-        """Return what to draft for the running sequences."""
+        """Return the plan of the next drafts: depth, width, and the sequences to draft for."""
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Return which candidates to verify. Some may be there in a plain step: tokens that grammars predict."""

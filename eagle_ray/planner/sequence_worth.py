@@ -75,7 +75,7 @@ class SequenceWorths:
         self._num_observed = 0
 
     def of(self, sequence: object) -> float:
-        """Return what a sequence's next draft is worth, as a ratio to the average draft."""
+        """Return the worth of a sequence's next draft: accepted tokens to expect, as a ratio to the average draft's."""
         record = self._records.get(id(sequence))
         return 1.0 if record is None else record.worth
 

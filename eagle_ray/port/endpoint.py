@@ -66,7 +66,7 @@ def read_key(engine: EngineConfig) -> ApiKey:
 
 
 def look_at(engine: EngineConfig, key: ApiKey) -> EndpointFacts:
-    """Return what the endpoint says of itself. Raises ConfigError if it cannot be used.
+    """Return the facts of an endpoint, such as its software and version. Raises ConfigError if it cannot be used.
 
     Only the list of models is read: nothing is paid for.
     """
@@ -80,7 +80,7 @@ def look_at(engine: EngineConfig, key: ApiKey) -> EndpointFacts:
 
 
 def look_at_server(url: str, engine: EngineConfig) -> EndpointFacts:
-    """Return what the server of a child says of itself."""
+    """Return the facts of a server that a child process runs."""
     try:
         entries = _entries(httpx2.get(f"{url}/models", timeout=LOOK_S)) or []
     except httpx2.HTTPError:

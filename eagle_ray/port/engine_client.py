@@ -95,7 +95,7 @@ class EngineClient(Protocol):
         ...
 
     def counters(self) -> EngineCounters:
-        """Return what the engine has done so far."""
+        """Return the engine's counters of steps, tokens and seconds so far."""
         ...
 
     def close(self) -> None:

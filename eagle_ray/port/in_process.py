@@ -66,7 +66,7 @@ class InProcessClient:
             return self._rows.of(request, sequences)
 
     def counters(self) -> EngineCounters:
-        """Return what the engine has done so far."""
+        """Return the engine's counters of steps, tokens and seconds so far."""
         return self.engine.counters()
 
     def close(self) -> None:

@@ -187,7 +187,7 @@ def money(dollars: float) -> str:
 
 
 def spend_line(spend: Mapping[str, Any] | None) -> str | None:
-    """Return what all attempts at another engine took; None for a run of our own."""
+    """Return a line with requests, tokens and dollars of all attempts at an endpoint; None for our own engine."""
     if spend is None:
         return None
     tokens = f"{spend['prompt_tokens']:,} prompt and {spend['completion_tokens']:,} output tokens"

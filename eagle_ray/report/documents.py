@@ -22,7 +22,7 @@ READ_DOCUMENT_COLUMNS = ["loglikelihood", "tokens", "bytes", "bits_per_byte"]
 
 
 def documents_summary(read: ReadColumns) -> dict[str, Any] | None:
-    """Return what the summary says of scored documents; None if there are none."""
+    """Return the summary of scored documents: rows, tokens, bytes and bits per byte; None if there are none."""
     rows: list[dict[str, Any]] = []
     for table in read(READ_DOCUMENT_COLUMNS):
         rows += table.filter(pc.is_valid(table["loglikelihood"])).to_pylist()

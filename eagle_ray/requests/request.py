@@ -322,7 +322,7 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 
 def _fix_of_bytes(value: Any) -> str:
-    """Return what to do about bytes that the reader could not take for a text, to stand behind a message."""
+    """Return the end of an error message, which says how to mend bytes that are no UTF-8; empty for other values."""
     if not isinstance(value, bytes):
         return ""
     return ". They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL, or name another column"

@@ -57,7 +57,7 @@ def windows(num_tokens: int, max_length: int, stride: int) -> Iterator[Window]:
 def scored_document(
     prompt_ids: list[int], tokenizer: Tokenizer, max_length: int | None, stride: int | None
 ) -> list[tuple[list[int], ContinuationScores]]:
-    """Return what each window reads before its scored tokens, and these. Raises RequestError.
+    """Return the windows of a document: the context that each reads, and its scored tokens. Raises RequestError.
 
     Args:
         prompt_ids: the document, with or without the token that it begins with.

@@ -546,7 +546,7 @@ def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Reservation:
-    """Return what may be in flight together: a full engine and the queue."""
+    """Return the most sequences and tokens that requests may hold together: a full engine and the queue."""
     blocks = engine.target.cache.blocks
     num_cached = blocks.num_blocks * blocks.size
     queued = config.serving.max_queued_tokens

@@ -155,7 +155,7 @@ _CSV_HEADER = re.compile(r'"?[A-Za-z_][\w .-]*"?(,"?[A-Za-z_][\w .-]*"?)+')
 
 
 def foreign_kind(start: bytes, format_: str = "jsonl") -> FileKind | None:
-    """Return what a file with these first bytes is, if it is not what the format says, or not known to be.
+    """Return the kind of a file by its first bytes; None if it is of the given format, or of no known kind.
 
     Args:
         format_: jsonl, openai_batch, csv, text (any text is right) or parquet.
@@ -289,7 +289,7 @@ def advice(kind: FileKind, file: StoragePath) -> str:
 
 
 def advice_on_packed(start: bytes, file: StoragePath) -> str | None:
-    """Return what a file with the extension of a compression is by its stored bytes; None if it is compressed so."""
+    """Return advice on a file whose bytes are not of the compression that its extension names; None if they are."""
     stem, extension = os.path.splitext(file.text)
     kind = _signed_kind(start)
     if kind is None:

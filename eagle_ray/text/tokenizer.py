@@ -534,7 +534,7 @@ def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _ends_of_gguf(directory: Path) -> frozenset[int]:
-    """Return what ends an answer by a target's GGUF file, if no generation config says it. Raises EngineError."""
+    """Return the token ids that end an answer, from a target's GGUF file; none if a generation config has them."""
     file = None if (directory / GENERATION_CONFIG).is_file() else gguf_in(directory)
     metadata = {} if file is None else GGUFFile.open(file).metadata
     return frozenset(end_ids(metadata)) if "tokenizer.ggml.token_type" in metadata else frozenset()

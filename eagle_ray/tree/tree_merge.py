@@ -105,7 +105,7 @@ def merge_trees(trees: Sequence[DraftTree | None], max_depth: int) -> Merged:
         log_probs.append(nothing if offered is None else next(each))
 
     def placed(tensors: list[Tensor], padding: int | float) -> Tensor:
-        """Return what the drafters' nodes have at the merged tree's nodes, padding elsewhere."""
+        """Return a field of the merged tree's nodes from that field of the drafters' nodes; padding past the last."""
         together = torch.cat(tensors, 1)
         return torch.where(is_node, together.gather(1, order), padding)
 

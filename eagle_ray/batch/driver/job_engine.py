@@ -79,7 +79,7 @@ class JobEngine:
 
     @property
     def description(self) -> str:
-        """Return what is loaded, for the log."""
+        """Return a line for the log: the model that is loaded, and where, or the endpoint that is asked."""
         if self.endpoint is not None and self.endpoint.target is not None:
             urls = ", ".join(self.endpoint.target.urls)
             return f"asking {self.claimed.plan.config.engine.model} at {urls}"

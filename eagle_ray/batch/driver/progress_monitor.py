@@ -92,7 +92,7 @@ class Limits:
 
 
 def waited_for(progress: Progress, lacks_memory: bool) -> str | None:
-    """Return what the job waits for, a key of STALL_LIMITS_S, or None."""
+    """Return the resource that the job waits for, a key of STALL_LIMITS_S; None if it waits for none."""
     if lacks_memory:
         return "memory"
     return None if progress.starts else "workers to start"

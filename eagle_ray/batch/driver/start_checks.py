@@ -56,7 +56,7 @@ log = logging.getLogger("eagle_ray")
 
 
 def preview_output(plan: InputPlan, config: JobConfig) -> str:
-    """Return what a run would do with its output. Raises the run's errors, and OutputDamaged."""
+    """Return a sentence on what a run would do with its output. Raises the run's errors, and OutputDamaged."""
     output = output_of(config)
     check_claim(config)
     checked_bounds(config)

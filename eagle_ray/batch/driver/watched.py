@@ -99,7 +99,7 @@ def watched(
 
 
 def _scaler_of(claimed: Claim, fleet: Fleet, workers: WorkerPlan) -> Scaler:
-    """Return what sizes the fleet until the deadline of the run."""
+    """Return the scaler that sizes the fleet until the deadline of the run."""
     execution, bounds = claimed.plan.config.execution, claimed.start.bounds
     assert execution.workers is not None, "the configuration was checked"
     now, finish_s = time.monotonic(), math.inf

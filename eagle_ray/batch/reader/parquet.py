@@ -110,7 +110,7 @@ def _as_text(value: bytes) -> str | bytes:
 
 
 def _struct_converter(type_: pa.StructType) -> Convert:
-    """Return what leaves a struct's nulls out, but the content of a message: an assistant's null is OpenAI's form."""
+    """Return a function that leaves out a struct's nulls, except a message's content: OpenAI's form has null there."""
     converters = {field.name: _converter(field.type) for field in type_}
     nullable = {"content"} if "role" in converters else set()
 

@@ -117,7 +117,7 @@ class RowWorker:
                 call.cancel()
 
     def counters(self) -> EngineCounters:
-        """Return what the engine has done so far."""
+        """Return the engine's counters of steps, tokens and seconds so far."""
         return self.client.counters()
 
     def close(self) -> None:

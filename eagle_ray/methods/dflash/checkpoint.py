@@ -431,7 +431,7 @@ def _check_target(
 
 
 def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
-    """Return what a head with this config.json drafts. Raises ValueError with the key that does not fit."""
+    """Return the blocks that a head with this config.json drafts. Raises ValueError with the key that does not fit."""
     layers, own = _sections(raw)
     size = own.get("block_size")
     mask = own.get("mask_token_id")

@@ -156,7 +156,7 @@ class DraftBuffers:
         self.num_offered.masked_fill_((result.num_accepted >= 0).any(), 0)
 
     def offered_level(self, level: int, num: int, width: int) -> ProposalLevel:
-        """Return what `width` nodes of a level of the first `num` sequences were offered."""
+        """Return the proposals of a level below `width` nodes of each of the first `num` sequences."""
         frontier = None
         if level:
             rows = level, slice(num), slice(width)

@@ -371,7 +371,7 @@ class LookupDrafter(NullDrafter):
 def offered_on_path(
     tree: DraftTree, later: Sequence[list[int]], num_levels: int
 ) -> tuple[Float[Tensor, "L M K"], Bool[Tensor, "L M K"], Bool[Tensor, "L M"]] | None:
-    """Return what was proposed along the paths that texts took through their trees, as Calibration.update reads it.
+    """Return the proposals along the paths that texts took through their trees, as Calibration.update reads them.
 
     Args:
         later: the tokens that followed each root.

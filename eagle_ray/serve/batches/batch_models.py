@@ -182,7 +182,7 @@ class BatchRecord(BatchObject):
         return self.changed(status=status, **{f"{status}_at": int(time.time())}, **changes)
 
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
-        """Return what clients see.
+        """Return the batch object of OpenAI's API, which clients see.
 
         Args:
             cancelling_at: Unix time at which the client cancelled the batch.

@@ -333,7 +333,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Row]) -> Docume
 
 
 def user_turn_prefix(tokenizer: Tokenizer) -> str:
-    """Return what the chat template renders before a first user's words, for the target to write them.
+    """Return the beginning of a chat prompt, up to the first user's words. The target continues it with such words.
 
     Raises RequestError if the template hides where they begin.
     """
