@@ -66,7 +66,7 @@ class ModelLimits:
     def lengths(
         self, speculative: SpeculativeConfig, kv_tokens: int | Auto | None
     ) -> SequenceLengths:
-        """Return the lengths of an engine's sequences for execution.kv_tokens."""
+        """Return the lengths of sequences for which an engine with this execution.kv_tokens has to have memory."""
         return SequenceLengths.of(
             speculative, self.vocab_size, self.longest(kv_tokens), self.guaranteed
         )
@@ -159,11 +159,11 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
-    """Tokens of sequences, prompt and output.
+    """The lengths of sequences for which memory is planned, in tokens of prompt and output.
 
     Attributes:
         max_model_len: maximum length of the longest sequence.
-        tree_columns: positions that a step needs besides.
+        tree_columns: positions that a step over a draft tree needs besides.
         guaranteed: length that every engine takes, whatever its cache holds; None is max_model_len.
     """
 

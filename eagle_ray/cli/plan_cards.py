@@ -45,7 +45,7 @@ PLANNED = "~"  # before a number that is planned in any part
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Cards of a kind. name: as it was given."""
+    """A cluster to plan for: `num_cards` GPUs of one kind. `name` is the kind's name, as it was given."""
 
     name: str
     card: Card
@@ -54,7 +54,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A job on a cluster.
+    """A plan of a job on a cluster: the costs of its steps, and its end and price by number of workers.
 
     Attributes:
         slots: sequences of a worker that run at once.
@@ -76,7 +76,7 @@ class ClusterPlan:
         return self.slots * self.step.tau / self.step.seconds
 
     def shown(self, bounds: RunBounds) -> WorkerCount:
-        """Return the fewest workers that hold, or all of them if none do."""
+        """Return the line of the table to show: the fewest workers within the bounds, or all of them if none are."""
         return self.counts.cheapest(bounds) or self.counts.with_workers(self.counts.largest)
 
     @property

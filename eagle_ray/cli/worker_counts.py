@@ -32,7 +32,7 @@ NUM_SPEEDS = 9  # for each draw of rows
 
 @dataclass(frozen=True, slots=True)
 class WorkerCount:
-    """A job with this many workers.
+    """The predicted end and cost of a job with a number of workers.
 
     Attributes:
         ends_at: when half of the draws have ended.
@@ -85,7 +85,7 @@ class WorkerCounts:
         return max(1, min(self.max_workers, self.num_rows))
 
     def with_workers(self, workers: int) -> WorkerCount:
-        """Return the job with this many workers."""
+        """Predict when the job ends and what it costs with this many workers."""
         rows = self.rows_with(workers)
         draws = spread(drawn_seconds(rows, self.num_rows, workers, self.slots), self.deviation)
         middle, likely, sure = (

@@ -59,7 +59,7 @@ def for_task(config: Config, given: Mapping[str, Any]) -> Config:
 
 
 def check_scored(config: JobConfig, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys of sampling without an effect next to keys that score every row.
+    """Raise ConfigError for keys of sampling that have no effect because other keys have every row scored.
 
     Args:
         given: as for_task takes it.

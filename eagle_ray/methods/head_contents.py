@@ -222,12 +222,15 @@ def contents_of(
     make: Callable[[], nn.Module],
     check: Callable[[], object],
 ) -> HeadContents:
-    """Return every key and tensor of a head in its group, and why it does not load.
+    """Sort the keys and tensors of a head into used, without effect and unknown, and say why it does not load, if so.
 
     Args:
-        published: the name in the head's module of each tensor of its files.
-        make: makes the head of its sizes, whatever its tensors are. Raises ValueError.
-        check: checks all of it. Raises ValueError.
+        kind: kind of the head.
+        known: keys and tensors that this kind has.
+        raw: content of its config.json.
+        published: name that each tensor of its files has in the head's module.
+        make: makes the module from the sizes in config.json. Raises ValueError.
+        check: checks the whole head, as loading does. Raises ValueError.
     """
     fault = None
     try:

@@ -16,8 +16,8 @@ The pairs (row, choice) are sorted by expert once, and each expert multiplies it
 Where Triton runs, that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or,
 where that would copy to the host and so could not be captured in a CUDA graph, each expert
 multiplies every row. Which of the three is known from device, dtype and sizes, before a capture
-starts. Weights are those of the transformers modules, in their memory. A rank has some of the `I`
-numbers of every expert, and the ranks' deltas are added up: all have equal rows, so all choose
+starts. Weights are those of the transformers modules, in their memory. A rank has a slice of
+every expert's width I, and the ranks' deltas are added up: all have equal rows, so all choose
 alike. That is tried at the start (`checksum`), since no step's checksum sees it.
 """
 
@@ -64,12 +64,12 @@ class Experts:
             of its share.
         gate_up: weights of all experts; gate_up[e] is gate, then up.
         down: weights of all experts.
-        shared: what runs the block's shared expert, if it has one.
-        weights_dtype: to which the weights of the chosen experts are rounded.
-        is_normalized: whether the weights of a row's experts add up to 1.
+        shared: function of the block's shared expert, if it has one.
+        weights_dtype: dtype to which the routing weights of the chosen experts are rounded.
+        is_normalized: whether the routing weights of a row's experts are divided by their sum.
         scales_inputs: as in MixtureForm.
-        ranks: that each have some of the numbers of every expert and of `shared`; None if this
-            process has all.
+        ranks: the ranks, each with a slice of every expert and of `shared`; None if this process has
+            all of them.
     """
 
     reader: Projection
@@ -90,7 +90,7 @@ class Experts:
         """Build from a module for which is_moe_block is true.
 
         Args:
-            shared: what runs the block's shared expert, if it has one.
+            shared: function of the block's shared expert, if it has one.
         """
         block = cast(Any, _block_of(module))
         mixture = MIXTURE_OF_BLOCK[type(block).__name__]

@@ -36,7 +36,7 @@ log = logging.getLogger("eagle_ray")
 TIMEOUT_S = 120.0  # seconds of one collective; a silent rank is killed long before
 CLOSE_S = 5.0  # seconds that a rank that leaves waits for the work under way on its GPU
 ONE_SHOT_BYTES = 1 << 20  # bytes of a part in fp32 up to which every rank reads all parts whole
-MULTIPLE = 8  # numbers of each rank's share of a sum: 32 bytes, as wide as the kernels read
+MULTIPLE = 8  # elements of each rank's share of a sum: 32 bytes, as wide as the kernels read
 # What an unfit torch or GPU raises where symmetric memory starts.
 FAILURES = (ImportError, AttributeError, RuntimeError, TypeError)
 NAMED_SINCE = (2, 11)  # torch that finds a group of symmetric memory by its name
@@ -71,7 +71,7 @@ class Collectives(Protocol):
     def gather(self, part: Float[Tensor, "*rows N"]) -> list[Float[Tensor, "*rows N"]]: ...
 
     def reserve(self, numel: int) -> None:
-        """Make what sums of up to this many numbers need."""
+        """Allocate the memory for sums of up to this many elements."""
 
     def close(self) -> None: ...
 
@@ -119,7 +119,7 @@ class CudaCollectives:
             self._log_sums()
 
     def reserve(self, numel: int) -> None:
-        """Make memory for sums of up to this many numbers: a later pass need not meet the other ranks for it."""
+        """Allocate memory for sums of up to this many elements, so that no later pass syncs with other ranks for it."""
         if self._symmetric is not None:
             self._symmetric.reserve(numel)
 
@@ -219,7 +219,7 @@ class SymmetricMemory:
         return (memory, None) if works else (None, why)
 
     def reserve(self, numel: int) -> None:
-        """Have memory for sums of this many numbers. All ranks call this together, and never in a capture."""
+        """Allocate memory for sums of this many elements. All ranks call this together, never during a capture."""
         if not self._shared or self._shared[-1].numel() < numel:
             shared = self._library.empty(numel, self._device)
             self._library.rendezvous(shared, self._group.name)

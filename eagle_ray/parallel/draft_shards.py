@@ -1,7 +1,7 @@
-"""Shards of a draft head: whether ranks share it, which numbers each has, and the collectives of a pass.
+"""Shards of a draft head: whether ranks share it, the slices that each has, and the collectives of a pass.
 
     part = split_head(head, ranks)                          # on the meta device; None: it stays whole on every rank
-    tensors = read_tensors(path, part=part)                 # this rank's numbers, and no others
+    tensors = read_tensors(path, part=part)                 # this rank's slices alone
     head = part.joined(head)                                # once they are in it: computes with the other ranks
 
     weight                                       split as                           collectives of a pass

@@ -88,7 +88,7 @@ class RankGroup:
         return torch.cat(parts, -1)
 
     def reserve(self, numel: int) -> None:
-        """Make what sums of up to this many numbers need, so that no later pass waits for it.
+        """Allocate the memory for sums of up to this many elements, so that no later pass waits for it.
 
         Raises RankError if a rank is lost.
         """

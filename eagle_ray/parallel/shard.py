@@ -1,4 +1,4 @@
-"""Shards of a Llama-shaped target: which numbers of each weight a rank has, and the layers that join ranks again.
+"""Tensor parallelism of Llama-shaped targets: the slice of each weight that a rank has, and layers that join ranks.
 
     check_shards(config, size=2)                      # ConfigError, with the sizes that would do
     shape = shard_config(config, size=2)              # the config of one rank's layers
@@ -6,9 +6,9 @@
 
     weight                                  split                     a rank's part computes
     q_proj, k_proj, v_proj                  rows, by key/value heads  its heads; several ranks have one if it has fewer
-    gate_proj, up_proj                      rows                      its numbers of the MLP, of each expert's own
-    qkv_proj, gate_up_proj                  rows of each of theirs    the same of projections that are stored as one
-    q_norm, k_norm of whole rows            numbers                   a part of the squares that SharedNorm adds up
+    gate_proj, up_proj                      rows                      its slice of the MLP's width, of each expert's own
+    qkv_proj, gate_up_proj                  rows, of each part        these two, of projections that are stored as one
+    q_norm, k_norm of whole rows            elements                  a part of the squares that SharedNorm adds up
     o_proj, down_proj                       inputs                    a part of the sum that ReducedLinear adds up
     lm_head, tied to the embedding or not   rows, by vocabulary       logits that GatheredHead puts side by side
     embeddings, norms, routers              not at all                the same everywhere
@@ -80,7 +80,7 @@ def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
 
 
 def what_would_do(sizes: Sequence[int]) -> str:
-    """Return advice that names the numbers of ranks which would work."""
+    """Return advice that names the numbers of ranks that would work."""
     if len(sizes) > 1:
         return f"Set it to one of {', '.join(map(str, sizes))}"
     return "Set it to 1, the only one that does"
@@ -95,7 +95,7 @@ def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
 
 
 def _faults(config: Any, size: int, group_size: int | None) -> list[str]:
-    """Return the numbers of a target that this many ranks cannot divide, as text."""
+    """Return the sizes of a target that this many ranks cannot divide, such as "8 key/value heads"."""
     kv_heads = kv_heads_of(config)
     heads = config.num_attention_heads
     kv_parts = kv_heads
@@ -146,7 +146,7 @@ def kv_heads_of(config: Any) -> int:
 
 
 def head_dim(config: Any) -> int:
-    """Return the numbers of one head."""
+    """Return the size of one head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -164,7 +164,7 @@ def shard_config(config: Any, size: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The numbers of a tensor that one rank has.
+    """The slice of a tensor that one rank has.
 
     Attributes:
         dim: dimension that is split.
@@ -190,7 +190,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a target.
+    """The position of one rank among those that share a target, from which the slice of each weight follows.
 
     Attributes:
         rank: number of the rank, from 0.
@@ -200,7 +200,7 @@ class Shard:
             ranks.
         heads: heads of queries of a whole layer.
         form: form of the target's layers.
-        stacks: how tensors of all experts of a layer lie.
+        stacks: how a layer's experts are stacked in the tensors of a checkpoint.
     """
 
     rank: int
@@ -316,7 +316,7 @@ class Shard:
 
 
 def cut_out(tensor: Tensor, part: Part | None) -> Tensor:
-    """Return the part's numbers of a whole tensor, in memory of their own."""
+    """Return a copy of this slice of a whole tensor; the tensor itself for None."""
     if part is None:
         return tensor
     runs = [tensor.narrow(part.dim, begin, end - begin) for begin, end in part.ranges]
@@ -385,10 +385,11 @@ class SharedNorm(nn.Module):
 
 
 class ReducedBlock(nn.Module):
-    """A mixture of experts of which each rank has some numbers of every expert: the ranks' outputs are added up.
+    """A mixture of experts of which each rank has a slice of every expert. The ranks' outputs are added up.
 
     Args:
-        part: the block of transformers over this rank's numbers.
+        part: transformers' block over this rank's slices.
+        ranks: the ranks that share the block.
     """
 
     def __init__(self, part: nn.Module, ranks: RankGroup):

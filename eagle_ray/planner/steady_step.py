@@ -20,7 +20,7 @@ from eagle_ray.planner.plan_search import PlanSearch
 
 @dataclass(frozen=True, slots=True)
 class FullBatch:
-    """Sequences that run at once, and their cached tokens."""
+    """The batch of a worker whose slots are all in use: `size` sequences with `num_cached` cached tokens together."""
 
     size: int
     num_cached: int
@@ -31,11 +31,11 @@ class FullBatch:
 
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
-    """A step.
+    """The predicted step of a full batch.
 
     Attributes:
-        seconds: without prompts.
-        tau: tokens of a sequence.
+        seconds: seconds of the step, prompts left out.
+        tau: tokens that a sequence gets in it.
         prompt_token_s: seconds more for each token of a prompt in its pass.
     """
 

@@ -100,7 +100,7 @@ class Commit:
 
     @property
     def summary(self) -> str:
-        """Return a line for people."""
+        """Return a line for logs and terminals: the run, the number of the publication, and its rows so far."""
         after = self.after
         state = "" if after.is_complete else " so far"
         return f"run {after.run_id}, commit {after.number}: {after.num_rows:,} rows{state}"

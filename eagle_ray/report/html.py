@@ -188,7 +188,7 @@ def _moment(text: str) -> str:
 
 
 def _estimated(values: list[float] | None, show: Callable[[float], str]) -> list[str]:
-    """Return the cells of an estimate with its interval. Dollars are left out without a price."""
+    """Return two table cells, an estimate and its interval; both are empty marks if there is no estimate."""
     if values is None:
         return [NO_VALUE, NO_VALUE]
     expected, low, high = values

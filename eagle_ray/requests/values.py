@@ -403,7 +403,7 @@ class TokenIds(Kind):
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a value is a pair of a token id and its value."""
+    """Return whether a value is a pair of two items, the first of which is a token id, as a number or a text."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, str))
 
 

@@ -1,14 +1,14 @@
 """Layers of EAGLE heads: a Llama layer with what published heads add, and EAGLE-3's, which reads the embedding too.
 
     HeadAttention   LlamaAttention, with RMSNorms of queries and keys before they are rotated (q_norm,
-                    k_norm, as in Qwen3), a sliding window, and a rotation of each head's first numbers alone
+                    k_norm, as in Qwen3), a sliding window, and rotary embeddings of a part of each head
     HeadLayer    a LlamaDecoderLayer with that attention: EAGLE-1's layer, and further layers of EAGLE-3
     Eagle3Layer     queries, keys and values of the normed embedding concatenated with the normed feature
 
-A rotation of the first r numbers of a head pairs i with i + r/2, and ours pair i with i + d/2 of
-the whole head. `order_of_rotary` says in which order a head's numbers have to stand so that both
-are the same: scores are products of queries and keys in one order, whichever it is. The numbers
-that are not rotated have frequency 0, so that every kernel computes such heads as it does others.
+Partial rotary embeddings rotate the first r of a head's d elements, and pair i with i + r/2. Our
+kernels pair i with i + d/2 of the whole head. So the elements of queries and keys are reordered when
+a head is read (`order_of_rotary`), which leaves their products as they are. Elements that are not
+rotated have frequency 0, so that every kernel computes such heads as it does others.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Rotary(LlamaRotaryEmbedding):
 def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
     """Return the rotary embedding with real tables even on the meta device, since no file contains them.
 
-    With the config's `rotary_dim` the numbers of a head after it have frequency 0.
+    Elements of a head past the config's `rotary_dim`, if it has one, have frequency 0.
     """
     own = cast(LlamaConfig, config)  # it reads what Qwen3Config has, too
     rotary_dim = getattr(config, "rotary_dim", None)
@@ -166,7 +166,7 @@ def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
 
 
 def order_of_rotary(head_dim: int, rotary_dim: int) -> list[int]:
-    """Return in which order the numbers of a head stand whose first rotary_dim are rotated."""
+    """Return the order of a head's elements in which kernels that rotate (i, i + d/2) rotate its first rotary_dim."""
     half = rotary_dim // 2
     middle = rotary_dim + (head_dim - rotary_dim) // 2
     parts = (
@@ -181,7 +181,7 @@ def order_of_rotary(head_dim: int, rotary_dim: int) -> list[int]:
 def with_partial_rotary(
     tensors: Mapping[str, Tensor], config: PretrainedConfig
 ) -> dict[str, Tensor]:
-    """Return a head's tensors with the numbers of each query and key in `order_of_rotary`.
+    """Return a draft head's tensors with the elements of each query and key in `order_of_rotary`.
 
     Args:
         config: the head's; without its `rotary_dim` nothing is moved.
