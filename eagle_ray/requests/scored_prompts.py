@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from eagle_ray.core.continuations import Continuation, ContinuationScores, num_common
 from eagle_ray.core.errors import RequestError
+from eagle_ray.text.continued_text import ContinuedText
 from eagle_ray.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
@@ -59,10 +60,15 @@ def scored_prompt(
         context_ids = context_ids[:num_before] + before
         num_before, before = len(context_ids), []
 
+    behind = _texts_behind(continuations, text, context, spaces, tokenizer)
+    own_ids = context_ids[len(front) :]
+    continued = ContinuedText(tokenizer, context, own_ids, adds_special)
+    texts = zip(behind, continued.behind(behind), strict=True)
+
     # Each continuation's ids behind the tokens that it has of the context, and how many these are.
     # Ids from the beginning of the text would be the context again for each of them.
     parts: list[tuple[int, Continuation]] = []
-    for i, continuation in enumerate(continuations):
+    for continuation in continuations:
         size = num_bytes(continuation, tokenizer)
         if not continuation:
             parts.append((len(context_ids), Continuation([], num_bytes=size)))
@@ -70,17 +76,35 @@ def scored_prompt(
         if isinstance(continuation, list):
             parts.append((num_before, Continuation(before + continuation, len(before), size)))
             continue
+        written, (num_shared, ids) = next(texts)
+        num_shared += len(front)
+        if not num_shared:
+            num_shared, ids = len(context_ids), ids_within_text(written, tokenizer)
+        parts.append((num_shared, Continuation(ids, num_bytes=size)))
+    return _behind_shared(context_ids, parts)
+
+
+def _texts_behind(
+    continuations: Sequence[TextOrIds],
+    text: str | None,
+    context: str,
+    spaces: str,
+    tokenizer: Tokenizer,
+) -> list[str]:
+    """Return what stands behind the context for each continuation that is a text. Raises RequestError."""
+    behind = []
+    for i, continuation in enumerate(continuations):
+        if not continuation or isinstance(continuation, list):
+            continue
         if text is None:
             raise RequestError(
                 "bad_continuations",
                 f"continuations[{i}]: a text cannot follow prompt_token_ids. Give token ids, or the prompt as a text",
             )
-        behind = spaces + continuation
+        behind.append(spaces + continuation)
         with errors_behind_prompt("continuations", i):
-            whole = front + tokenizer.encode(context + behind, add_special_tokens=adds_special)
-            num_shared, ids = _behind_context(context_ids, whole, behind, tokenizer)
-        parts.append((num_shared, Continuation(ids, num_bytes=size)))
-    return _behind_shared(context_ids, parts)
+            tokenizer.check_length(context + behind[-1])
+    return behind
 
 
 def _behind_context(

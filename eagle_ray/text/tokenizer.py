@@ -53,6 +53,7 @@ from eagle_ray.text.output_text import (
     StopSearch,
     TextOptions,
 )
+from eagle_ray.text.word_cuts import cut_margin
 
 TEMPLATE_FILE = "chat_template.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -213,12 +214,46 @@ class Tokenizer:
         Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text
         is first judged by its beginning.
         """
+        self.check_length(prompt)
+        return self._ids(prompt, add_special_tokens)
+
+    def check_length(self, prompt: str) -> None:
+        """Raise RequestError for a text that is far too long."""
         if (
             self.max_model_len is not None
             and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len
         ):
             self._check_beginning(prompt, self.max_model_len)
-        return self._ids(prompt, add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Return the ids of each text as `encode` does, on several threads. Their lengths are not checked."""
+        if not texts:
+            return []
+        encoded = self.hf_tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        pairs = zip(texts, encoded, strict=True)
+        return [self._without_second_bos(text, ids, add_special_tokens) for text, ids in pairs]
+
+    @cached_property
+    def cut_margin(self) -> int | None:
+        """Return how many characters must stand behind a cut between words, as `word_cuts` says; None without cuts."""
+        try:
+            return cut_margin(self.to_json())
+        except ValueError:
+            return None
+
+    def num_tokens_within(self, text: str, num_chars: int, add_special_tokens: bool) -> int:
+        """Return how many tokens a text begins with that end within its first characters, special ones included."""
+        encoded = self.hf_tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
+        ends = [end for _, end in encoded["offset_mapping"]]
+        return next((i for i, end in enumerate(ends) if end > num_chars), len(ends))
 
     def encode_document(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text that may be longer than the model's length. Raises RequestError."""
@@ -231,6 +266,11 @@ class Tokenizer:
 
     def _ids(self, prompt: str, add_special_tokens: bool) -> list[int]:
         ids = self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        return self._without_second_bos(prompt, ids, add_special_tokens)
+
+    def _without_second_bos(
+        self, prompt: str, ids: list[int], add_special_tokens: bool
+    ) -> list[int]:
         is_twice = add_special_tokens and self._adds_bos and ids[:1] == ids[1:2]
         return ids[1:] if is_twice and prompt.startswith(str(self.hf_tokenizer.bos_token)) else ids
 

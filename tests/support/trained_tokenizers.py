@@ -62,14 +62,29 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
+def words() -> Tokenizer:
+    """As SentencePiece's of most vocabularies: no entry has more than one word."""
+    tokenizer = sentencepiece()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    return tokenizer
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "llama3": llama3,
+    "sentencepiece": sentencepiece,
+    "words": words,
+}
+
+
 def trained(kind: str) -> TargetTokenizer:
-    tokenizer = {"byte_level": byte_level, "llama3": llama3, "sentencepiece": sentencepiece}[kind]()
+    tokenizer = KINDS[kind]()
     special = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=700,
-        special_tokens=special if kind == "sentencepiece" else SPECIAL,
-        initial_alphabet=[] if kind == "sentencepiece" else alphabet,
+        special_tokens=special if kind in ("sentencepiece", "words") else SPECIAL,
+        initial_alphabet=[] if kind in ("sentencepiece", "words") else alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
