@@ -61,6 +61,7 @@ ROPES = {  # required keys of each rope_type
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+DEFAULT_NORM_EPS = 1e-6  # of configs without rms_norm_eps
 KEYS_FROM_TARGET = (
     "hidden_size",
     "num_attention_heads",
@@ -456,6 +457,14 @@ def attention_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
             f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even"
         )
     return heads, kv_heads, head_dim
+
+
+def norm_eps(raw: Mapping[str, Any]) -> float:
+    """Return what norms add to a mean of squares. Raises ValueError if it is no number, or negative."""
+    eps = raw.get("rms_norm_eps", DEFAULT_NORM_EPS)
+    if not is_a_number(eps) or not eps >= 0:
+        raise ValueError(f"its rms_norm_eps is {eps!r}; it must be a number, 0 or more")
+    return float(eps)
 
 
 def head_rope(raw: Mapping[str, Any]) -> dict[str, Any]:

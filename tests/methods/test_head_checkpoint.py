@@ -409,7 +409,7 @@ def test_saved_head_that_drafts_all_tokens_has_no_vocab_maps(tmp_path):
         ({"rope_theta": -1.0}, "its rope_theta is -1.0; it must be a number above 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0"),
         ({"rope_scaling": "linear"}, "a rope_scaling that is no section"),
-        ({"rms_norm_eps": "1e-6"}, "its config.json makes no head"),
+        ({"rms_norm_eps": "1e-6"}, "its rms_norm_eps is '1e-6'"),
         ({"transformer_layer_config": [1]}, "transformer_layer_config that is no section"),
     ],
 )
