@@ -179,9 +179,14 @@ class Requests:
 
 
 def rows_of(name: str, example: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield an example for a prompt that repeats itself, greedily, and for another one, sampled, unless it says how."""
+    """Yield an example for a prompt that repeats itself, greedily, and for another one, sampled, unless it says how.
+
+    Scored examples sample nothing.
+    """
+    is_scored = "continuations" in example or "score_text" in example
     for number, prompt in enumerate(PROMPTS):
         own = {"seed": 2 * list(BY_NAME).index(name) + number, "temperature": float(number)}
+        own = {} if is_scored else own
         yield {**own, **({} if "messages" in example else {"prompt": prompt}), **example}
 
 
