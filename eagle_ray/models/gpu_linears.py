@@ -10,8 +10,10 @@ the rows if it can:
 
     outputs = layer(layer_ops.add_rms_norm_fp8(...))          # one product, and no launch more
 
-Int4Linear multiplies up to INT4_ROWS rows by weights of 4 bits with torch's own kernel, whose sums
-have one order whatever the number of rows. For more rows it restores the weight in bf16 first.
+Up to SKINNY_ROWS rows are multiplied by a kernel of our own (kernels/few_rows.py says why): a row
+has the same bits alone and among others. More rows are multiplied by torch's scaled_mm in FP8; 4
+bits are restored in bf16 first. Without our kernel torch's own multiplies up to INT4_ROWS rows by 4
+bits, whose sums have one order, too.
 
 Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they
 move with the module, and count as its memory.
@@ -31,9 +33,11 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels import few_rows
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
+from eagle_ray.kernels.stored_weight import StoredWeight, no_arrivals
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 
 log = logging.getLogger("eagle_ray")
@@ -52,6 +56,7 @@ class GpuLinear(nn.Module):
 
     reads_fp8 = False
     bias: Tensor | None
+    arrivals: Tensor
 
     def __init__(self, out_features: int, in_features: int, bias: Float[Tensor, " O"] | None):
         super().__init__()
@@ -62,6 +67,15 @@ class GpuLinear(nn.Module):
     def weight(self) -> Tensor:
         """Return a placeholder with the dtype and device of inputs."""
         raise NotImplementedError
+
+    @property
+    def stored(self) -> StoredWeight:
+        """Return the weight as the kernel of few rows reads it."""
+        raise NotImplementedError
+
+    def count_arrivals(self) -> None:
+        """Make the count of arrivals of the kernel of few rows. The weight is there by now."""
+        self.register_buffer("arrivals", no_arrivals(self.stored), persistent=False)
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether `merged` can join these layers."""
@@ -101,6 +115,11 @@ class Fp8Linear(GpuLinear):
         scale = weight.scale.float().expand(self.out_features, 1).contiguous()
         self.register_buffer("values", weight.values, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
+        self.count_arrivals()
+
+    @property
+    def stored(self) -> StoredWeight:
+        return StoredWeight.fp8(self.values, self.scale, (1, self.in_features))
 
     def merged(self, parts: Sequence[GpuLinear]) -> Fp8Linear:
         layers = cast(Sequence[Fp8Linear], parts)
@@ -122,6 +141,8 @@ class Fp8Linear(GpuLinear):
         return (self.values.float() * self.scale).to(torch.bfloat16)
 
     def _multiply(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
+        if few_rows.multiplies(len(rows), self.values.device):
+            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
         by_row = ScalingType.RowWise
         weight, scale = self.values.t(), self.scale.t()
         return scaled_mm(
@@ -154,6 +175,11 @@ class Int4Linear(GpuLinear):
         self.register_buffer("packed", tile_packed(weight.codes), persistent=False)
         self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
         self.register_buffer("order", weight.order, persistent=False)
+        self.count_arrivals()
+
+    @property
+    def stored(self) -> StoredWeight:
+        return StoredWeight.int4(self.packed, self.scales)
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         layers = cast(Sequence[Int4Linear], parts)
@@ -178,6 +204,7 @@ class Int4Linear(GpuLinear):
         whole.register_buffer("packed", _joined([x.packed for x in layers]), persistent=False)
         whole.register_buffer("scales", scales, persistent=False)
         whole.register_buffer("order", self.order, persistent=False)
+        whole.count_arrivals()
         return whole
 
     @property
@@ -193,11 +220,15 @@ class Int4Linear(GpuLinear):
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         rows = inputs.reshape(-1, self.in_features)
         ordered = rows.contiguous() if self.order is None else rows[:, self.order]
+        return self._multiply(ordered).view(*inputs.shape[:-1], -1)
+
+    def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        if few_rows.multiplies(len(rows), self.packed.device):
+            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
         if len(rows) > INT4_ROWS:
-            return F.linear(ordered, self._restored(), self.bias).view(*inputs.shape[:-1], -1)
-        outputs = int4_product(ordered, self.packed, self.group_size, self.scales.contiguous())
-        outputs = outputs if self.bias is None else outputs + self.bias
-        return outputs.view(*inputs.shape[:-1], -1)
+            return F.linear(rows, self._restored(), self.bias)
+        outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
+        return outputs if self.bias is None else outputs + self.bias
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         restored = self._restored()

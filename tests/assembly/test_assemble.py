@@ -26,7 +26,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.combine.drafter import make_drafter
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.models.gpu_linears import quantize_fp8
+from eagle_ray.models.gpu_linears import Fp8Linear, quantize_fp8
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
@@ -151,7 +151,8 @@ def test_embedding_and_lm_head_of_an_fp8_target_are_not_rounded():
     quantize_fp8(target.base_model.layers)
     kinds = {type(module).__name__ for module in target.modules() if hasattr(module, "in_features")}
     assert kinds == {"Fp8Linear", "Linear"} and type(target.lm_head).__name__ == "Linear"
-    assert weight_bytes(target) == dense - 3 * projections + 4 * outputs
+    counts = sum(x.arrivals.nbytes for x in target.modules() if isinstance(x, Fp8Linear))
+    assert weight_bytes(target) == dense - 3 * projections + 4 * outputs + counts
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])

@@ -8,6 +8,7 @@ from torch import nn
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels import layer_ops
+from eagle_ray.kernels.stored_weight import SKINNY_ROWS
 from eagle_ray.models import gpu_linears
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.gpu_linears import (
@@ -109,10 +110,16 @@ def test_fp8_model_equals_transformers_forward_of_its_layers(name, fused):
     assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=0.2)
 
 
+@pytest.mark.parametrize(
+    "products, product", [("skinny", "_skinny_product"), ("torch", "_scaled_mm_v2")]
+)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "trees"])
 @torch.inference_mode()
-def test_a_layer_in_fp8_is_one_launch_more_than_in_bf16(plain, fused):
+def test_a_layer_in_fp8_is_one_launch_more_than_in_bf16(
+    plain, products, product, fused, monkeypatch
+):
     """The rounding of what `o_proj` reads; the norms and the activation round what the other projections read."""
+    monkeypatch.setenv("EAGLE_RAY_PRODUCTS", products)
     counts = {}
     for quantise in (False, True):
         for num_layers in (1, 3):
@@ -124,7 +131,7 @@ def test_a_layer_in_fp8_is_one_launch_more_than_in_bf16(plain, fused):
                 lambda target=target: tree_pass(target, plain)
             )
     dense, quantised = (counts[quantise, 3] - counts[quantise, 1] for quantise in (False, True))
-    assert quantised["_scaled_mm_v2"] == 8 and not quantised["mm"]
+    assert quantised[product] == 8 and not quantised["mm"]
     assert (
         quantised["_scaled_rows"] == quantised["_silu_mul_fp8"] == 2
         and quantised["_add_rms_norm"] == 4
@@ -169,11 +176,15 @@ def test_codes_are_packed_as_tensor_cores_read_them(num_out, num_in):
     assert torch.equal(tile_unpacked(packed), codes.int())
 
 
+@pytest.mark.parametrize("products", ["skinny", "torch"])
 @pytest.mark.parametrize(
     "num_out, num_in, group", [(16, 64, 32), (48, 128, 64), (16, 512, 512), (16, 96, 96)]
 )
-def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, monkeypatch):
-    """Few rows by torch's product, many by the restored weight, which is that of the checkpoint in bf16."""
+def test_four_bits_are_multiplied_as_torch_does(
+    num_out, num_in, group, products, fused, monkeypatch
+):
+    """Few rows by either product, many by the restored weight, which is that of the checkpoint in bf16."""
+    monkeypatch.setenv("EAGLE_RAY_PRODUCTS", products)
     monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
     order = torch.randperm(num_in)
     weight, bias = weight_of(num_out, num_in, group, order), torch.randn(num_out)
@@ -184,9 +195,9 @@ def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, m
         torch.testing.assert_close(layer.dequantize().float(), restored, atol=0, rtol=2**-7)
     steps = weight.scale.float().amax()
     torch.testing.assert_close(restored, weight.dequantize(), atol=float(steps) / 16, rtol=2**-7)
-    inputs = torch.randn(INT4_ROWS + 1, num_in, dtype=torch.bfloat16)
+    inputs = torch.randn(SKINNY_ROWS + 1, num_in, dtype=torch.bfloat16)
     expected = inputs.float() @ restored.T + bias
-    for rows in (slice(0, 3), slice(0, INT4_ROWS + 1)):
+    for rows in (slice(0, 3), slice(0, INT4_ROWS + 1), slice(None)):
         torch.testing.assert_close(
             layer(inputs[rows]).float(), expected[rows], atol=0.03, rtol=2**-6
         )
@@ -196,9 +207,23 @@ def test_four_bits_are_multiplied_as_torch_does(num_out, num_in, group, fused, m
     )
 
 
+def int4_linear(layer: nn.Linear) -> Int4Linear:
+    return Int4Linear(int4_weight(layer.weight))
+
+
+@pytest.mark.parametrize("quantise", [fp8_linear, int4_linear])
+def test_a_row_has_the_same_bits_alone_and_in_a_tree(quantise, fused):
+    layer = quantise(linear(128, 48))
+    rows = torch.randn(SKINNY_ROWS, 128, dtype=torch.bfloat16)
+    together = layer(rows)
+    for num_rows in (1, 7, 33):
+        assert torch.equal(layer(rows[:num_rows]), together[:num_rows])
+
+
 @torch.inference_mode()
 def test_a_layer_of_four_bits_is_as_many_launches_as_a_dense_one(fused, monkeypatch):
     """Few rows: one product each; prompts: one launch more, which restores the weight."""
+    monkeypatch.setenv("EAGLE_RAY_PRODUCTS", "torch")
     monkeypatch.setattr(
         gpu_linears,
         "int4_product",
@@ -210,9 +235,14 @@ def test_a_layer_of_four_bits_is_as_many_launches_as_a_dense_one(fused, monkeypa
     )
     assert not device_operations(lambda: layer(few))  # but for the product, which is CUDA's
     assert device_operations(lambda: layer(many)) == {"_dequantize_int4": 1, "linear": 1}
+    monkeypatch.setenv("EAGLE_RAY_PRODUCTS", "skinny")
+    for rows in (few, many):
+        assert device_operations(lambda rows=rows: layer(rows)) == {"_skinny_product": 1}
 
 
-def test_merged_layers_of_four_bits_equal_their_parts(fused, monkeypatch):
+@pytest.mark.parametrize("products", ["skinny", "torch"])
+def test_merged_layers_of_four_bits_equal_their_parts(products, fused, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_PRODUCTS", products)
     monkeypatch.setattr(gpu_linears, "int4_product", multiply_on_cpu)
     parts = [Int4Linear(weight_of(size, 128, 32)) for size in (16, 32, 48)]
     inputs = torch.randn(40, 128, dtype=torch.bfloat16)

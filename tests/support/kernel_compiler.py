@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+NEWER_PTXAS = PTXAS.with_name("ptxas-blackwell")  # of capabilities from 100 on
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global.*0x10")
 
 
@@ -82,7 +83,14 @@ def _assembled(ptx: str, capability: int) -> bytes:
         file.write(ptx)
         file.flush()
         arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        command = [PTXAS, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        command = [
+            NEWER_PTXAS if capability >= 100 else PTXAS,
+            "-v",
+            f"--gpu-name={arch}",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
         return subprocess.run(command, capture_output=True, check=True).stderr
 
 
@@ -93,6 +101,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages")

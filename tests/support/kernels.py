@@ -3,8 +3,8 @@
 TRITON_INTERPRET=1 asks for the interpreter where there is a GPU too. In Triton 3.6, numpy 2.4 no
 longer makes a number of an array of one, which loops need of their bounds. And at each call of each
 function the interpreter looks through all of triton.language for what it has to replace: most of
-the time that it took. It rounds to FP8 upwards, without a carry into the exponent; a GPU rounds to
-the nearest number as torch does.
+the time that it took. It rounds to FP8 upwards, without a carry into the exponent, and to bf16 towards zero;
+a GPU rounds to the nearest number as torch does.
 """
 
 import inspect
@@ -45,11 +45,11 @@ def mend() -> None:
 
     def converted(numbers: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         is_fp8 = [kind == interpreter.tl.float8e4nv for kind in (source, target)]
-        return (
-            _converted_fp8(numbers, *is_fp8)
-            if any(is_fp8)
-            else convert(numbers, source, target, rounding)
-        )
+        if any(is_fp8):
+            return _converted_fp8(numbers, *is_fp8)
+        if (source, target) == (interpreter.tl.float32, interpreter.tl.bfloat16):
+            return _rounded_to_bf16(numbers)
+        return convert(numbers, source, target, rounding)
 
     interpreter._convert_float = converted
 
@@ -61,6 +61,12 @@ def _converted_fp8(numbers: np.ndarray, from_fp8: bool, to_fp8: bool) -> np.ndar
         return tensor if to_fp8 else tensor.view(torch.float8_e4m3fn).float().numpy()
     assert tensor.dtype == torch.float32, "kernels convert by way of fp32"
     return tensor.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _rounded_to_bf16(numbers: np.ndarray) -> np.ndarray:
+    """Convert fp32 to bf16, which the interpreter keeps as integers of 16 bits."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32))
+    return tensor.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
