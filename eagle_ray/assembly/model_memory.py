@@ -26,7 +26,7 @@ from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
-from eagle_ray.models.gpu_linears import GpuLinear
+from eagle_ray.models.gpu_layer import GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import layer_bytes, linear_layers
 from eagle_ray.models.supported_models import kv_elements_per_token

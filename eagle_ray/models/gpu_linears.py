@@ -28,7 +28,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int32, UInt8
+from jaxtyping import Float, Int32, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
@@ -37,7 +37,8 @@ from eagle_ray.kernels import few_rows
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
-from eagle_ray.kernels.stored_weight import StoredWeight, no_arrivals
+from eagle_ray.kernels.stored_weight import StoredWeight
+from eagle_ray.models.gpu_layer import GpuLinear, dense_linear, joined_biases, joined_rows
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 
 log = logging.getLogger("eagle_ray")
@@ -49,57 +50,6 @@ INT4_INPUTS = (128, 64, 32)  # inputs of a run of tiles: 16 bytes of a lane, or 
 # An estimate: the kernel reads the rows again for each tile of outputs, so it is bound by them from
 # 16 on.
 INT4_ROWS = 32
-
-
-class GpuLinear(nn.Module):
-    """A linear layer of this module. reads_fp8: whether the operation before it is to return ScaledRows."""
-
-    reads_fp8 = False
-    bias: Tensor | None
-    arrivals: Tensor
-
-    def __init__(self, out_features: int, in_features: int, bias: Float[Tensor, " O"] | None):
-        super().__init__()
-        self.out_features, self.in_features = out_features, in_features
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-
-    @property
-    def weight(self) -> Tensor:
-        """Return a placeholder with the dtype and device of inputs."""
-        raise NotImplementedError
-
-    @property
-    def stored(self) -> StoredWeight:
-        """Return the weight as the kernel of few rows reads it."""
-        raise NotImplementedError
-
-    def count_arrivals(self) -> None:
-        """Make the count of arrivals of the kernel of few rows. The weight is there by now."""
-        self.register_buffer("arrivals", no_arrivals(self.stored), persistent=False)
-
-    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
-        """Return whether `merged` can join these layers."""
-        return all(
-            type(part) is type(self) and (part.bias is None) == (self.bias is None)
-            for part in parts
-        )
-
-    def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
-        """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
-        raise NotImplementedError
-
-    def dequantize(self) -> Float[Tensor, "O I"]:
-        """Return the weight in bf16."""
-        raise NotImplementedError
-
-    def rows(self, index: Int[Tensor, " D"]) -> nn.Linear:
-        """Return a dense layer with some of the outputs, in the given order."""
-        return dense_linear(
-            self.dequantize()[index], None if self.bias is None else self.bias[index]
-        )
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class Fp8Linear(GpuLinear):
@@ -123,8 +73,11 @@ class Fp8Linear(GpuLinear):
 
     def merged(self, parts: Sequence[GpuLinear]) -> Fp8Linear:
         layers = cast(Sequence[Fp8Linear], parts)
-        values, scale = _joined([x.values for x in layers]), _joined([x.scale for x in layers])
-        return Fp8Linear(Fp8Weight(values, scale), _joined_biases(layers))
+        values, scale = (
+            joined_rows([x.values for x in layers]),
+            joined_rows([x.scale for x in layers]),
+        )
+        return Fp8Linear(Fp8Weight(values, scale), joined_biases(layers))
 
     @property
     def weight(self) -> Tensor:
@@ -194,14 +147,14 @@ class Int4Linear(GpuLinear):
         layers = cast(Sequence[Int4Linear], parts)
         whole = Int4Linear.__new__(Int4Linear)
         GpuLinear.__init__(
-            whole, sum(x.out_features for x in layers), self.in_features, _joined_biases(layers)
+            whole, sum(x.out_features for x in layers), self.in_features, joined_biases(layers)
         )
         scales = torch.cat([x.scales for x in layers], 1)
         for part, view in zip(
             layers, scales.split([x.out_features for x in layers], 1), strict=True
         ):
             part.scales.data = view
-        whole.register_buffer("packed", _joined([x.packed for x in layers]), persistent=False)
+        whole.register_buffer("packed", joined_rows([x.packed for x in layers]), persistent=False)
         whole.register_buffer("scales", scales, persistent=False)
         whole.register_buffer("order", self.order, persistent=False)
         whole.count_arrivals()
@@ -265,17 +218,6 @@ def gpu_linear(
         )
     log_dense(reason)
     return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
-
-
-def dense_linear(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> nn.Linear:
-    """Return a frozen dense layer over these tensors."""
-    with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.register_parameter(
-        "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
-    )
-    return layer
 
 
 def why_not_int4(weight: QuantizedWeight) -> str | None:
@@ -416,27 +358,3 @@ def _scales_and_zeros(weight: QuantizedWeight) -> Float[Tensor, "G O 2"]:
     scale = weight.scale.float()
     both = torch.stack([scale, weight.offset.float() + 8 * scale], -1).to(torch.bfloat16)
     return both.repeat_interleave(weight.group_size // size, 1).transpose(0, 1).contiguous()
-
-
-def _joined_biases(parts: Sequence[GpuLinear]) -> Tensor | None:
-    biases = [part.bias for part in parts if part.bias is not None]
-    return _joined(biases) if biases else None
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts' rows as one tensor, of which the parts become views; without a copy if they are views of it."""
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    begins = [part.data_ptr() for part in parts]
-    num_rows, first = sum(map(len, parts)), parts[0]
-    if begins[1:] == ends[:-1] and _bytes_from(first) >= sum(part.nbytes for part in parts):
-        return first.as_strided((num_rows, *first.shape[1:]), first.stride())
-    whole = torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
-    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = rows
-    return whole
-
-
-def _bytes_from(part: Tensor) -> int:
-    """Return the bytes of the part's storage from its first number on."""
-    storage = part.untyped_storage()
-    return storage.nbytes() - (part.data_ptr() - storage.data_ptr())

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from eagle_ray.core.errors import EngineError
 from eagle_ray.families import FAMILIES
 from eagle_ray.kernels.fp8 import ScaledRows
-from eagle_ray.models.gpu_linears import GpuLinear, dense_linear
+from eagle_ray.models.gpu_layer import GpuLinear, dense_linear
 from eagle_ray.models.packed_products import (
     MIN_ONEDNN_ROWS,
     TiledProduct,

@@ -24,7 +24,8 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.families import FAMILIES, MXFP4
 from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.models.gpu_linears import GpuLinear, dense_linear, gpu_linear
+from eagle_ray.models.gpu_layer import GpuLinear, dense_linear
+from eagle_ray.models.gpu_linears import gpu_linear
 from eagle_ray.models.packed_layouts import (
     DOWNLOAD,
     EMBEDDING_WEIGHT,

@@ -23,7 +23,7 @@ from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head
-from eagle_ray.models.gpu_linears import dense_linear
+from eagle_ray.models.gpu_layer import dense_linear
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.packed_linear import pack_linears, slice_rows
 from eagle_ray.models.quantized_linear import quantize_linears
