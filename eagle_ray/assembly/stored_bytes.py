@@ -15,6 +15,7 @@ import torch
 
 from eagle_ray.config import ModelConfig
 from eagle_ray.gguf.blocks import READERS, BlockType
+from eagle_ray.kernels.stored_weight import BLOCK_INPUTS
 from eagle_ray.methods.head_files import TensorHeader, read_headers, restored_headers, text_headers
 from eagle_ray.models.gpu_linears import INT4_GROUPS
 from eagle_ray.models.packed_linear import min_weights_of
@@ -137,8 +138,7 @@ def _is_restored_block(block_type: BlockType) -> bool:
 def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
     """Return whether a checkpoint's codes, a byte for each weight, become dense weights in memory.
 
-    A GPU has no kernel for 8-bit codes, a CPU none for FP8, and nothing multiplies FP8 with a scale
-    for each block.
+    A GPU has no kernel for 8-bit codes, nor for FP8 with a scale for each of some blocks, and a CPU none for FP8.
 
     Args:
         quantized: the checkpoint's quantization_config.
@@ -146,8 +146,8 @@ def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
     groups = quantized.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
     if quantized.get("quant_method") == "fp8" or weights.get("type") == "float":
-        has_blocks = quantized.get("weight_block_size") or weights.get("block_structure")
-        return device == "cpu" or has_blocks is not None
+        block = quantized.get("weight_block_size") or weights.get("block_structure")
+        return device == "cpu" or (block is not None and block[1] % BLOCK_INPUTS[-1] != 0)
     bits = quantized.get("bits"), quantized.get("w_bit"), weights.get("num_bits")
     return device == "cuda" and 8 in bits
 

@@ -1,6 +1,6 @@
 """Frozen linear layers whose weights stay quantised on a GPU.
 
-    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # from a checkpoint's QuantizedWeight or Fp8Weight
+    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # from a checkpoint's weight
     quantize_fp8(model.base_model.layers)                 # dense layers, rounded to FP8
     outputs = layer(rows)
 
@@ -38,6 +38,8 @@ from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
 from eagle_ray.kernels.stored_weight import StoredWeight
+from eagle_ray.models.block_fp8_linear import BlockFp8Linear, why_not_blocks
+from eagle_ray.models.fp8_blocks import Fp8BlockWeight
 from eagle_ray.models.gpu_layer import GpuLinear, dense_linear, joined_biases, joined_rows
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 
@@ -199,7 +201,7 @@ class Int4Linear(GpuLinear):
 
 
 def gpu_linear(
-    weight: QuantizedWeight | Fp8Weight,
+    weight: QuantizedWeight | Fp8Weight | Fp8BlockWeight,
     bias: Float[Tensor, " O"] | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -209,13 +211,13 @@ def gpu_linear(
     The layer is where the weight is; it may move to the device later. A reason why it is dense is
     logged once.
     """
-    is_fp8 = isinstance(weight, Fp8Weight)
-    reason = _why_not_fp8(weight) if isinstance(weight, Fp8Weight) else why_not_int4(weight)
-    reason = reason or _why_not_here(dtype, device, is_fp8)
+    reason = _why_not_here(weight, dtype, device)
     if reason is None:
-        return (
-            Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
-        )
+        if isinstance(weight, Fp8Weight):
+            return Fp8Linear(weight, bias)
+        if isinstance(weight, Fp8BlockWeight):
+            return BlockFp8Linear(weight, bias)
+        return Int4Linear(weight, bias)
     log_dense(reason)
     return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
 
@@ -232,16 +234,27 @@ def why_not_int4(weight: QuantizedWeight) -> str | None:
     return None
 
 
-def _why_not_here(dtype: torch.dtype, device: torch.device, is_fp8: bool) -> str | None:
+def _why_not_here(
+    weight: QuantizedWeight | Fp8Weight | Fp8BlockWeight, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why no layer of this device keeps a weight as it is stored, or None."""
+    if isinstance(weight, Fp8Weight):
+        reason = _why_not_fp8(weight)
+    elif isinstance(weight, QuantizedWeight):
+        reason = why_not_int4(weight)
+    else:
+        reason = None
+    if reason is not None:
+        return reason
     if dtype is not torch.bfloat16:
         return f"rows are {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16"
-    if is_fp8:
+    if isinstance(weight, Fp8Weight):
         return why_no_fp8(device)
-    return (
-        None
-        if knows_layout(device)
-        else "this torch packs weights of 4 bits in a layout that is not known here"
-    )
+    if isinstance(weight, Fp8BlockWeight):
+        return why_not_blocks(weight, device)
+    if not knows_layout(device):
+        return "this torch packs weights of 4 bits in a layout that is not known here"
+    return None
 
 
 def _why_not_fp8(weight: Fp8Weight) -> str | None:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.families import WRAPPERS, text_name
+from eagle_ray.models.fp8_blocks import Fp8BlockWeight
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
 from eagle_ray.parallel.shard import LM_HEAD
 from eagle_ray.storage.model_files import CONFIG, check_no_pointers, read_object
@@ -45,7 +46,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, lowest bits first
 DOWNLOAD = "Download the model again"
 NOT_FINITE = "holds a number that is not finite"
 FP8_NAN = 0x7F  # a float8_e4m3fn without its sign; it has no infinity
-Weight = QuantizedWeight | Fp8Weight | Tensor
+Weight = QuantizedWeight | Fp8Weight | Fp8BlockWeight | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +344,8 @@ def read_fp8(layer: LayerTensors) -> Fp8Weight:
     return Fp8Weight(values, _by_output(layer, "weight_scale", scale, len(values), 1))
 
 
-def read_fp8_blocks(
-    layer: LayerTensors, suffix: str, block: tuple[int, int]
-) -> Float[Tensor, "O I"]:
-    """Return a weight of 8-bit floats with a scale of each block, dequantised to fp32.
+def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) -> Fp8BlockWeight:
+    """Return a weight of 8-bit floats with a scale of each block.
 
     Args:
         suffix: the name of the scales below the layer's.
@@ -354,11 +353,7 @@ def read_fp8_blocks(
     """
     values = layer.fp8("weight")
     shape = [-(-size // step) for size, step in zip(values.shape, block, strict=True)]
-    scale = layer.finite(suffix, shape).float().repeat_interleave(block[1], 1)[:, : values.shape[1]]
-    weight = values.float()
-    for rows, row_scale in zip(weight.split(block[0]), scale, strict=True):
-        rows.mul_(row_scale)
-    return weight
+    return Fp8BlockWeight(values, layer.finite(suffix, shape).float(), block)
 
 
 def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:

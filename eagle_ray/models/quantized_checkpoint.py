@@ -17,9 +17,9 @@
     compressed-tensors                 pack-quantized (W4A16, W8A16)                        4 or 8 bits in groups
                                        int-quantized (W8A8)                                 8 bits in groups
                                        float-quantized (FP8) by output or whole             FP8
-                                       float-quantized (FP8) in blocks                      dense
+                                       float-quantized (FP8) in blocks                      FP8 in blocks
     fp8                                one scale for a weight                               FP8
-                                       weight_block_size                                    dense
+                                       weight_block_size                                    FP8 in blocks
 
 Only weights decide what is loaded. Activations are rounded by the layer that runs a weight, on a
 CPU in blocks of a row, even if the checkpoint was made for activations with one scale for each
@@ -294,7 +294,6 @@ def _fp8(quantization: dict[str, Any]) -> ReaderOf:
     if quantization.get("weight_block_size") is None:
         return lambda name: read_fp8
     block = _block(quantization, "weight_block_size")
-    _log_dense()
     return lambda name: partial(read_fp8_blocks, suffix="weight_scale_inv", block=block)
 
 
@@ -309,12 +308,6 @@ def _block(settings: dict[str, Any], key: str, prefix: str = "") -> tuple[int, i
             prefix + key, f"must be two positive integers, got {block!r}", "Mend config.json"
         )
     return block[0], block[1]
-
-
-def _log_dense() -> None:
-    log.info(
-        "FP8 weights with a scale for each block are dequantised: they take the memory of bf16"
-    )
 
 
 def _compressed_tensors(quantization: dict[str, Any]) -> ReaderOf:
@@ -408,7 +401,6 @@ def _float_reader(weights: dict[str, Any], prefix: str) -> LayerReader:
     strategy = _choice(weights, "strategy", ["channel", "tensor", "block"], prefix=prefix)
     if strategy != "block":
         return read_fp8
-    _log_dense()
     return partial(
         read_fp8_blocks, suffix="weight_scale", block=_block(weights, "block_structure", prefix)
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.models.fp8_blocks import Fp8BlockWeight, part_of_blocks
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE
 from eagle_ray.models.mxfp4_experts import BLOCKS, SCALES, restored, stacks_in
 from eagle_ray.models.packed_layouts import EMBEDDING_WEIGHT, SafetensorFiles, Weight
@@ -275,6 +276,8 @@ class ShardedCheckpoint:
             return weight
         if isinstance(weight, QuantizedWeight):
             return _quantized_part(name, weight, part)
+        if isinstance(weight, Fp8BlockWeight):
+            return part_of_blocks(weight, part)
         return _fp8_part(weight, part) if isinstance(weight, Fp8Weight) else cut_out(weight, part)
 
     def tensor(self, name: str) -> Tensor:

@@ -268,7 +268,9 @@ def test_a_gguf_file_is_planned_as_it_is_loaded():
         ({"quant_method": "gptq", "bits": 8}, "cpu", False),
         (FP8_DYNAMIC, "cuda", False),
         (FP8_DYNAMIC, "cpu", True),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cuda", True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cuda", False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 16]}, "cuda", True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cpu", True),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}}, "cuda", True),
     ],
 )

@@ -1,0 +1,91 @@
+"""A layer over a weight in FP8 with a scale for each block of outputs and inputs, on a GPU.
+
+    layer = BlockFp8Linear(weight, bias)          # an Fp8BlockWeight
+    outputs = layer(inputs)                       # in bf16
+
+Inputs stay in bf16, so that no number is rounded but those that the checkpoint has rounded. Up to
+SKINNY_ROWS rows are multiplied by the weight as it is. For more the weight is restored in bf16
+first: that moves five bytes for each of its numbers, where a weight in bf16 moves two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from eagle_ray.kernels import few_rows
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.stored_weight import StoredWeight, why_not_skinny
+from eagle_ray.models.fp8_blocks import Fp8BlockWeight
+from eagle_ray.models.gpu_layer import GpuLinear, joined_biases, joined_rows
+
+
+class BlockFp8Linear(GpuLinear):
+    """Computes inputs @ weight.T + bias with inputs in bf16. `why_not_blocks` must be None."""
+
+    values: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Fp8BlockWeight, bias: Float[Tensor, " O"] | None = None):
+        num_out, num_in = weight.shape
+        super().__init__(num_out, num_in, None if bias is None else bias.to(torch.bfloat16))
+        self.block = weight.block
+        self.register_buffer("values", weight.values, persistent=False)
+        self.register_buffer("scale", weight.scale.float().contiguous(), persistent=False)
+        self.count_arrivals()
+
+    @property
+    def stored(self) -> StoredWeight:
+        return StoredWeight.fp8(self.values, self.scale, self.block)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder with the dtype and device of inputs."""
+        return torch.empty(0, dtype=torch.bfloat16, device=self.values.device)
+
+    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        layers = cast(Sequence[BlockFp8Linear], parts)
+        return super().can_merge(parts) and all(x.block[1] == self.block[1] for x in layers)
+
+    def merged(self, parts: Sequence[GpuLinear]) -> BlockFp8Linear:
+        layers = cast(Sequence[BlockFp8Linear], parts)
+        # No block has outputs of two layers.
+        outputs = math.gcd(*(x.block[0] for x in layers), *(x.out_features for x in layers))
+        fine = [x._blocks.in_blocks_of(outputs, self.block[1]) for x in layers]
+        values = joined_rows([x.values for x in layers])
+        scale = torch.cat([weight.scale for weight in fine])
+        whole = Fp8BlockWeight(values, scale, fine[0].block)
+        return BlockFp8Linear(whole, joined_biases(layers))
+
+    def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        rows = inputs.reshape(-1, self.in_features).contiguous()
+        return self._multiply(rows).view(*inputs.shape[:-1], -1)
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        if use_triton(self.values.device):
+            from eagle_ray.kernels.restored_fp8 import restored_fp8
+
+            return restored_fp8(self.values, self.scale, self.block, torch.bfloat16)
+        return self._blocks.dequantize().to(torch.bfloat16)
+
+    def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        if few_rows.multiplies(len(rows), self.values.device):
+            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
+        return F.linear(rows, self.dequantize(), self.bias)
+
+    @property
+    def _blocks(self) -> Fp8BlockWeight:
+        return Fp8BlockWeight(self.values, self.scale, self.block)
+
+
+def why_not_blocks(weight: Fp8BlockWeight, device: torch.device) -> str | None:
+    """Return why a layer on this device does not keep a weight in blocks, or None."""
+    if not use_triton(device):
+        return "weights in blocks of FP8 need Triton's kernels, which do not run here"
+    return why_not_skinny(StoredWeight.fp8(weight.values, weight.scale, weight.block))
