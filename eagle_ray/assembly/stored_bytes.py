@@ -145,7 +145,7 @@ def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
     """
     groups = quantized.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
-    if quantized.get("quant_method") == "fp8" or weights.get("type") == "float":
+    if quantized.get("quant_method") in ("fp8", "modelopt") or weights.get("type") == "float":
         block = quantized.get("weight_block_size") or weights.get("block_structure")
         return device == "cpu" or (block is not None and block[1] % BLOCK_INPUTS[-1] != 0)
     bits = quantized.get("bits"), quantized.get("w_bit"), weights.get("num_bits")

@@ -37,7 +37,7 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.base_class_checkpoint import with_prefix
 from eagle_ray.models.packed_layouts import DOWNLOAD, FLOAT_DTYPES, NOT_FINITE, wraps_text
 from eagle_ray.models.packed_products import bf16_unit, can_pack
-from eagle_ray.models.quantized_checkpoint import reads
+from eagle_ray.models.quantized_checkpoint import check_settings, reads
 from eagle_ray.models.quantized_model import (
     RESTORED,
     Checkpoint,
@@ -51,7 +51,7 @@ from eagle_ray.models.sharded_checkpoint import PlainCheckpoint, load_shard
 from eagle_ray.models.supported_models import check_config
 from eagle_ray.models.text_half import text_half
 from eagle_ray.parallel.rank_group import RankGroup
-from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in
+from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in, read_object
 
 log = logging.getLogger("eagle_ray")
 
@@ -63,6 +63,7 @@ FETCHING = (
     "metal",
     "nvfp4",
 )  # quantisers of transformers that download kernels at run time
+MODELOPT_SETTINGS = "hf_quant_config.json"  # of Model Optimizer, if config.json does not have them
 CausalLM = PreTrainedModel  # for packages that do not import transformers
 
 
@@ -71,6 +72,8 @@ def load_config(path: Path) -> PretrainedConfig:
     check_files(path)
     check_weight_files(path)
     config = text_half(_read_config(path))
+    if quantization_of(config) is None and (settings := read_object(path, MODELOPT_SETTINGS)):
+        config.quantization_config = settings | {"quant_method": "modelopt"}
     check_config(config)
     _check_quantiser(config)
     return config
@@ -228,6 +231,7 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     if has_mxfp4(config):
         return
     if reads(quantisation):
+        check_settings(quantisation)
         if family.why_dense:
             raise EngineError(
                 f"a quantised checkpoint of {config.model_type!r} is not read: {family.why_dense}. Use one with plain "

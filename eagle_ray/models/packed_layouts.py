@@ -356,6 +356,14 @@ def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) ->
     return Fp8BlockWeight(values, layer.finite(suffix, shape).float(), block)
 
 
+def read_fp8_in_blocks_of_128(layer: LayerTensors) -> Fp8BlockWeight:
+    """Return a weight of Model Optimizer, whose scales have the shape of its blocks: [O/128, 1, I/128, 1]."""
+    values = layer.fp8("weight")
+    num_outputs, num_inputs = (-(-size // 128) for size in values.shape)
+    scale = layer.finite("weight_scale", (num_outputs, 1, num_inputs, 1))
+    return Fp8BlockWeight(values, scale.float().view(num_outputs, num_inputs), (128, 128))
+
+
 def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:
     """Return the codes of each row of words, lowest bits first."""
     octets = words.flatten().view(torch.uint8)

@@ -20,6 +20,8 @@
                                        float-quantized (FP8) in blocks                      FP8 in blocks
     fp8                                one scale for a weight                               FP8
                                        weight_block_size                                    FP8 in blocks
+    modelopt                           FP8, FP8_PER_CHANNEL_PER_TOKEN                       FP8
+                                       FP8_PB_WO                                            FP8 in blocks
 
 Only weights decide what is loaded. Activations are rounded by the layer that runs a weight, on a
 CPU in blocks of a row, even if the checkpoint was made for activations with one scale for each
@@ -34,6 +36,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,7 @@ from eagle_ray.models.packed_layouts import (
     read_awq,
     read_fp8,
     read_fp8_blocks,
+    read_fp8_in_blocks_of_128,
     read_gptq,
     read_integers,
     read_packed,
@@ -90,6 +94,15 @@ def reads(quantization: dict[str, Any]) -> bool:
     """
     method = quantization.get("quant_method")
     return isinstance(method, str) and method in QUANT_METHODS
+
+
+def check_settings(quantization: dict[str, Any]) -> None:
+    """Raise EngineError naming a key of settings that are not read. `reads` is true.
+
+    Args:
+        quantization: as of `reads`.
+    """
+    QUANT_METHODS[quantization["quant_method"]](quantization)
 
 
 def has_scattered_groups(quantization: dict[str, Any]) -> bool:
@@ -419,11 +432,48 @@ def _integer_reader(
     return partial(read, **options, actorder=actorder in GROUPED_ACTORDERS)
 
 
+def _modelopt(quantization: dict[str, Any]) -> ReaderOf:
+    """Return readers of NVIDIA's Model Optimizer, whose settings are in hf_quant_config.json or in config.json.
+
+    Modules that are left out are named, or matched by a pattern with `*`.
+    """
+    settings = quantization | (quantization.get("quantization") or {})
+    prefix = "quantization." if "quantization" in quantization else ""
+    algorithm = settings.get("quant_algo")
+    if algorithm == NVFP4:
+        raise _fault(
+            f"{prefix}quant_algo",
+            f"is {NVFP4}, 4-bit floats that only Blackwell GPUs multiply, which are not read",
+            "Use the model's checkpoint in FP8, AWQ or GPTQ",
+        )
+    if algorithm not in MODELOPT:
+        raise _fault(
+            f"{prefix}quant_algo",
+            f"is {algorithm!r}, which is not read",
+            f"Use a checkpoint with one of: {', '.join(MODELOPT)}",
+        )
+    patterns = settings.get("exclude_modules") or settings.get("ignore") or []
+    reader = MODELOPT[algorithm]
+
+    def reader_of(name: str) -> LayerReader | None:
+        is_left_out = any(fnmatch(name, each) or fnmatch(name, f"{each}.*") for each in patterns)
+        return None if is_left_out else reader
+
+    return reader_of
+
+
+NVFP4 = "NVFP4"
+MODELOPT: dict[str, LayerReader] = {
+    "FP8": read_fp8,
+    "FP8_PER_CHANNEL_PER_TOKEN": read_fp8,
+    "FP8_PB_WO": read_fp8_in_blocks_of_128,
+}
 QUANT_METHODS: dict[str, Callable[[dict[str, Any]], ReaderOf]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "modelopt": _modelopt,
 }
 
 

@@ -26,7 +26,7 @@ from eagle_ray.gguf.gguf_target import (
     write_metadata,
 )
 from eagle_ray.models.fp8_blocks import Fp8BlockWeight
-from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.models.loader import load_causal_lm, load_config
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
@@ -201,6 +201,18 @@ FP8 = {
         (8, 40),
         {"quant_method": "fp8", "activation_scheme": "static"},
     ),
+    "whole, of Model Optimizer": (
+        (8, 40),
+        torch.tensor(0.5),
+        (8, 40),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
+    "by output, of Model Optimizer": (
+        (8, 40),
+        torch.rand(8, 1),
+        (1, 40),
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}},
+    ),
 }
 
 
@@ -234,6 +246,48 @@ def test_fp8_in_blocks_has_the_values_of_a_slow_reader(tmp_path, suffix, quantiz
     found = opened(tmp_path, layer, quantization).projection(LAYER)
     assert isinstance(found, Fp8BlockWeight) and found.block == (16, 32)
     assert torch.equal(found.dequantize(), layer.weight)
+
+
+def test_model_optimizers_blocks_of_128_have_scales_of_four_axes(tmp_path):
+    layer = fp8_layer(160, 300, torch.rand(2, 3), (128, 128), "weight_scale")
+    tensors = layer.tensors | {"weight_scale": layer.tensors["weight_scale"].view(2, 1, 3, 1)}
+    settings = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO"}}
+    found = opened(tmp_path, tensors, settings).projection(LAYER)
+    assert isinstance(found, Fp8BlockWeight) and torch.equal(found.dequantize(), layer.weight)
+
+
+@pytest.mark.parametrize("entry", [LAYER, "model.layers.0.self_attn", "*.self_attn.*"])
+def test_model_optimizer_leaves_modules_out_by_name_or_pattern(tmp_path, entry):
+    dense = torch.randn(4, 8).half()
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
+    assert torch.equal(opened(tmp_path, {"weight": dense}, settings).projection(LAYER), dense)
+    layer = fp8_layer(8, 40, torch.tensor(0.5), (8, 40), "weight_scale")
+    with pytest.raises(EngineError, match="is quantised, but quantization_config leaves it out"):
+        opened(tmp_path, layer, settings).projection(LAYER)
+
+
+def test_model_optimizers_own_file_of_settings_is_read(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    layer = fp8_layer(
+        *tensors[f"{name}.weight"].shape, torch.tensor(0.5), (10**6, 10**6), "weight_scale"
+    )
+    tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    written = {"producer": {"name": "modelopt"}, "quantization": settings}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    found = load_causal_lm(tmp_path, torch.float32, "cpu")
+    assert torch.equal(found.get_parameter(f"{name}.weight"), layer.weight)
+
+    written["quantization"] |= {"quant_algo": "NVFP4"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    with pytest.raises(
+        EngineError, match=r"quantization\.quant_algo: is NVFP4, .* in FP8, AWQ or GPTQ"
+    ):
+        load_config(tmp_path)
 
 
 def test_files_with_an_index_and_dense_tensors(tmp_path):
@@ -391,6 +445,14 @@ def test_broken_tensors_are_named(tmp_path, tensors, quantization, says):
         (
             {"quant_method": "fp8", "weight_block_size": [128]},
             r"weight_block_size: must be two .*got \[128\]",
+        ),
+        (
+            {"quant_method": "modelopt"},
+            "quantization_config.quant_algo: is None, which is not read",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo: is 'W4A8_AWQ', .* one of: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO",
         ),
         (
             compressed("nvfp4-pack-quantized", **channels(4, "float")),

@@ -396,11 +396,10 @@ def fp8_layer(
     torch.manual_seed(0)
     values = torch.randn(num_outputs, num_inputs).to(torch.float8_e4m3fn)
     weight = values.float()
+    scales = scale.float().reshape(-1, scale.shape[-1] if scale.ndim else 1)
     for output in range(num_outputs):
         for i in range(num_inputs):
-            weight[output, i] *= scale.float().reshape(-1, scale.shape[-1])[
-                output // block[0], i // block[1]
-            ]
+            weight[output, i] *= scales[output // block[0], i // block[1]]
     return PackedLayer({"weight": values, suffix: scale}, weight)
 
 
