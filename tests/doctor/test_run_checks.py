@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from eagle_ray.assembly import model_memory
+from eagle_ray.assembly import stored_bytes
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
@@ -93,7 +93,7 @@ def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, mo
         num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
     headers = {"weights": TensorHeader((int(141e9) // 2,), int(141e9), is_float=True)}
-    monkeypatch.setattr(model_memory, "text_headers", lambda path: headers)
+    monkeypatch.setattr(stored_bytes, "text_headers", lambda path: headers)
     memory = DeviceMemory(int(84e9), int(84e9), others_room=int(0.9 * 84e9 * (num_gpus - 1)))
     config = job(**{"speculative.method": "none"})
     lengths = SequenceLengths(8192, 1, guaranteed=4096)
