@@ -10,6 +10,7 @@ from eagle_ray.assembly.placement import dispatch, layer_sizes, moved, other_siz
 from eagle_ray.attention import backend
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
+from eagle_ray.families import FAMILIES as RECORDS
 from eagle_ray.kv import kv_cache
 from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
@@ -91,12 +92,18 @@ def test_a_model_of_another_build_is_refused():
         layer_sizes(model)
 
 
+# Families that transformers' forward, which runs what lies on several devices, computes otherwise.
+ON_ONE_DEVICE = [name for name in FAMILIES if RECORDS[FAMILIES[name].model_type].why_own]
 OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the slow tests
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+        if name not in ON_ONE_DEVICE
+    ],
 )
 def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatch):
     """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
@@ -125,3 +132,11 @@ def test_operations_over_two_devices_have_tensors_on_one_device(name, monkeypatc
         rows = tree.pack_portably(batch.lengths, 3)  # the C++ form reads memory, too
         output = target.verify(tree, rows, batch, max_depth=0)
         assert {output.logits.device, output.features.device} == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize("name", ON_ONE_DEVICE)
+def test_a_family_of_our_own_forward_alone_is_refused(name):
+    model = random_model(FAMILIES[name])
+    dispatch(model, ["cpu", "cpu"], [0, 1])
+    with pytest.raises(EngineError, match=rf"^{name}: .*Use plain weights, and execution.gpus"):
+        target_of(model)
