@@ -150,7 +150,11 @@ class BatchStore:
     def cancel(self, record: BatchRecord) -> int:
         """Request the cancellation of a batch, and return when it was first requested."""
         now = int(time.time())
-        (self.work(record.owner, record.id) / "cancel").create(json_bytes(now))
+        file = self.work(record.owner, record.id) / "cancel"
+        while not file.exists():
+            # A process that claims the run meanwhile removes temporary files, as those of a create.
+            with suppress(FileNotFoundError):
+                file.create(json_bytes(now))
         current = self.find(record.owner, record.id)
         if current is not None and current.is_over:  # it ended meanwhile
             self.work(record.owner, record.id).remove_tree()

@@ -268,6 +268,21 @@ def test_a_record_is_stored_and_shown_as_openais(root):
     )
 
 
+def test_a_cancellation_while_the_run_is_claimed_is_kept(root, monkeypatch):
+    store = BatchStore(root)
+    record, create_file = create(store), StoragePath.create
+    removed = [FileNotFoundError("the temporary file was removed")] * 2
+
+    def create_late(file, *args):
+        if file.name == "cancel" and removed:
+            raise removed.pop()
+        return create_file(file, *args)
+
+    monkeypatch.setattr(StoragePath, "create", create_late)
+    at = store.cancel(record)
+    assert not removed and store.cancelling_at(record) == at
+
+
 def test_open_batches_are_limited_by_owner(root):
     store = BatchStore(root)
     one, two = (create(store, max_open=2) for _ in range(2))
