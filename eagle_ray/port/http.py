@@ -41,7 +41,7 @@ from eagle_ray.port.engine_client import AdmissionStopped, Call, as_row_error
 from eagle_ray.port.http_request import HttpRequest, sample_request
 from eagle_ray.port.http_rows import HttpRows, determinism_of
 from eagle_ray.port.http_target import Target
-from eagle_ray.port.spend import ANSWERED, Attempt, SpendLog
+from eagle_ray.port.spend import ANSWERED, Attempt, SpendLog, StoredAnswers
 from eagle_ray.port.throttle import (
     AttemptOutcome,
     Demand,
@@ -106,6 +106,7 @@ class HttpClient:
         self._throttle = throttle
         self._rows = rows
         self._spend = spend
+        self._paid = StoredAnswers(spend.run)
         self._check_server = check_server
         self._is_private = not config.output.store_prompt
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
@@ -195,7 +196,7 @@ class HttpClient:
 
     async def _columns(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:
         """Return the output columns of an answer, from the spend log if it is paid for already. Raises as _ask does."""
-        columns = self._spend.answer_to(sent.key)
+        columns = self._paid.columns(sent.key)
         return await self._ask(sent, sample) if columns is None else columns
 
     async def _ask(self, sent: HttpRequest, sample: HttpSample) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,6 +28,7 @@ from eagle_ray.storage.path import StoragePath
 
 SPEND = "spend"
 ANSWERED = "answered"
+TOKENS = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "reasoning_tokens")
 FLUSH_S = 1.0
 
 
@@ -57,32 +59,25 @@ class Attempt:
             "at": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "kind": self.kind,
             "has_usage": self.usage is not None,
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.output,
-            "cached_prompt_tokens": usage.cached,
-            "reasoning_tokens": usage.reasoning,
+            **dict(zip(TOKENS, usage, strict=True)),
             "dollars": self.dollars,
             "columns": None if self.columns is None else dict(self.columns),
         }
 
 
 class SpendLog:
-    """The file of one worker, and the answers of all files that were there when it was opened."""
+    """The file of one worker."""
 
     def __init__(self, run: Run, worker_id: str):
+        self.run = run
         self._directory = run.output / SPEND
         self._directory.make_directory()
-        self._answers = StoredAnswers(run)
         name = "".join(each if each.isalnum() else "-" for each in worker_id)
         self._stem = f"{run.run_id}-{run.attempt:04d}-{name}"
         self._file: int | None = None
         self._lines: list[str] = []
         self._num_objects = 0
         self._flushed_at = time.monotonic()
-
-    def answer_to(self, key: str) -> Json | None:
-        """Return the columns of an answer that an earlier process has paid for; None if there is none."""
-        return self._answers.columns(key)
 
     def append(self, attempt: Attempt) -> None:
         """Write an attempt; on object storage with the others of the last FLUSH_S."""
@@ -98,7 +93,8 @@ class SpendLog:
         self._lines = []
         self._flushed_at = time.monotonic()
         if self._directory.is_local:
-            os.write(self._descriptor(), data)
+            while data:  # a full disk takes a part, and then refuses the rest
+                data = data[os.write(self._descriptor(), data) :]
             return
         self._num_objects += 1
         path = self._directory / f"{self._stem}-{self._num_objects:06d}.jsonl"
@@ -119,43 +115,84 @@ class SpendLog:
         return self._file
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a file, and what it says.
+
+    Attributes:
+        position: its file, its first byte and its number of bytes.
+        facts: what Attempt.as_json has made.
+    """
+
+    position: tuple[StoragePath, int, int]
+    facts: Json
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Return the attempt's tokens; none if the endpoint told none."""
+        return TokenUsage(*(self.facts[name] for name in TOKENS))
+
+
 class StoredAnswers:
-    """The answers in the files of a run, by key. Those of local files are read when they are needed."""
+    """The answers in the files of a run: the first of each key. What an answer says is read when it is needed.
 
-    run: Run
-    _lines_at: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    _columns: dict[str, Json] = field(default_factory=dict)
+    Attributes:
+        num_by_kind: numbers of answers.
+        usage: tokens of all of them.
+    """
 
-    def __post_init__(self) -> None:
-        for path in spend_files(self.run):
-            start = 0
-            for line in path.read_bytes().splitlines(keepends=True):
-                entry = _entry(line)
-                if entry is not None and entry.get("columns") is not None:
-                    self._note(path, entry, start, len(line))
-                start += len(line)
+    def __init__(self, run: Run):
+        self._run = run
+        self._positions: dict[str, tuple[StoragePath, int, int] | None] = {}
+        self.num_by_kind: Counter[str] = Counter()
+        self.usage = TokenUsage()
+        for entry in entries_of(run):
+            if entry.facts.get("columns") is None or entry.facts["key"] in self:
+                continue
+            self._positions[entry.facts["key"]] = entry.position
+            self._count(entry.facts["kind"], entry.usage)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def add(self, answer: Attempt) -> bool:
+        """Count an answer that is to be written. Return False if there is one of its key, which stays."""
+        if answer.key in self:
+            return False
+        self._positions[answer.key] = None
+        self._count(answer.kind, answer.usage or TokenUsage())
+        return True
+
+    def _count(self, kind: str, usage: TokenUsage) -> None:
+        self.num_by_kind[kind] += 1
+        self.usage = self.usage.plus(usage)
 
     def columns(self, key: str) -> Json | None:
         """Return the columns of an answer; None if there is none."""
-        if key in self._columns:
-            return self._columns[key]
-        if key not in self._lines_at:
+        position = self._positions.get(key)
+        if position is None:
             return None
-        path, start, size = self._lines_at[key]
+        path, start, size = position
         try:
-            with open(path, "rb") as file:
+            with path.open() as file:
                 file.seek(start)
-                entry = _entry(file.read(size))
+                facts = _facts(file.read(size))
         except OSError:
             return None
-        return entry["columns"] if entry is not None and entry.get("key") == key else None
+        return facts["columns"] if facts is not None and facts.get("key") == key else None
 
-    def _note(self, path: StoragePath, entry: Json, start: int, size: int) -> None:
-        if path.is_local:
-            self._lines_at[entry["key"]] = (str(path), start, size)
-        else:
-            self._columns[entry["key"]] = entry["columns"]
+    def entries(self) -> Iterator[Entry]:
+        """Yield the answers in their order. Raises FileNotFoundError if not all of them are in the files."""
+        num_left = len(self)
+        for entry in entries_of(self._run):
+            if self._positions.get(entry.facts["key"]) == entry.position:
+                num_left -= 1
+                yield entry
+        if num_left:
+            raise FileNotFoundError(f"{self._run.output}: {num_left} answers are gone")
 
 
 def spend_files(run: Run) -> list[StoragePath]:
@@ -164,13 +201,16 @@ def spend_files(run: Run) -> list[StoragePath]:
     return sorted(directory.glob(f"{run.run_id}-*.jsonl")) if directory.is_directory() else []
 
 
-def entries_of(run: Run) -> Iterator[Json]:
+def entries_of(run: Run) -> Iterator[Entry]:
     """Yield the attempts of a run; the last line of a killed worker may be cut, and is left out."""
     for path in spend_files(run):
-        for line in path.read_bytes().splitlines():
-            entry = _entry(line)
-            if entry is not None:
-                yield entry
+        start = 0
+        with path.open() as file:
+            for line in file:
+                facts = _facts(line)
+                if facts is not None:
+                    yield Entry((path, start, len(line)), facts)
+                start += len(line)
 
 
 def spend_summary(run: Run) -> Json:
@@ -178,20 +218,20 @@ def spend_summary(run: Run) -> Json:
 
     The entry dollars is None if the price of one is not known.
     """
-    names = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "reasoning_tokens")
-    total: Json = dict.fromkeys(("requests", "answered", "limited", "without_usage", *names), 0)
+    total: Json = dict.fromkeys(("requests", "answered", "limited", "without_usage", *TOKENS), 0)
     dollars = 0.0
     is_priced = True
     for entry in entries_of(run):
+        facts = entry.facts
         total["requests"] += 1
-        total["answered"] += entry["kind"] == ANSWERED
-        total["limited"] += entry["kind"] == "limited"
-        is_paid = entry["kind"] == ANSWERED or entry["has_usage"]
-        total["without_usage"] += not entry["has_usage"] and is_paid
-        for name in names:
-            total[name] += entry[name]
-        if entry["dollars"] is not None:
-            dollars += entry["dollars"]
+        total["answered"] += facts["kind"] == ANSWERED
+        total["limited"] += facts["kind"] == "limited"
+        is_paid = facts["kind"] == ANSWERED or facts["has_usage"]
+        total["without_usage"] += not facts["has_usage"] and is_paid
+        for name in TOKENS:
+            total[name] += facts[name]
+        if facts["dollars"] is not None:
+            dollars += facts["dollars"]
         elif is_paid:
             is_priced = False
     return total | {"dollars": dollars if is_priced else None}
@@ -200,7 +240,7 @@ def spend_summary(run: Run) -> Json:
 def drop_answers(run: Run) -> None:
     """Take the columns out of the lines of a run whose rows are all in its part files."""
     for path in spend_files(run):
-        entries = [_entry(line) for line in path.read_bytes().splitlines()]
+        entries = [_facts(line) for line in path.read_bytes().splitlines()]
         if not any(entry is not None and entry.get("columns") for entry in entries):
             continue
         lines = [
@@ -211,9 +251,9 @@ def drop_answers(run: Run) -> None:
         path.write_atomic("".join(lines).encode())
 
 
-def _entry(line: bytes) -> Json | None:
+def _facts(line: bytes) -> Json | None:
     try:
-        entry = json.loads(line)
+        facts = json.loads(line)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) and "key" in entry else None
+    return facts if isinstance(facts, dict) and "key" in facts else None
