@@ -18,20 +18,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from eagle_ray.config.records import RunRecord
 from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.port.spend import SpendLog
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs import lease
 from eagle_ray.runs.lease import hold
 from eagle_ray.runs.run import Run
-from eagle_ray.serve.batches import batch_runner, file_store
+from eagle_ray.serve.batches import batch_job, batch_runner, file_store
 from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
-from eagle_ray.serve.batches.batch_store import BatchStore, response_answer
+from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
+from eagle_ray.serve.batches.line_answers import response_answer
 
 URL = "/v1/completions"
 CHUNK_BYTES = 2000
@@ -170,14 +172,10 @@ def shorten_runner_intervals(
 
     in_bucket: fewer times, as each look at a bucket is several requests.
     """
-    for name in (
-        "BATCH_POLL_S",
-        "ANSWER_LOG_S",
-        "TRY_AGAIN_AFTER_S",
-        "AFTER_LOSS_S",
-        "RETRY_AFTER_ERROR_S",
-    ):
-        set_value(batch_runner, name, 0.1 if in_bucket else 0.02)
+    seconds = 0.1 if in_bucket else 0.02
+    for name in ("LOOK_EVERY_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+        set_value(batch_runner, name, seconds)
+    set_value(batch_job, "BATCH_POLL_S", seconds)
     set_value(file_store, "UPLOAD_CHUNK_BYTES", CHUNK_BYTES)
     for name, seconds in {
         "LEASE_S": LEASE_S,
@@ -312,3 +310,10 @@ def claimed(directory):
     """A run in the directory."""
     with hold(directory) as lease, Run.claim(lease, Run.inspect(directory, RunRecord), {}) as run:
         yield run
+
+
+def write(run, *answers, worker="w"):
+    """Write answers as a process of the run does."""
+    with closing(SpendLog(run, worker)) as log:
+        for each in answers:
+            log.append(each)

@@ -1,4 +1,4 @@
-"""Files and batches of an endpoint in a bucket: the log, the run and the end of a batch hold there too."""
+"""Files and batches of an endpoint in a bucket: the answers, the run and the end of a batch hold there too."""
 
 import asyncio
 import json
@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from eagle_ray.runs.job_errors import FencedError
+from eagle_ray.port.spend import StoredAnswers
 from eagle_ray.runs.lease import LOCK
-from eagle_ray.serve.batches import batch_runner
-from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore
+from eagle_ray.serve.batches import batch_job, batch_runner
+from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.line_answers import file_lines
 from tests.support.batches import (
     OLD,
     Replicas,
@@ -23,6 +24,7 @@ from tests.support.batches import (
     runner_of,
     shorten_runner_intervals,
     submit_batch,
+    write,
 )
 
 
@@ -32,7 +34,8 @@ def store(bucket):
 
 
 def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "BATCH_POLL_S", 0.2)
+    monkeypatch.setattr(batch_runner, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(batch_job, "BATCH_POLL_S", 0.2)
     assert store.salt() == store.salt() and len(store.salt()) == 16
     batch = submit_batch(store, ["a", "wrong", *"bcdef"])
     [record] = finish(store, runner_of(store, Replicas()), batch)
@@ -51,23 +54,20 @@ def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
     ).glob("*")
 
 
-def test_two_writers_and_a_later_attempt_in_a_bucket(store):
+def test_answers_of_two_processes_in_a_bucket_count_once(store):
     with claimed(store.root / "log") as run:
-        first, second = (AnswerLog(run) for _ in range(2))
-        first.append([answer("a")])
-        second.append([answer("a"), answer("b")])
-        first.load()
-    assert first.answered == second.answered == {"a", "b"} and (
-        first.completed,
-        second.completed,
-    ) == (2, 2)
-    with claimed(store.root / "log"), pytest.raises(FencedError):
-        first.append([answer("c")])
+        write(run, answer("a"), worker="1")
+        write(run, answer("a"), answer("b"), worker="2")
+    stored = StoredAnswers(run)
+    assert (len(stored), stored.usage) == (2, (6, 8, 4, 2))
+    assert len([*file_lines(stored, True)]) == 2
+    assert stored.columns("b") == answer("b").columns
 
 
 @pytest.mark.slow
 def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypatch):
-    monkeypatch.setattr(batch_runner, "BATCH_POLL_S", 0.2)
+    monkeypatch.setattr(batch_runner, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(batch_job, "BATCH_POLL_S", 0.2)
     for file in OLD.rglob("*"):
         if file.is_file():
             (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())

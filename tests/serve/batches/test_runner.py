@@ -2,16 +2,15 @@
 
 import asyncio
 import random
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
+from eagle_ray.port.spend import SpendLog
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs.lease import Lease
-from eagle_ray.serve.batches import batch_runner, file_store
+from eagle_ray.serve.batches import batch_job, file_store
 from eagle_ray.serve.batches.batch_runner import sweep
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.storage.path import StoragePath
@@ -23,20 +22,15 @@ from tests.support.batches import (
     num_completed,
     run_until,
     runner_of,
+    shorten_runner_intervals,
     submit_batch,
 )
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    for name in (
-        "BATCH_POLL_S",
-        "ANSWER_LOG_S",
-        "TRY_AGAIN_AFTER_S",
-        "AFTER_LOSS_S",
-        "RETRY_AFTER_ERROR_S",
-    ):
-        monkeypatch.setattr(batch_runner, name, 0.02)
+    shorten_runner_intervals(monkeypatch.setattr)
+    monkeypatch.setattr(file_store, "UPLOAD_CHUNK_BYTES", 1 << 20)
     return BatchStore(StoragePath.of(tmp_path / "kept"))
 
 
@@ -145,6 +139,7 @@ class CountedWrites:
         self.num_left = None
         for name in self.NAMES:
             monkeypatch.setattr(StoragePath, name, self._counted(getattr(StoragePath, name)))
+        monkeypatch.setattr(SpendLog, "append", self._counted(SpendLog.append))
 
     def _counted(self, write):
         def counted(*args, **more):
@@ -157,6 +152,7 @@ class CountedWrites:
         return counted
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_runner_killed_before_any_of_its_writes_is_resumed(store, monkeypatch):
     monkeypatch.setattr(file_store, "UPLOAD_CHUNK_BYTES", 300)
     writes, num_kills, is_killed = CountedWrites(monkeypatch), 0, True
@@ -185,46 +181,24 @@ def test_runner_killed_before_any_of_its_writes_is_resumed(store, monkeypatch):
 
 @pytest.mark.parametrize("place", ["_write_files", "_finalize", "_save"])
 def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypatch, place):
-    real, failures = getattr(batch_runner.RunningBatch, place), [OSError("the disk is away")] * 2
+    real, failures = getattr(batch_job.BatchJob, place), [OSError("the disk is away")] * 2
 
     def fails(self, *args, **more):
         if failures:
             raise failures.pop()
         return real(self, *args, **more)
 
-    monkeypatch.setattr(batch_runner.RunningBatch, place, fails)
+    monkeypatch.setattr(batch_job.BatchJob, place, fails)
     [record] = finish(store, runner_of(store, Replicas()), submit_batch(store, ["a", "wrong", "b"]))
     done, failed = batch_outcome(store, record)
     assert record.status == "completed" and len(done) == 2 and len(failed) == 1 and not failures
 
 
-class OneThreadExecutor(ThreadPoolExecutor):
-    """Runs what a runner blocks on. A release of a lease waits until the runner's task has been cancelled."""
-
-    def __init__(self):
-        super().__init__(1)
-        self.waits, self.goes_on = threading.Event(), threading.Event()
-
-    def submit(self, work, *args):
-        if "Lease.release" in repr(work):
-            super().submit(self.goes_on.wait)
-            self.waits.set()
-        return super().submit(work, *args)
-
-
-def test_runner_ended_during_a_lease_release_releases_the_lease(store):
-    batch, runner, thread = (
-        submit_batch(store, "a"),
-        runner_of(store, Replicas()),
-        OneThreadExecutor(),
-    )
-
-    async def end_in_the_middle():
-        asyncio.get_running_loop().set_default_executor(thread)
-        await run_until(runner, thread.waits.is_set)
-        thread.goes_on.set()
-
-    asyncio.run(end_in_the_middle())
+def test_a_runner_that_is_ended_releases_its_leases(store):
+    replicas = Replicas(seconds=60)
+    batch, runner = submit_batch(store, "a"), runner_of(store, replicas)
+    asyncio.run(run_until(runner, lambda: replicas.now))
+    assert replicas.now == 0 and store.open_ids() == [("all", batch.id)]
     assert Lease.of(store.work("all", batch.id)).try_take()
 
 
@@ -289,7 +263,7 @@ def test_a_batch_that_is_late_expires_with_what_it_has(store, monkeypatch):
 
     async def expire_in_the_middle():
         await run_until(runner, lambda: num_completed(store, batch) >= 3)
-        monkeypatch.setattr(batch_runner, "time", late)
+        monkeypatch.setattr(batch_job, "time", late)
         await run_until(runner, lambda: store.find("all", batch.id).is_over)
 
     asyncio.run(expire_in_the_middle())

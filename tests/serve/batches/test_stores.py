@@ -1,22 +1,30 @@
-"""What keeps files and batches: whole files or none, a log that answers each id once."""
+"""What keeps files and batches: whole files or none, and answers of which each line has one."""
 
 import json
 import time
+from contextlib import closing
 
 import pytest
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.port.spend import SpendLog, StoredAnswers
 from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.batches import file_store
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
 from eagle_ray.serve.batches.batch_models import BATCH, FILE, BatchRecord, is_id, made_at, new_id
 from eagle_ray.serve.batches.batch_runner import sweep
-from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore, error_answer, response_answer
+from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
+from eagle_ray.serve.batches.line_answers import (
+    error_answer,
+    file_lines,
+    read_answers,
+    response_answer,
+)
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath
-from tests.support.batches import OLD, answer, claimed
+from tests.support.batches import OLD, answer, claimed, write
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def test_a_store_is_for_its_owner_alone(tmp_path):
         store.files("all").write([b"x"], "in.jsonl", "batch")
         record = create(store)
         with claimed(store.work("all", record.id)) as run:
-            AnswerLog(run).append([error_answer(record.id, "a", "b", "c")])
+            write(run, error_answer(record.id, "a", "b", "c"))
         paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
         assert len(paths) > 12
         assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
@@ -100,67 +108,69 @@ def test_file_without_description_is_none_and_expired_is_deleted(root):
     assert store.unfinished_ids() == [new] and store.ids() == [used.id]
 
 
-def test_a_log_holds_each_id_once_whoever_writes(root):
+def test_of_two_answers_of_a_line_the_first_one_counts(root):
+    late = error_answer("batch_1", "c", "batch_expired", "too late")
     with claimed(root) as run:
-        first, second = AnswerLog(run), AnswerLog(run)
-        check_two_writers(first, second, AnswerLog(run))
-
-
-def check_two_writers(first, second, again):
-    first.append([answer("a"), answer("é", 400)])
-    second.append([answer("a"), answer("b")])  # it has not read what the first one wrote
-    first.append([answer("b"), error_answer("batch_1", "c", "batch_expired", "too late")])
-    first.append([answer("a"), answer("c")])
-    second.load()
-    again.load()
-    for log in (first, second, again):
-        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (
-            2,
-            2,
-            (6, 8, 4, 2),
-        )
-    done, failed = ([json.loads(line) for line in again.lines(kind)] for kind in (True, False))
-    assert [line["custom_id"] for line in done] == ["a", "b"] and [
-        line["custom_id"] for line in failed
-    ] == ["é", "c"]
-    assert (
-        done[0]["response"]["body"]["usage"]["completion_tokens"] == 4 and done[0]["error"] is None
+        write(run, answer("a"), answer("é", 400), worker="1")
+        write(run, answer("a", 400), answer("b"), answer("c"), late, worker="2")
+    stored = StoredAnswers(run)
+    assert [id for id in "aébc" if id in stored] == [*"aébc"] and "d" not in stored
+    assert (len(stored), stored.num_by_kind["answered"], stored.usage) == (4, 3, (9, 12, 6, 3))
+    done, failed = (
+        [json.loads(line) for line in file_lines(stored, kind)] for kind in (True, False)
     )
-    assert failed[0]["response"]["status_code"] == 400 and failed[1]["response"] is None
-    assert failed[1]["error"] == {"code": "batch_expired", "message": "too late"}
-    assert done[0]["id"] == json.loads(answer("a").line)["id"] != done[1]["id"]
+    assert [line["custom_id"] for line in done] == ["a", "b", "c"]
+    assert [line["custom_id"] for line in failed] == ["é"]
+    assert done[0]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert done[0]["error"] is None and failed[0]["response"]["status_code"] == 400
+    assert done[0]["id"] == json.loads(answer("a").columns["line"])["id"] != done[1]["id"]
 
 
-def test_a_log_of_an_earlier_attempt_can_add_nothing(root):
+def test_an_answer_that_a_kill_has_cut_is_none(root):
     with claimed(root) as run:
-        old = AnswerLog(run)
-        old.append([answer("a")])
+        write(run, answer("a"), answer("b"))
+    [file] = (root / "spend").glob("*.jsonl")
+    data = file.read_bytes()
+    for size in range(len(data) - 40, len(data) - 1):
+        file.write_atomic(data[:size])
+        stored = StoredAnswers(run)
+        assert "a" in stored and "b" not in stored and len([*file_lines(stored, True)]) == 1
+
+
+def test_answers_of_a_process_that_went_on_are_not_in_the_files(root):
     with claimed(root) as run:
-        with pytest.raises(FencedError):
-            old.append([answer("b")])
-        log = AnswerLog(run)
-        log.load()
-        assert log.answered == {"a"}
+        write(run, answer("a"))
+    with claimed(root) as later:
+        stored = StoredAnswers(later)
+        write(run, answer("a", 400), answer("b"))
+        assert len([*file_lines(stored, True)]) == 1 and not [*file_lines(stored, False)]
+
+
+def test_lines_of_an_earlier_versions_parts_are_answers(root):
+    with claimed(root) as run, closing(SpendLog(run, "w")) as log:
+        (run.data / "000000").write_atomic(f"{answer('a').columns['line']}\n".encode())
+        for _ in range(2):
+            stored = read_answers(run, log)
+            assert (len(stored), stored.usage) == (1, (3, 4, 2, 1))
+            assert [json.loads(line)["custom_id"] for line in file_lines(stored, True)] == ["a"]
 
 
 def test_fenced_process_writes_no_part_of_a_batch_file(root):
-    """It was stopped for longer than its lease lasts, with all answers in its log."""
+    """It was stopped for longer than its lease lasts, with all answers written."""
     store, files = BatchStore(root), FileStore(root, "all")
     work = store.work("all", "batch_1")
     with claimed(work) as run:
-        late = AnswerLog(run)
-        late.append([answer("a"), answer("b")])
+        write(run, answer("a"), answer("b"))
+        late = StoredAnswers(run)
     with claimed(work) as later:
-        log = AnswerLog(later)
-        log.load()
-        file = files.write(log.lines(True), "out.jsonl", "batch_output", check=later.check_current)
+        lines = file_lines(StoredAnswers(later), True)
+        file = files.write(lines, "out.jsonl", "batch_output", check=later.check_current)
         with pytest.raises(FencedError):
-            files.write(
-                late.lines(True), "out.jsonl", "batch_output", None, file.id, run.check_current
-            )
+            lines = file_lines(late, True)
+            files.write(lines, "out.jsonl", "batch_output", None, file.id, run.check_current)
     store.close("all", "batch_1")
     with pytest.raises(FileNotFoundError):
-        files.write(late.lines(True), "out.jsonl", "batch_output", None, file.id)
+        files.write(file_lines(late, True), "out.jsonl", "batch_output", None, file.id)
     assert len(list(files.lines(file))) == 2 and files.ids() == [file.id]
 
 
