@@ -21,8 +21,6 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 ORDER = """
 core families
 gguf kernels report scaling storage
-text.strict_json
-requests.structured
 text
 requests.values
 requests.messages
@@ -72,7 +70,7 @@ FAMILIES = [  # modules with functions of one name and meaning, of which another
 ]
 HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks
 MUTUAL = """
-config-requests core-requests core-sampling requests-sampling requests-text serve-serve.batches
+config-requests core-requests core-sampling requests-sampling serve-serve.batches
 """  # folders that import each other, whose modules have levels of their own above; this only shrinks
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {

@@ -43,7 +43,6 @@ from eagle_ray.requests.parameters import (
 from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.request import InputRow, chat_of, unreadable
 from eagle_ray.requests.responses import RESPONSES_ONLY, chat_body, chat_values, check_response
-from eagle_ray.requests.structured import with_own_keys
 from eagle_ray.requests.values import (
     HTTP,
     Json,
@@ -55,6 +54,7 @@ from eagle_ray.requests.values import (
     unsupported,
 )
 from eagle_ray.text.chat_format import template_message
+from eagle_ray.text.structured import with_own_keys
 
 MAX_SEQUENCES = 1024  # sequences of a request
 BodyClass = TypeVar("BodyClass", bound="Body")

@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.messages import MESSAGES
 from eagle_ray.requests.refused import fix_of, refused_at
-from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
     CHATS,
     EMPTY_VALUES,
@@ -72,6 +71,7 @@ from eagle_ray.text.chat_options import (
     check_template_kwargs,
     check_tools,
 )
+from eagle_ray.text.structured import RESPONSE_FORMAT_FORM
 
 # A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has
 # steps of 2e-6, so that 100 keeps logits apart that differ by 2e-4. Far above it they round away

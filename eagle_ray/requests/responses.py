@@ -29,10 +29,10 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
-from eagle_ray.requests.structured import response_format_text
 from eagle_ray.requests.values import Json, bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError
+from eagle_ray.text.structured import response_format_text
 
 # Parameters of responses alone.
 RESPONSES_ONLY = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}

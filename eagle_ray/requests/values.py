@@ -25,9 +25,9 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json, place_text
+from eagle_ray.text.structured import response_format_text, schema_text
 
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1

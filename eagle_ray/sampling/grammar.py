@@ -28,9 +28,9 @@ from typing import Any
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.structured import check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 from eagle_ray.sampling.parser_budget import ParserCost
+from eagle_ray.text.structured import check_schema
 
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 # A grammar may take this long to compile, its conversion included; another 10 s for a free compiler.

@@ -35,12 +35,12 @@ from eagle_ray.requests.openai_bodies import (
 from eagle_ray.requests.parameters import EMPTY_VALUES, STREAM_OPTIONS
 from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
-from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Json, Kind, Object
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 from eagle_ray.serve.http_answers import json_body
+from eagle_ray.text.structured import KEY_BY_VLLM_NAME
 
 AT = "#/components/schemas/"
 POSTS = {

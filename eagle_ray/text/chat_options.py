@@ -32,7 +32,6 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.structured import check_schema
 from eagle_ray.text.chat_format import (
     ARGS,
     PYTHON_TAG,
@@ -43,6 +42,7 @@ from eagle_ray.text.chat_format import (
     TOOL_OPEN,
     ReasoningStart,
 )
+from eagle_ray.text.structured import check_schema
 
 MODES = ("none", "auto", "required")
 MAX_TOOLS = 1024  # eight times OpenAI's bound

@@ -16,8 +16,8 @@ from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_bodies import parse_batch_line
 from eagle_ray.requests.request_rows import controls_json
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.text.structured import response_format_text
 from tests.support.inputs import TINY, line, plan, request, write
 from tests.support.row_invariants import broken_invariants
 from tests.support.schemas import FORMAT, SCHEMA

@@ -36,7 +36,7 @@ OTHER_LISTS = {
     "requests/request_rows.py": "columns of an output row",
     "requests/responses.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
-    "requests/structured.py": "vLLM's names",
+    "text/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
     "serve/generation_request.py": "keys of a response",
     "text/chat_options.py": "arguments of transformers that are no values of a template",
