@@ -34,8 +34,9 @@ from eagle_ray.config import (
     load_config,
 )
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.columns import PROMPT_NAME, RequestColumns, RowLocation, RowPosition
-from eagle_ray.requests.parameters import SamplingParams, match_unsupported, python_hint
+from eagle_ray.requests.parameters import match_unsupported, python_hint
 from eagle_ray.requests.refused import has_effect
 from eagle_ray.requests.request import Request, parse_row, with_checked_texts
 from eagle_ray.requests.values import plain_value
@@ -125,7 +126,7 @@ def engine_config(
     return with_chosen_draft(config)
 
 
-def sampling_config(params: SamplingParams) -> SamplingConfig:
+def sampling_config(params: SamplingSettings) -> SamplingConfig:
     """Return the key `sampling` of a job with these parameters, but for their seed."""
     values = {name: getattr(params, name) for name in SamplingConfig.model_fields}
     values |= {

@@ -2,7 +2,7 @@
 
     bundle = build_engine_from_config(config.model, config.speculative, EngineArgs(slots=4))
     ids = bundle.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
-    bundle.engine.add(Sequence("a", ids, SamplingParams()))
+    bundle.engine.add(Sequence("a", ids, SamplingSettings()))
 
 `hub` locates the models, `load_models` loads them, and `model_memory` sizes their caches.
 """

@@ -33,8 +33,9 @@ from eagle_ray.cli.checked_rows import CheckedRow, CheckedTarget, checked_row, s
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.requests.parameters import FORMS, SamplingParams, merged_values
+from eagle_ray.requests.parameters import FORMS, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
 from eagle_ray.runs.layout import output_of, wrap_os_errors
@@ -227,7 +228,8 @@ def check_grammars(
         if request.error is not None or not (own or any(defaults.values())):
             continue
         values = merged_values(defaults, {name: request.sampling.get(name) for name in FORMS})
-        if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
+        spec = GrammarSpec.of(SamplingSettings(**values))
+        if spec is None:  # {"type": "text"}
             continue
         check.num_rows += 1
         key = hashlib.blake2b(dump_json(values, sort_keys=True).encode(), digest_size=16).digest()

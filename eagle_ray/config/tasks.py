@@ -15,7 +15,8 @@ from eagle_ray.config.engine_section import engine_faults
 from eagle_ray.config.job import JobConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.parameters import SamplingParams, faults_of_scored
+from eagle_ray.core.sampling_settings import SamplingSettings
+from eagle_ray.requests.parameters import faults_of_scored
 
 Config = TypeVar("Config", JobConfig, ServeConfig)
 # Keys, or their beginnings, that nothing reads in the other task.
@@ -65,7 +66,7 @@ def check_scored(config: JobConfig, given: Mapping[str, Any]) -> None:
         given: as for_task takes it.
     """
     section = "sampling."
-    params = SamplingParams.of_checked(dict(config.sampling))
+    params = SamplingSettings(**dict(config.sampling))
     keys = [key for key, value in given.items() if key.startswith(section) and value is not None]
     names = {key.split(".")[1] for key in keys}
     own = {name: getattr(config.sampling, name) for name in names}

@@ -1,6 +1,6 @@
 """SamplingBatch: the sampling parameters of a batch as tensors, gathered from a SamplingTable of the slots.
 
->>> SamplingBatch.of([SamplingParams(temperature=0.8, seed=7)]).any_sampled
+>>> SamplingBatch.of([SamplingSettings(temperature=0.8, seed=7)]).any_sampled
 True
 """
 
@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.seeds import as_int64
-from eagle_ray.requests.parameters import SamplingParams
 
 Kind = tuple[bool, bool, bool, bool]
 """Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
@@ -73,7 +73,7 @@ class SamplingBatch:
     @classmethod
     def of(
         cls,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingSettings],
         device: torch.device | str = "cpu",
         eos_ids: Collection[int] = (),
     ) -> SamplingBatch:
@@ -170,7 +170,7 @@ class SamplingTable:
         self._num_logprobs = np.zeros(num_slots, dtype=np.int64)
         self._stops: dict[int, list[int]] = {}  # slot -> stop tokens
 
-    def set(self, slot: int, params: SamplingParams) -> None:
+    def set(self, slot: int, params: SamplingSettings) -> None:
         """Store the parameters of the sequence that holds a slot from now on. No seed is 0."""
         self._floats[:, slot] = (
             0.0 if params.is_greedy else params.temperature,

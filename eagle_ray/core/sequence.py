@@ -12,7 +12,7 @@ from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.pooling_state import PoolingState
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls, singles_of
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
@@ -79,7 +79,7 @@ class Sequence:
 
     request_id: str
     prompt_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSettings
     stop_check: StopCheck | None = None
     checks_stop_ids: bool = False
     output_ids: list[int] = field(default_factory=list)

@@ -23,6 +23,7 @@ from eagle_ray.assembly.worker_plan import ACCELERATOR, WorkerPlan, threads_want
 from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment, resolve_address
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.doctor.finding import Finding
 from eagle_ray.doctor.system import free_memory, num_cores
@@ -33,7 +34,6 @@ from eagle_ray.models.packed_linear import PackedLinear, can_pack, is_tiled, pac
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.models.supported_models import has_sinks, head_dims
 from eagle_ray.report.text import counted, gib
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.runs.job_errors import ClusterError
 
 TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
@@ -332,7 +332,7 @@ def _decoded(
     speculative = SpeculativeConfig(**settings)
     assembled = build_engine_from_config(model, speculative, EngineArgs(len(TRIAL_PROMPTS)))
     engine = assembled.engine
-    params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
+    params = SamplingSettings(max_tokens=TRIAL_TOKENS, ignore_eos=True)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
     for sequence in sequences:
         engine.add(sequence)

@@ -1,7 +1,7 @@
 """AsyncEngine: an Engine that steps in its own thread and is awaited from an event loop.
 
     engine = AsyncEngine(engine)
-    sequence = await engine.generate(Sequence("a", ids, SamplingParams()))
+    sequence = await engine.generate(Sequence("a", ids, SamplingSettings()))
 
 or streamed, the first token before any draft is verified:
 

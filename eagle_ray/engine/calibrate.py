@@ -28,6 +28,7 @@ from statistics import mean
 
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
@@ -37,7 +38,6 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, StepOutcome
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import PLAIN_PLAN, DraftPlan
 
 BUDGET_S = {
@@ -529,7 +529,7 @@ class CalibrationRun:
         is_own = self._distinct_prompts or length <= SHORT_PROMPT
         first = self._num_added if is_own else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(
+        params = SamplingSettings(
             temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True
         )
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)

@@ -1,6 +1,6 @@
 """EmbeddingEngine: an engine that pools the states of prompts into embeddings and generates no tokens.
 
-    engine.add(Sequence("a", ids, SamplingParams(), pooling=PoolingState(dimensions=1024)))
+    engine.add(Sequence("a", ids, SamplingSettings(), pooling=PoolingState(dimensions=1024)))
     while engine.has_work:
         for sequence in engine.step():
             print(sequence.pooling.vector)

@@ -1,6 +1,6 @@
 """Engine: continuous batching with speculative decoding. Each step drafts, verifies and commits for all sequences.
 
-    engine.add(Sequence("a", [1, 17, 4], SamplingParams(max_tokens=8)))
+    engine.add(Sequence("a", [1, 17, 4], SamplingSettings(max_tokens=8)))
     while engine.has_work:
         for sequence in engine.step():
             print(sequence.request_id, sequence.output_ids)

@@ -22,6 +22,7 @@ from functools import partial
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.engine.calibrate import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
@@ -37,7 +38,6 @@ from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.parallel.lockstep import ALONE, Lockstep
 from eagle_ray.planner.planner import Allocation, Planner
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 
 log = logging.getLogger("eagle_ray")
@@ -137,12 +137,12 @@ def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], No
                 yield partial(replayed.record_trees, drafter, num_trees, num_rows, bound, params)
 
 
-def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
+def _params(graphs: CudaGraphRunner) -> list[SamplingSettings]:
     """Return sampling parameters of each kind that a pass is recorded for in advance."""
     by_kind = {}
     for temperature in TEMPERATURES:
         kind = graphs.sampling_kind((temperature > 0, False, False, False))
-        by_kind[kind] = SamplingParams(temperature=temperature)
+        by_kind[kind] = SamplingSettings(temperature=temperature)
     return list(by_kind.values())
 
 

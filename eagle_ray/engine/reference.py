@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.sampling.control_state import WordIds, has_controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import unpack_tokens
@@ -42,7 +42,7 @@ class PlainOutput:
 def reference_decode(
     model: nn.Module,
     prompt_ids: list[int],
-    params: SamplingParams,
+    params: SamplingSettings,
     eos_ids: frozenset[int],
     grammars: GrammarCompiler | None = None,
     bad_word_ids: WordIds = (),
@@ -104,7 +104,7 @@ def reference_decode(
 
 def controlled_logits(
     logits: Float[Tensor, " V"],
-    params: SamplingParams,
+    params: SamplingSettings,
     bad_word_ids: WordIds,
     prompt_ids: list[int],
     output_ids: list[int],

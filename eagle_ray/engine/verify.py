@@ -26,6 +26,7 @@ from torch import Tensor
 from eagle_ray.attention.triton_attention import why_no_triton
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.step import StepShape, log_probs_at, step_record
@@ -35,7 +36,7 @@ from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation
-from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
+from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS
 from eagle_ray.sampling.sampler import sample
 from eagle_ray.tree.accepted_path import accept_path
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
@@ -371,7 +372,7 @@ class ReplayedSteps:
         return StartedPass(shape, finish)
 
     def record_plain(
-        self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams
+        self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingSettings
     ) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
         shape = StepShape(1, 0, 0, False, 0)
@@ -383,7 +384,7 @@ class ReplayedSteps:
         num_trees: int,
         num_rows: int,
         max_length: int,
-        params: SamplingParams,
+        params: SamplingSettings,
     ) -> None:
         """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
         shape = StepShape(1, num_rows, self._bounds.max_depth, False, 0)
@@ -395,7 +396,7 @@ class ReplayedSteps:
         batch_size: int,
         shape: StepShape,
         max_length: int,
-        params: SamplingParams,
+        params: SamplingSettings,
     ) -> None:
         batch = idle_batch(batch_size, self._target, max_length, params)
         tree = DraftTree.of_roots(batch.roots)

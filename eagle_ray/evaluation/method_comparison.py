@@ -26,6 +26,7 @@ from torch import Tensor
 
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.timing import Round, Timing, limited, total
 from eagle_ray.families import layers_of
@@ -37,11 +38,10 @@ from eagle_ray.report.intervals import (
     difference_interval,
     ratio_interval,
 )
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 
 COMPARISON_WARM_UP_TOKENS = 16
-GREEDY = SamplingParams()
+GREEDY = SamplingSettings()
 # Rounds, or questions, for an interval: of fewer it says more about their number than about the methods.
 MIN_ROUNDS = 8
 
@@ -83,7 +83,7 @@ def compare(
     prompts: list[list[int]],
     outputs: list[list[int]],
     plain: list[list[int]],
-    params: list[SamplingParams] | None = None,
+    params: list[SamplingSettings] | None = None,
     near_tie: float = NEAR_TIE[torch.float32],
 ) -> Equivalence:
     """Compare each prompt's output with plain decoding's, up to the shorter one's end; empty ones are skipped.

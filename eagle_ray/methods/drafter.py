@@ -23,9 +23,9 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 from eagle_ray.tree.expand import DraftPlan
 
@@ -156,7 +156,7 @@ class Drafter(Protocol):
         return iter(())
 
     def recordings(
-        self, top_k: int, max_length: int, params: SamplingParams
+        self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
 
@@ -286,7 +286,7 @@ class NullDrafter(Drafter):
 
 
 def idle_batch(
-    batch_size: int, target: TargetModel, max_length: int, params: SamplingParams
+    batch_size: int, target: TargetModel, max_length: int, params: SamplingSettings
 ) -> DecodeBatch:
     """Return a batch of padding alone, on which passes are recorded: empty sequences in the null slot.
 

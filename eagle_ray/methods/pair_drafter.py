@@ -29,6 +29,7 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.kernels import tree_ops
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache
@@ -38,7 +39,6 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput, idle_batch
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
@@ -514,7 +514,7 @@ class PairDrafter(Drafter, ABC):
             yield partial(self._record_pairs, num_rows, max_pairs, max_length)
 
     def _record_pairs(self, num_rows: int, max_pairs: int, max_length: int) -> None:
-        at = idle_batch(1, self._target, max_length, SamplingParams()).at
+        at = idle_batch(1, self._target, max_length, SamplingSettings()).at
         first, starts = self._first_positions(at)
         self._runner.record(*self._pairs_pass(at, first, starts, num_rows, max_pairs))
 

@@ -19,9 +19,10 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.port.prompt_scores import PROMPT_SCORES
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import CHAT, SAMPLING, SamplingParams
+from eagle_ray.requests.parameters import CHAT, SAMPLING
 from eagle_ray.requests.request import Request
 
 Body = dict[str, Any]
@@ -201,7 +202,7 @@ def unsaid_settings(config: JobConfig, dialect: str) -> list[str]:
     return lines
 
 
-def is_scored_by_prompt(sampling: SamplingParams, dialect: str) -> bool:
+def is_scored_by_prompt(sampling: SamplingSettings, dialect: str) -> bool:
     """Return whether a row is scored by the log-probabilities of prompts, and generates nothing.
 
     Raises RequestError if the dialect cannot tell what is scored.
@@ -240,7 +241,7 @@ def body_of(request: Request, config: JobConfig, dialect: str, seed: int) -> tup
     return (CHAT_PATH if is_chat else TEXT_PATH), body | config.engine.extra_body
 
 
-def wanted_form(sampling: SamplingParams) -> tuple[str, Any] | None:
+def wanted_form(sampling: SamplingSettings) -> tuple[str, Any] | None:
     """Return the parameter that says what the output must be, and its value; None for free text."""
     for name in ("json_schema", "json_object", "regex", "choice"):
         value = getattr(sampling, name)

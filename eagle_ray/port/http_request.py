@@ -14,10 +14,10 @@ from functools import partial
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.port.dialects import Body, body_of
 from eagle_ray.port.endpoint_answers import Answered, Failed, read_answer
 from eagle_ray.port.http_rows import check_form
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_seeds import seed_of
 
@@ -75,7 +75,7 @@ def sample_request(request: Request, config: JobConfig, dialect: str, index: int
 
 
 def _read_sample(
-    sampling: SamplingParams, status: int, content: bytes, headers: Mapping[str, str], now: float
+    sampling: SamplingSettings, status: int, content: bytes, headers: Mapping[str, str], now: float
 ) -> Answered:
     answered = read_answer(status, content, headers, now)
     try:

@@ -14,9 +14,9 @@ from typing import Any
 import jsonschema
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.port.dialects import wanted_form
 from eagle_ray.port.endpoint_answers import INVALID, Failed
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_rows import OutputRow, RequestRows, controls_json, sampling_columns
 from eagle_ray.requests.row_schema import ENGINE_FIELDS
@@ -47,7 +47,7 @@ class HttpRows(RequestRows):
         return self._answered(request, sampling, columns) | {"sample_index": 0}
 
     def _answered(
-        self, request: Request, sampling: SamplingParams, columns: dict[str, Any]
+        self, request: Request, sampling: SamplingSettings, columns: dict[str, Any]
     ) -> OutputRow:
         config = self.config
         row = self.shared(request) | {
@@ -79,7 +79,7 @@ def determinism_of(dialect: str, columns: dict[str, Any]) -> str:
     return "engine" if is_seeded else "none"
 
 
-def check_form(sampling: SamplingParams, columns: dict[str, Any]) -> None:
+def check_form(sampling: SamplingSettings, columns: dict[str, Any]) -> None:
     """Raise Failed of kind INVALID for a whole answer that is not of the form that it must have."""
     form = wanted_form(sampling)
     if form is None or columns.get("finish_reason") == "length" or columns.get("tool_calls"):

@@ -18,15 +18,15 @@ import pyarrow as pa
 from eagle_ray.config import EmbeddingConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.pooling_state import PoolingState
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.columns import PROMPT_NAME
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.storage.embedder_files import EmbedderFiles
 from eagle_ray.text.embedding_text import EmbeddingText, PromptIds
 
 EMBEDDING_COLUMN = "embedding"
-NOTHING_SAMPLED = SamplingParams()
+NOTHING_SAMPLED = SamplingSettings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.parameters import (
     NOT_OF_JOBS,
     SAMPLING,
     TWO_FORMS,
     Api,
     Parameter,
-    SamplingParams,
     merged_values,
     rows_at,
     two_forms,
@@ -160,7 +160,7 @@ class GenerationBody(OpenBody):
         """Return how many alternatives are requested per token; None: no log-probabilities."""
         raise NotImplementedError
 
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingSettings:
         """Return the sampling parameters: the body's own, then the defaults that its API has.
 
         Only a body asks for log-probabilities.
@@ -173,7 +173,7 @@ class GenerationBody(OpenBody):
         )
         if self.wanted_tokens is not None:
             own["max_tokens"] = max(1, self.wanted_tokens)
-        return SamplingParams.of_checked(merged_values(defaults, own))
+        return SamplingSettings(**merged_values(defaults, own))
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_rows import OutputRow, RequestRows, controls_json, sampling_columns
 from eagle_ray.requests.score_columns import continuations_column, score_columns
@@ -88,7 +88,7 @@ class OutputRows(RequestRows):
             "completion_tokens": len(sequence.output_ids),
         }
 
-    def _scored(self, sequence: Sequence, sampling: SamplingParams) -> OutputRow:
+    def _scored(self, sequence: Sequence, sampling: SamplingSettings) -> OutputRow:
         """Return the columns of scores, and for a row that generates nothing its empty output."""
         scores = sequence.scoring
         if scores is None:

@@ -1,8 +1,9 @@
 """The table of what a request may say: one row for each parameter, from which everything else is derived.
 
 A row is a `Parameter`: its name, the kind of its value, its default, where it may stand, and a line
-of prose. The rows of sampling are the fields of `SamplingParams`, the one class that Python's
-callers, readers of rows and the engine share. Keys of the configuration, columns of a row, fields
+of prose. The rows of sampling have the names and defaults of the fields of `SamplingSettings`
+(``core/sampling_settings.py``), which the engine reads; `SamplingParams` is what Python's callers
+make, whose values are checked. Keys of the configuration, columns of a row, fields
 of HTTP bodies and their OpenAPI lines, error texts and the tables of the documentation are made of
 these rows. So a parameter is added by a row here and by its arithmetic.
 
@@ -22,18 +23,18 @@ The names are OpenAI's or else vLLM's. Parameters of other systems that this one
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.messages import MESSAGES
 from eagle_ray.requests.refused import fix_of, refused_at
 from eagle_ray.requests.values import (
@@ -77,8 +78,6 @@ from eagle_ray.text.structured import RESPONSE_FORMAT_FORM
 # steps of 2e-6, so that 100 keeps logits apart that differ by 2e-4. Far above it they round away
 # and only noise is left.
 MAX_TEMPERATURE = 100.0
-# A temperature this small is greedy decoding, and dividing by it would overflow.
-GREEDY_BELOW = 1e-5
 MAX_PENALTY = 2.0  # bound of presence_penalty and frequency_penalty, either sign; OpenAI's
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
 MAX_DETOKENIZED = 1 << 17  # ids of a request of /detokenize: a third of a second
@@ -94,7 +93,6 @@ RESPONSE_TOOLS_FORM = (
 )
 RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 
 
 class Group(Enum):
@@ -149,8 +147,11 @@ class Parameter:
         return dataclasses.replace(self, kinds={**self.kinds, **kinds})
 
 
-def parameter(
-    default: Any,
+_DEFAULTS = SamplingSettings()
+
+
+def sampling_parameter(
+    name: str,
     kind: Kind,
     about: str,
     group: Group,
@@ -160,78 +161,25 @@ def parameter(
     is_null_a_value: bool = False,
     kinds: Mapping[Api, Kind] = MappingProxyType({}),
     defaults: Mapping[Api, Any] = MappingProxyType({}),
-) -> Any:
-    """Return a field of SamplingParams that is a row of the table.
+) -> Parameter:
+    """Return the row of a field of SamplingSettings, which has its default.
 
     Args:
         http, python, kinds: the kinds of all bodies, of Python and of APIs, if they differ.
     """
     other = {} if http is None else dict.fromkeys(HTTP, http)
     other |= {} if python is None else {Api.PYTHON: python}
-    row = Parameter(
-        "", kind, default, about, group, apis, {**other, **kinds}, is_null_a_value, defaults
+    default = getattr(_DEFAULTS, name)
+    return Parameter(
+        name, kind, default, about, group, apis, {**other, **kinds}, is_null_a_value, defaults
     )
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"row": row})
-    return dataclasses.field(default=default, metadata={"row": row})
 
 
-Class = TypeVar("Class", bound=type)
-
-
-def _checked(cls: Class) -> Class:
-    """Make a class of rows check the values that it is given: ConfigError has a line for each wrong or unknown one."""
-    make = cls.__init__  # type: ignore[misc]  # the method of the class itself, never of a derived one
-
-    @functools.wraps(make)
-    def init(self: Any, **given: Any) -> None:
-        rows = _rows_of(cls)
-        values: dict[str, Any] = {}
-        wrong: list[str] = []
-        for name, row in rows.items():
-            value, kind = plain_value(given.get(name)), row.kind_at(Api.PYTHON)
-            try:
-                if not kind.is_nothing(value):
-                    values[name] = kind.check(value)
-                elif name in given and row.is_null_a_value:
-                    values[name] = None
-            except WrongValue as error:
-                shown = describe_wrong(name, given[name], error)
-                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {shown}")
-        if (both := two_forms(values)) is not None:
-            wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
-        wrong += [
-            f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}"
-            for name in given
-            if name not in rows
-        ]
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-        make(self, **values)
-        self.__dict__["names_given"] = tuple(values)
-
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
-
-
-def _hint(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    other = f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"
-    return python_hint(name) or other
-
-
-@functools.cache
-def _rows_of(cls: type) -> Mapping[str, Parameter]:
-    """Return the rows that are a class's fields, by name."""
-    rows = {
-        field.name: dataclasses.replace(field.metadata["row"], name=field.name)
-        for field in dataclasses.fields(cls)
-    }
-    *names, last = [name for name, row in rows.items() if row.group is Group.FORM]
+def _with_rule(*rows: Parameter) -> Mapping[str, Parameter]:
+    """Return the rows by name, those of what an output must be with the rule that at most one is set."""
+    *names, last = [row.name for row in rows if row.group is Group.FORM]
     rule = f"at most one of {', '.join(names)} and {last} is set"
-    return {
-        name: row.with_rule(rule) if row.group is Group.FORM else row for name, row in rows.items()
-    }
+    return {row.name: row.with_rule(rule) if row.group is Group.FORM else row for row in rows}
 
 
 _PENALTY = Number(
@@ -245,46 +193,33 @@ _COUNTED = Either(
 )
 
 
-@_checked
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are sampled. Raises ConfigError that names each unknown or wrong parameter.
-
-    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be
-    NumPy's or torch's, and lists may be tuples, sets or arrays.
-
-    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget,
-    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then as in transformers
-    temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p before top_k.
-    Log-probabilities are of the target's own logits, before all of these.
-    """
-
-    temperature: float = parameter(
-        0.0,
+SAMPLING: Mapping[str, Parameter] = _with_rule(
+    sampling_parameter(
+        "temperature",
         Number(0, MAX_TEMPERATURE, form=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"),
         "Logits are divided by it; 0 is greedy.",
         Group.NOISE,
-    )
-    top_p: float = parameter(
-        1.0,
+    ),
+    sampling_parameter(
+        "top_p",
         Number(0, 1, is_above=True, form="a number above 0, at most 1 (off)"),
         "Sample from the smallest set of the likeliest tokens whose probability reaches it.",
         Group.NOISE,
-    )
-    top_k: int = parameter(
-        0,
+    ),
+    sampling_parameter(
+        "top_k",
         Integer(0, off=-1, form="an integer, 0 or -1 (off) or more"),
         "Sample from this many of the likeliest tokens.",
         Group.NOISE,
-    )
-    min_p: float = parameter(
-        0.0,
+    ),
+    sampling_parameter(
+        "min_p",
         Number(0, 1, form="a number between 0 (off) and 1"),
         "Sample from tokens at least this many times as probable as the likeliest one.",
         Group.NOISE,
-    )
-    max_tokens: int | None = parameter(
-        256,
+    ),
+    sampling_parameter(
+        "max_tokens",
         Integer(0, form="an integer, 1 or more, or 0 where something is scored"),
         "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves. "
         "0, with continuations, score_text, prompt_logprobs, or choice and logprobs, generates nothing.",
@@ -296,9 +231,9 @@ class SamplingParams:
             Api.CHAT: Integer(1, form="an integer, 1 or more"),
             Api.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo"),
         },
-    )
-    stop: list[str] = parameter(
-        [],
+    ),
+    sampling_parameter(
+        "stop",
         Texts(form="a list of strings, none of them empty"),
         "Texts that end an output and are not part of it.",
         Group.LENGTH,
@@ -307,26 +242,29 @@ class SamplingParams:
             max_chars=MAX_STOP_CHARS,
             form=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
         ),
-    )
-    n: int = parameter(
-        1,
+    ),
+    sampling_parameter(
+        "n",
         Integer(1, MAX_SAMPLES, form=f"a number of samples per row, 1 to {MAX_SAMPLES}"),
         "Samples of each prompt.",
         Group.LENGTH,
         http=Integer(1, MAX_CHOICES, form=f"a number of choices, 1 to {MAX_CHOICES}"),
         apis=EVERYWHERE - {Api.RESPONSES},
-    )
-    seed: int | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "seed",
         Integer(-(2**63), max_integer=2**64 - 1, form="a 64-bit integer"),
         "Key of the noise. Null makes one from the run's seed, the row's id and the sample's index.",
         Group.NOISE,
-    )
-    ignore_eos: bool = parameter(
-        False, Boolean(), "Continue past the end-of-sequence token.", Group.LENGTH
-    )
-    logprobs: bool | int | None = parameter(
-        False,
+    ),
+    sampling_parameter(
+        "ignore_eos",
+        Boolean(),
+        "Continue past the end-of-sequence token.",
+        Group.LENGTH,
+    ),
+    sampling_parameter(
+        "logprobs",
         Boolean(),
         "Return the log-probability of each output token.",
         Group.RETURNED,
@@ -338,9 +276,9 @@ class SamplingParams:
             )
         },
         defaults={Api.CHAT: False},
-    )
-    top_logprobs: int = parameter(
-        0,
+    ),
+    sampling_parameter(
+        "top_logprobs",
         Integer(
             0, MAX_TOP_LOGPROBS, form=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"
         ),
@@ -357,29 +295,29 @@ class SamplingParams:
                 form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]",
             ),
         },
-    )
-    prompt_logprobs: bool | int | None = parameter(
-        False,
+    ),
+    sampling_parameter(
+        "prompt_logprobs",
         Boolean(form="true or false, with logprobs"),
         "With logprobs, also return the prompt's log-probabilities; then none of it comes from the prefix cache.",
         Group.RETURNED,
         python=_COUNTED,
         apis=frozenset({Api.JOB, Api.PYTHON}),
-    )
-    presence_penalty: float = parameter(
-        0.0,
+    ),
+    sampling_parameter(
+        "presence_penalty",
         _PENALTY,
         "Subtracted from the logit of each token that the output has so far.",
         Group.CONTROL,
-    )
-    frequency_penalty: float = parameter(
-        0.0,
+    ),
+    sampling_parameter(
+        "frequency_penalty",
         _PENALTY,
         "Subtracted from a token's logit as often as the output has it.",
         Group.CONTROL,
-    )
-    repetition_penalty: float = parameter(
-        1.0,
+    ),
+    sampling_parameter(
+        "repetition_penalty",
         Number(
             MIN_REPETITION_PENALTY,
             MAX_REPETITION_PENALTY,
@@ -387,9 +325,9 @@ class SamplingParams:
         ),
         "Divides positive logits of tokens in prompt or output, and multiplies negative ones.",
         Group.CONTROL,
-    )
-    logit_bias: dict[int, float] = parameter(
-        {},
+    ),
+    sampling_parameter(
+        "logit_bias",
         LogitBias(
             MAX_LOGIT_BIAS,
             form=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
@@ -400,16 +338,16 @@ class SamplingParams:
             MAX_LOGIT_BIAS,
             form=f"an object of token ids and numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
         ),
-    )
-    allowed_token_ids: list[int] | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "allowed_token_ids",
         TokenIds(min_items=1, form="a list of token ids, at least one, or null for all"),
         "The only tokens that an output may have.",
         Group.CONTROL,
         http=TokenIds(min_items=1, form="a list of token ids, at least one"),
-    )
-    bad_words: list[str] = parameter(
-        [],
+    ),
+    sampling_parameter(
+        "bad_words",
         Texts(form="a list of words, none of them empty"),
         "Words that an output may not have, as the tokenizer writes them at the beginning of a text and after a space. "
         "Other spellings are not found.",
@@ -418,15 +356,15 @@ class SamplingParams:
             max_items=MAX_ITEMS,
             form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
         ),
-    )
-    min_tokens: int = parameter(
-        0,
+    ),
+    sampling_parameter(
+        "min_tokens",
         Integer(0, form="an integer, 0 (off) to max_tokens"),
         "Output tokens before EOS, a stop token or a stop string can end the output.",
         Group.CONTROL,
-    )
-    thinking_budget: int | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "thinking_budget",
         Integer(0, form="an integer, 0 (no reasoning) or more, or null for no limit"),
         "The most tokens of an answer's reasoning; then its closing marker is forced. Only with messages, and a target "
         "with a reasoning parser. Reasoning begins at once if the prompt opens it, or after an opening marker at the "
@@ -434,46 +372,52 @@ class SamplingParams:
         Group.CONTROL,
         http=Integer(0, form="an integer, 0 (no reasoning) or more"),
         apis=EVERYWHERE - {Api.COMPLETIONS},
-    )
-    stop_token_ids: list[int] = parameter(
-        [],
+    ),
+    sampling_parameter(
+        "stop_token_ids",
         TokenIds(form="a list of token ids"),
         "Tokens that end an output and are not part of its text, with ignore_eos too.",
         Group.LENGTH,
         http=TokenIds(max_items=MAX_ITEMS, form=f"a list of at most {MAX_ITEMS} token ids"),
-    )
-    include_stop_str_in_output: bool = parameter(
-        False,
+    ),
+    sampling_parameter(
+        "include_stop_str_in_output",
         Boolean(),
         "Whether the text keeps the stop string or stop token that ended it.",
         Group.TEXT,
-    )
-    stop_in_reasoning: bool = parameter(
-        False,
+    ),
+    sampling_parameter(
+        "stop_in_reasoning",
         Boolean(),
         "Whether stop strings and stop tokens end an output within its reasoning, too.",
         Group.TEXT,
-    )
-    skip_special_tokens: bool = parameter(
-        True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT
-    )
-    json_schema: str | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "skip_special_tokens",
+        Boolean(),
+        "Whether the text leaves special tokens out.",
+        Group.TEXT,
+    ),
+    sampling_parameter(
+        "json_schema",
         JsonSchema(form="a JSON schema, as an object or as JSON text"),
         "A JSON schema that an output must fit.",
         Group.FORM,
-    )
-    json_object: bool = parameter(
-        False, Boolean(), "Whether an output must be a JSON object.", Group.FORM
-    )
-    regex: str | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "json_object",
+        Boolean(),
+        "Whether an output must be a JSON object.",
+        Group.FORM,
+    ),
+    sampling_parameter(
+        "regex",
         Text(form="a regular expression"),
         "A regular expression that an output must match.",
         Group.FORM,
-    )
-    choice: list[str] | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "choice",
         Texts(min_items=1, takes_one=False, form="a list of texts, none of them empty"),
         "Texts of which an output must be one.",
         Group.FORM,
@@ -483,114 +427,112 @@ class SamplingParams:
             takes_one=False,
             form=f"a list of 1 to {MAX_ITEMS} texts, none of them empty",
         ),
-    )
-    grammar: str | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "grammar",
         Text(form="a grammar in Lark's syntax or GBNF"),
         "A grammar in llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).",
         Group.FORM,
-    )
-    response_format: str | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "response_format",
         ResponseFormat(form=f"OpenAI's {RESPONSE_FORMAT_FORM}"),
         "OpenAI's spelling of json_object and json_schema.",
         Group.FORM,
         http=ResponseFormat(form=RESPONSE_FORMAT_FORM),
         apis=EVERYWHERE - {Api.RESPONSES},
-    )
-    continuations: list[Any] | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "continuations",
         Continuations(form="a list of texts or lists of token ids, at least one"),
         "Texts or token ids that may follow the prompt. The log-probability of each is returned, and nothing is "
         "generated.",
         Group.RETURNED,
         apis=frozenset({Api.JOB, Api.PYTHON}),
-    )
-    score_text: bool = parameter(
-        False,
+    ),
+    sampling_parameter(
+        "score_text",
         Boolean(),
         "Whether the prompt is a document whose own log-probability is returned, and nothing is generated.",
         Group.RETURNED,
         apis=frozenset({Api.JOB, Api.PYTHON}),
-    )
-    score_stride: int | None = parameter(
-        None,
+    ),
+    sampling_parameter(
+        "score_stride",
         Integer(1, form="an integer, 1 or more"),
         "Tokens by which a window moves over a document longer than the model's length, at most that length. Null: "
         "half of it.",
         Group.RETURNED,
         apis=frozenset({Api.JOB, Api.PYTHON}),
-    )
+    ),
+)
 
-    def __post_init__(self) -> None:
-        lines = [f"SamplingParams.{line}" for line in faults_of_scored(self, vars(self))]
-        if lines:
-            raise ConfigError("\n".join(lines))
 
-    @classmethod
-    def of_checked(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters with values that a reader has checked by the table; those of others are defaults."""
-        params = object.__new__(cls)
-        for name, row in SAMPLING.items():
-            object.__setattr__(params, name, values.get(name, row.default))
-        return params
+def _checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of Python's caller that are not absent. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, row in SAMPLING.items():
+        value, kind = plain_value(given.get(name)), row.kind_at(Api.PYTHON)
+        try:
+            if not kind.is_nothing(value):
+                values[name] = kind.check(value)
+            elif name in given and row.is_null_a_value:
+                values[name] = None
+        except WrongValue as error:
+            shown = describe_wrong(name, given[name], error)
+            wrong.append(f"SamplingParams.{name}: must be {error.form}, got {shown}")
+    if (both := two_forms(values)) is not None:
+        wrong.append(f"SamplingParams: {both[0]} and {both[1]} {TWO_FORMS}")
+    wrong += [
+        f"SamplingParams.{name}: unknown parameter. {_hint(name)}"
+        for name in given
+        if name not in SAMPLING
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return values
 
-    def with_seed(self, seed: int) -> SamplingParams:
-        """Return these parameters with another seed."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "seed", seed)
-        return changed
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, SAMPLING, 1)
+    other = f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(SAMPLING)}"
+    return python_hint(name) or other
+
+
+Fields = ParamSpec("Fields")
+
+
+def _with_signature_of(
+    other: Callable[Fields, None],
+) -> Callable[[Callable[..., None]], Callable[Fields, None]]:
+    """Return a decorator that gives a method another one's signature, which editors and type checkers read."""
+    return functools.partial(functools.update_wrapper, wrapped=other, assigned=())
+
+
+class SamplingParams(SamplingSettings):
+    """How the tokens of one request are sampled. Raises ConfigError that names each unknown or wrong parameter.
+
+    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be
+    NumPy's or torch's, and lists may be tuples, sets or arrays.
+
+    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget,
+    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then as in transformers
+    temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p before top_k.
+    Log-probabilities are of the target's own logits, before all of these.
+    """
+
+    @_with_signature_of(SamplingSettings.__init__)
+    def __init__(self, **given: Any):
+        values = _checked_values(given)
+        super().__init__(**values)
+        if faults := faults_of_scored(self, values):
+            raise ConfigError("\n".join(f"SamplingParams.{fault}" for fault in faults))
+        self.__dict__["names_given"] = tuple(values)
 
     def given(self) -> dict[str, Any]:
-        """Return the values that Python's caller gave, defaults included; those of a reader are not known."""
-        return {name: getattr(self, name) for name in self.__dict__.get("names_given", ())}
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def token_limit(self) -> int:
-        """Return the most tokens of an output, NO_LIMIT if only the model's length bounds it."""
-        return NO_LIMIT if self.max_tokens is None else self.max_tokens
-
-    @functools.cached_property
-    def wants_logprobs(self) -> bool:
-        """Return whether the output's log-probabilities are requested: by True, or by a number, 0 included."""
-        return self.logprobs is not None and self.logprobs is not False
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
-
-    @functools.cached_property
-    def num_top_logprobs(self) -> int:
-        """Return how many of the likeliest tokens are returned at each output token."""
-        return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))
-
-    @property
-    def is_scored(self) -> bool:
-        """Return whether continuations, choices or the prompt are scored, so that nothing is generated."""
-        return self.continuations is not None or self.score_text or self._is_scored_alone
-
-    @property
-    def _is_scored_alone(self) -> bool:
-        has_choices = self.choice is not None and self.wants_logprobs
-        return self.max_tokens == 0 and (has_choices or self.wants_prompt_logprobs)
-
-    def for_scoring(self) -> SamplingParams:
-        """Return these parameters without those that only matter for generated text."""
-        names = ["seed", *names_in(Group.RETURNED)]
-        return SamplingParams.of_checked(
-            {name: getattr(self, name) for name in names} | {"max_tokens": 0}
-        )
-
-    @property
-    def num_top_prompt_logprobs(self) -> int:
-        return 0 if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
-
-
-SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
+        """Return the values that the caller gave, defaults included."""
+        return {name: getattr(self, name) for name in self.__dict__["names_given"]}
 
 
 _CHAT_APIS = frozenset({Api.JOB}) | CHATS
@@ -655,7 +597,7 @@ def names_in(*groups: Group) -> tuple[str, ...]:
 FORMS = names_in(Group.FORM)  # forms that an output must have: at most one is set
 
 
-def faults_of_scored(params: SamplingParams, given: Mapping[str, Any]) -> list[str]:
+def faults_of_scored(params: SamplingSettings, given: Mapping[str, Any]) -> list[str]:
     """Return a line for each given value that changes nothing, as nothing is generated.
 
     Args:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.columns import (
     TEMPLATE_KEY,
     ColumnPath,
@@ -33,15 +34,7 @@ from eagle_ray.requests.columns import (
     location_of,
 )
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import (
-    CHAT,
-    SAMPLING,
-    TWO_FORMS,
-    Api,
-    SamplingParams,
-    merged_values,
-    two_forms,
-)
+from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, merged_values, two_forms
 from eagle_ray.requests.row_schema import RENDERED, REQUEST, table_of
 from eagle_ray.requests.values import (
     Boolean,
@@ -191,9 +184,9 @@ class Request:
                 messages.append({"role": "assistant", "content": answer})
         return dump_json(messages, ensure_ascii=False)
 
-    def sampling_params(self, config: JobConfig) -> SamplingParams:
+    def sampling_params(self, config: JobConfig) -> SamplingSettings:
         """Return the parameters in force: its own, then the job's."""
-        return SamplingParams.of_checked(merged_values(dict(config.sampling), self.sampling))
+        return SamplingSettings(**merged_values(dict(config.sampling), self.sampling))
 
     def chat_options(self, config: JobConfig) -> ChatOptions:
         """Return the options in force: its own, then the job's. Raises RequestError."""

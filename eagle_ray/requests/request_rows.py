@@ -13,7 +13,8 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, SamplingParams, names_in
+from eagle_ray.core.sampling_settings import SamplingSettings
+from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, names_in
 from eagle_ray.requests.request import Request
 
 OutputRow = dict[str, Any]
@@ -65,7 +66,7 @@ class RequestRows:
         }
 
 
-def sampling_columns(sampling: SamplingParams) -> OutputRow:
+def sampling_columns(sampling: SamplingSettings) -> OutputRow:
     """Return the parameters of sampling that have an output column of their own, but for the seed."""
     return {
         "temperature": sampling.temperature,
@@ -77,7 +78,7 @@ def sampling_columns(sampling: SamplingParams) -> OutputRow:
     }
 
 
-def controls_json(sampling: SamplingParams) -> str | None:
+def controls_json(sampling: SamplingSettings) -> str | None:
     """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
     own = {

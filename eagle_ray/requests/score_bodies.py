@@ -18,9 +18,10 @@ from typing import Any
 
 from eagle_ray.core.continuations import Continuation, ContinuationScores
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.requests.openai_bodies import OpenBody, errors_of_item
-from eagle_ray.requests.parameters import Api, Parameter, SamplingParams, rows_at
+from eagle_ray.requests.parameters import Api, Parameter, rows_at
 from eagle_ray.requests.values import Boolean, Integer, Json, ListOf, Text, Texts, TokenIds
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.tokenizer import Tokenizer
@@ -152,7 +153,7 @@ class RerankRequest(OpenBody):
 
 def scored_sequences(prompts: Sequence[list[int]], labels: list[int]) -> list[EngineSequence]:
     """Return sequences that score each of these tokens behind each prompt."""
-    params = SamplingParams(max_tokens=0, continuations=[[label] for label in labels])
+    params = SamplingSettings(max_tokens=0, continuations=[[label] for label in labels])
     return [
         EngineSequence(
             str(i),

@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_ray.core.continuations import ContinuationScores, ScoredContinuation
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 
 # The columns, by name, that only rows with continuations have, and those that only documents have.
 SCORE_COLUMNS = (
@@ -43,7 +43,7 @@ def score_columns(scores: ContinuationScores) -> dict[str, Any]:
     }
 
 
-def continuations_column(sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:
+def continuations_column(sampling: SamplingSettings, is_stored: bool) -> dict[str, Any]:
     """Return the column of what was scored behind a prompt, if that is stored: continuations, or else choices."""
     scored = sampling.choice if sampling.continuations is None else sampling.continuations
     if scored is None or not is_stored:

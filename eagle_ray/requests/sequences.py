@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from eagle_ray.config import JobConfig
 from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.columns import CATEGORY
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import SamplingParams, faults_of_scored
+from eagle_ray.requests.parameters import faults_of_scored
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_seeds import seed_of
 from eagle_ray.requests.scored_documents import scored_document
@@ -47,7 +48,7 @@ class SequenceMaker:
     @classmethod
     def of(
         cls,
-        sampling: SamplingParams,
+        sampling: SamplingSettings,
         chat_options: ChatOptions | None,
         tokenizer: Tokenizer,
         prompt_ids: list[int],
@@ -69,7 +70,7 @@ class SequenceMaker:
         self,
         request_id: str,
         prompt_ids: list[int],
-        sampling: SamplingParams,
+        sampling: SamplingSettings,
         category: str = "",
         prompt_text: str | None = None,
     ) -> Sequence:
@@ -154,7 +155,7 @@ def samples_of(
     return sequences
 
 
-def _check_scored(request: Request, sampling: SamplingParams) -> None:
+def _check_scored(request: Request, sampling: SamplingSettings) -> None:
     if sampling.score_stride is not None and not sampling.score_text:
         message = "score_stride: only with score_text. Set score_text to true, or leave it out"
         raise RequestError("invalid_sampling", message)
@@ -180,7 +181,7 @@ def _scored_sequence(
     request: Request,
     config: JobConfig,
     tokenizer: Tokenizer,
-    sampling: SamplingParams,
+    sampling: SamplingSettings,
     prompt_ids: list[int],
     prompt_text: str | None,
 ) -> Sequence:
@@ -205,7 +206,7 @@ def _scored_sequence(
 def _scored_sequence_of(
     request: Request,
     config: JobConfig,
-    sampling: SamplingParams,
+    sampling: SamplingSettings,
     prompt_ids: list[int],
     prompt_text: str | None,
     scores: ContinuationScores,
@@ -261,7 +262,7 @@ def bad_word_ids_of(words: list[str], tokenizer: Tokenizer) -> WordIds:
 
 
 def answer_grammar(
-    sampling: SamplingParams,
+    sampling: SamplingSettings,
     options: ChatOptions | None,
     tokenizer: Tokenizer,
     prompt_ids: list[int],
@@ -296,7 +297,7 @@ def answer_grammar(
 
 
 def bounded_reasoning(
-    sampling: SamplingParams,
+    sampling: SamplingSettings,
     options: ChatOptions | None,
     tokenizer: Tokenizer,
     prompt_ids: list[int],
@@ -336,7 +337,7 @@ def _spellings(marker: str, tokenizer: Tokenizer) -> WordIds:
     )
 
 
-def text_options(sampling: SamplingParams) -> TextOptions:
+def text_options(sampling: SamplingSettings) -> TextOptions:
     """Return how output ids become text."""
     return TextOptions(
         stop_token_ids=frozenset(sampling.stop_token_ids),
@@ -371,7 +372,7 @@ def read_prompt(
     return encode(text, add_special_tokens=not has_special), text
 
 
-def _check_logprobs(sampling: SamplingParams) -> None:
+def _check_logprobs(sampling: SamplingSettings) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         if getattr(sampling, name) and not sampling.logprobs:
             raise RequestError(

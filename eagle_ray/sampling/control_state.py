@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.sampling.grammar_state import (
     TOKENS_PER_WORD,
     GrammarState,
@@ -74,7 +74,7 @@ class ControlState:
 
     def __init__(
         self,
-        sampling: SamplingParams,
+        sampling: SamplingSettings,
         bad_word_ids: WordIds,
         prompt_ids: Sequence[int],
         ends: Collection[int],
@@ -256,7 +256,7 @@ class ControlState:
 
 
 def has_controls(
-    sampling: SamplingParams, bad_word_ids: WordIds, reasoning: ReasoningIds | None = None
+    sampling: SamplingSettings, bad_word_ids: WordIds, reasoning: ReasoningIds | None = None
 ) -> bool:
     """Return whether the request adjusts any logit."""
     if sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or bad_word_ids:
@@ -266,7 +266,7 @@ def has_controls(
     return has_penalties(sampling) or any(sampling.logit_bias.values())
 
 
-def has_penalties(sampling: SamplingParams) -> bool:
+def has_penalties(sampling: SamplingSettings) -> bool:
     """Return whether the counts of the tokens before a place matter."""
     return bool(
         sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1

@@ -27,7 +27,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 from eagle_ray.sampling.parser_budget import ParserCost
 from eagle_ray.text.structured import check_schema
@@ -86,7 +86,7 @@ class GrammarSpec:
     param: str | None = None
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> GrammarSpec | None:
+    def of(cls, sampling: SamplingSettings) -> GrammarSpec | None:
         """Return the grammar that the sampling parameters ask for, or None."""
         response_format = json.loads(sampling.response_format) if sampling.response_format else {}
         kind = response_format.get("type")

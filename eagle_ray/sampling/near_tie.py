@@ -6,7 +6,7 @@ token in one pass and drops it in the other. Both are decided here from the logi
 at the first token that differs.
 
     >>> scores = torch.tensor([2.0, 1.99999, 0.0])
-    >>> rounding_cause(scores, SamplingParams(), 7, 0, 1, tolerance=1e-4)
+    >>> rounding_cause(scores, SamplingSettings(), 7, 0, 1, tolerance=1e-4)
     'tie'
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.sampling.noise import gumbel_noise
 
 NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -31,7 +31,7 @@ Cause = Literal["tie", "cut"]
 
 def rounding_cause(
     logits: Float[Tensor, " V"],
-    params: SamplingParams,
+    params: SamplingSettings,
     position: int,
     plain: int,
     other: int,
@@ -57,7 +57,7 @@ def rounding_cause(
 
 
 def reachable_tokens(
-    logits: Float[Tensor, " V"], params: SamplingParams, position: int, tolerance: float
+    logits: Float[Tensor, " V"], params: SamplingSettings, position: int, tolerance: float
 ) -> Bool[Tensor, " V"]:
     """Return which tokens the target can sample if rounding moves the difference of any two logits by `tolerance`.
 
@@ -75,18 +75,18 @@ def reachable_tokens(
     return possible & is_near
 
 
-def _scores(logits: Float[Tensor, " V"], params: SamplingParams) -> Float[Tensor, " V"]:
+def _scores(logits: Float[Tensor, " V"], params: SamplingSettings) -> Float[Tensor, " V"]:
     """Return logits over temperature, in fp64."""
     logits = logits.detach().double().cpu()
     return logits if params.is_greedy else logits / params.temperature
 
 
-def _slack(params: SamplingParams, tolerance: float) -> float:
+def _slack(params: SamplingSettings, tolerance: float) -> float:
     """Return the tolerance in scores. Temperature divides logits, and so the rounding in them."""
     return tolerance if params.is_greedy else tolerance / params.temperature
 
 
-def _noise(params: SamplingParams, position: int, vocab: int) -> Float[Tensor, " V"] | float:
+def _noise(params: SamplingSettings, position: int, vocab: int) -> Float[Tensor, " V"] | float:
     """Return the noise of the tokens at a position."""
     if params.is_greedy:
         return 0.0
@@ -96,7 +96,7 @@ def _noise(params: SamplingParams, position: int, vocab: int) -> Float[Tensor, "
 
 
 def _retained(
-    scores: Float[Tensor, " V"], params: SamplingParams, slack: float
+    scores: Float[Tensor, " V"], params: SamplingSettings, slack: float
 ) -> tuple[Bool[Tensor, " V"], Bool[Tensor, " V"]]:
     """Return which tokens top-k, top-p and min-p may keep, and which they keep however rounding moves the scores."""
     possible = torch.ones_like(scores, dtype=torch.bool)

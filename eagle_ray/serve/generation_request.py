@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.seeds import sample_seed
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import Json, TokenUsage, scores_form
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
-from eagle_ray.requests.parameters import CHAT, FORMS, SamplingParams
+from eagle_ray.requests.parameters import CHAT, FORMS
 from eagle_ray.requests.responses import ResponseObject
 from eagle_ray.requests.scored_prompts import scored_choices
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
@@ -206,15 +207,15 @@ def _score_choices(
 
 
 def _sampling_of(
-    request: ChatRequest | CompletionRequest, sampling: SamplingParams, index: int
-) -> SamplingParams:
+    request: ChatRequest | CompletionRequest, sampling: SamplingSettings, index: int
+) -> SamplingSettings:
     """Return the parameters of a choice of a prompt, with a random seed if the request has none."""
     seed = secrets.randbits(63) if sampling.seed is None else sample_seed(sampling.seed, index)
     has_prompt_logprobs = (
         index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
     )
     if has_prompt_logprobs:
-        sampling = SamplingParams.of_checked(vars(sampling) | {"prompt_logprobs": True})
+        sampling = replace(sampling, prompt_logprobs=True)
     return sampling.with_seed(seed)
 
 

@@ -1,6 +1,8 @@
 """The table of parameters is the one place that lists them."""
 
 import ast
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.openai_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -51,6 +54,12 @@ def names_in_lists(path: Path) -> set[str]:
         names = {item.value for item in items if isinstance(item, ast.Constant)} & NAMES
         found |= names if len(names) > 2 else set()
     return found
+
+
+def test_fields_and_rows_of_sampling_are_the_same():
+    defaults = dataclasses.asdict(SamplingSettings())
+    assert [(row.name, row.default) for row in SAMPLING.values()] == [*defaults.items()]
+    assert inspect.signature(SamplingParams).parameters.keys() == defaults.keys()
 
 
 def test_no_other_module_lists_parameters():

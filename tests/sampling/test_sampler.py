@@ -11,8 +11,9 @@ from transformers import (
 
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_settings import GREEDY_BELOW
 from eagle_ray.core.seeds import as_int64, mix64, sample_seed
-from eagle_ray.requests.parameters import GREEDY_BELOW, MAX_TEMPERATURE, SamplingParams
+from eagle_ray.requests.parameters import MAX_TEMPERATURE, SamplingParams
 from eagle_ray.sampling.noise import gumbel_noise, keyed_hash, mix64_tensor
 from eagle_ray.sampling.sampler import process, sample
 

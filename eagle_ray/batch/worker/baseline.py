@@ -26,11 +26,11 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.evaluation.timing import Timing, total
 from eagle_ray.models.target import PromptBatch
 from eagle_ray.report.comparison import id_of_turn
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequence_of
 from eagle_ray.sampling.adjustments import Adjustments
@@ -194,7 +194,7 @@ def _in_one_process(config: JobConfig, plan: WorkerPlan) -> JobConfig:
 
 
 def sampling_scores(
-    logits: Float[Tensor, " V"], params: SamplingParams, position: int
+    logits: Float[Tensor, " V"], params: SamplingSettings, position: int
 ) -> Float[Tensor, " V"]:
     """Return the scores whose argmax is the token at `position`: logits, or processed logits plus noise."""
     if params.is_greedy:

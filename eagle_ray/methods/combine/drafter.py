@@ -39,6 +39,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import to_device
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.methods.calibration import WARMUP_STEPS, is_due, state_of_part
 from eagle_ray.methods.combine.calibration import BlendedTree, EnsembleCalibration, children_on_path
@@ -59,7 +60,6 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.planner.planner import Planner
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from eagle_ray.tree.expand import DraftPlan
 
@@ -141,7 +141,7 @@ class EnsembleDrafter(Drafter):
         return chain.from_iterable(part.pair_recordings(max_length) for part in self.parts)
 
     def recordings(
-        self, top_k: int, max_length: int, params: SamplingParams
+        self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         return chain.from_iterable(
             part.recordings(top_k, max_length, params) for part in self.parts

@@ -35,6 +35,7 @@ from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
@@ -51,7 +52,6 @@ from eagle_ray.methods.pair_drafter import (
 )
 from eagle_ray.models.graphs import NARROW_FROM
 from eagle_ray.models.target import TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan, Frontier
 
 SHORT_BLOCK = 4  # levels of the block that is recorded besides the longest
@@ -88,7 +88,7 @@ class DFlashDrafter(PairDrafter):
         }
 
     def recordings(
-        self, top_k: int, max_length: int, params: SamplingParams
+        self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
         plans = []
@@ -100,7 +100,7 @@ class DFlashDrafter(PairDrafter):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(
-        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingSettings
     ) -> None:
         """Record the pass that is replayed for drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)

@@ -25,6 +25,7 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
@@ -43,7 +44,6 @@ from eagle_ray.methods.pair_drafter import (
 )
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.ancestor_words import unpack_ancestors
 from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
@@ -160,7 +160,7 @@ class EagleDrafter(PairDrafter):
                 buffers.restart()
 
     def recordings(
-        self, top_k: int, max_length: int, params: SamplingParams
+        self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of levels with top_k children per node, the largest of a kind first."""
         runner, plan = self._runner, DraftPlan(2, top_k)
@@ -171,7 +171,7 @@ class EagleDrafter(PairDrafter):
             yield partial(self._record_further, size, narrow, max_length, params)
 
     def _record_first(
-        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingSettings
     ) -> None:
         """Record the pass of the first level of drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
@@ -182,7 +182,7 @@ class EagleDrafter(PairDrafter):
         self._runner.record(*self._first_pass(widest, batch.at, batch.roots, first, batch.sampling))
 
     def _record_further(
-        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams
+        self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingSettings
     ) -> None:
         """Record the pass of further levels of drafts of this size and the plan's width."""
         sampling = idle_batch(batch_size, self._target, max_length, params).sampling

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
@@ -28,7 +29,6 @@ from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, DraftedTree, PairDrafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import DraftPlan
 
 
@@ -50,7 +50,7 @@ class ParallelDrafter(EagleDrafter):
         PairDrafter.use_graphs(self, runner, max_depth)
 
     def recordings(
-        self, top_k: int, max_length: int, params: SamplingParams
+        self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         """Yield nothing: the pass of a plan is recorded when the plan is first drafted."""
         return iter(())

@@ -27,11 +27,11 @@ from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.eagle.checkpoint import rewrite_for_sglang
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
 from eagle_ray.methods.method import METHODS, trained_methods
 from eagle_ray.models.loader import CausalLM
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe, StartHead
@@ -136,7 +136,7 @@ def held_out_tau(
         speculative,
         EngineArgs(min(MAX_CHECKED_SLOTS, len(prompts)), max_model_len, kv_tokens=None),
     )
-    params = SamplingParams(max_tokens=settings.max_tokens)
+    params = SamplingSettings(max_tokens=settings.max_tokens)
     sequences = [
         engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)
     ]
