@@ -15,6 +15,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import WithDefaultSchema
 
 from eagle_ray import __version__
+from eagle_ray.requests import answer_models
 from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
 from eagle_ray.requests.messages import (
     CALLED_FUNCTION,
@@ -36,7 +37,6 @@ from eagle_ray.requests.parameters import EMPTY_VALUES, STREAM_OPTIONS
 from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
 from eagle_ray.requests.values import Json, Kind, Object
-from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 from eagle_ray.serve.http_answers import json_body
@@ -44,31 +44,31 @@ from eagle_ray.text.structured import KEY_BY_VLLM_NAME
 
 AT = "#/components/schemas/"
 POSTS = {
-    "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
-    "/v1/completions": (CompletionRequest, response_models.Completion),
-    "/v1/responses": (ResponsesRequest, response_models.ResponseBody),
-    "/v1/embeddings": (EmbeddingsRequest, response_models.Embeddings),
-    "/v1/score": (ScoreRequest, response_models.Scores),
-    "/v1/rerank": (RerankRequest, response_models.Ranking),
-    "/tokenize": (TokenizeRequest, response_models.Tokens),
-    "/detokenize": (DetokenizeRequest, response_models.Detokenized),
+    "/v1/chat/completions": (ChatRequest, answer_models.ChatCompletion),
+    "/v1/completions": (CompletionRequest, answer_models.Completion),
+    "/v1/responses": (ResponsesRequest, answer_models.ResponseBody),
+    "/v1/embeddings": (EmbeddingsRequest, answer_models.Embeddings),
+    "/v1/score": (ScoreRequest, answer_models.Scores),
+    "/v1/rerank": (RerankRequest, answer_models.Ranking),
+    "/tokenize": (TokenizeRequest, answer_models.Tokens),
+    "/detokenize": (DetokenizeRequest, answer_models.Detokenized),
 }
 GETS = {
-    "/v1/models": ("the model that is here", response_models.Models),
-    "/v1/models/{name}": ("the model by its name", response_models.Model),
+    "/v1/models": ("the model that is here", answer_models.Models),
+    "/v1/models/{name}": ("the model by its name", answer_models.Model),
     "/tokenizer_info": (
         "the tokenizer's special tokens and chat template",
-        response_models.TokenizerInfo,
+        answer_models.TokenizerInfo,
     ),
-    "/health": ("whether a replica can answer", response_models.Health),
+    "/health": ("whether a replica can answer", answer_models.Health),
     "/metrics": ("Prometheus metrics of all replicas", None),
-    "/version": ("this server's version", response_models.Version),
+    "/version": ("this server's version", answer_models.Version),
     "/openapi.json": ("this document", None),
 }
 STREAM_MODELS: dict[str, type] = {
-    "/v1/chat/completions": response_models.ChatChunk,
-    "/v1/completions": response_models.TextChunk,
-    "/v1/responses": response_models.ResponseEvent,
+    "/v1/chat/completions": answer_models.ChatChunk,
+    "/v1/completions": answer_models.TextChunk,
+    "/v1/responses": answer_models.ResponseEvent,
 }
 # Objects in bodies.
 OBJECTS = (
@@ -181,7 +181,7 @@ def _post(path: str) -> Json:
 def _events(chunk: type) -> Json:
     """Describe the response to stream: true. Its last event is [DONE], or an error."""
     content = {
-        "anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + response_models.Refusal.__name__}]
+        "anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + answer_models.Refusal.__name__}]
     }
     payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     event = {
@@ -243,7 +243,7 @@ def _batch_operation(route: BatchOperation) -> Json:
 
 def _operation(summary: str, content: Json, refusals: dict[str, str]) -> Json:
     refused = {
-        status: {"description": why, "content": _content(response_models.Refusal)}
+        status: {"description": why, "content": _content(answer_models.Refusal)}
         | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
         for status, why in refusals.items()
     }
@@ -261,7 +261,7 @@ def _schemas() -> Json:
     answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
         *STREAM_MODELS.values(),
         *{operation.answer for operation in OPERATIONS if operation.answer},
-        response_models.Refusal,
+        answer_models.Refusal,
     ]
     _, generated = TypeAdapter.json_schemas(
         [(kind, "serialization", TypeAdapter(kind)) for kind in answers],

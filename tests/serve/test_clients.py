@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from pydantic import TypeAdapter
 
+from eagle_ray.requests import answer_models
 from eagle_ray.requests.openai_bodies import ChatRequest
-from eagle_ray.serve import response_models
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.request_body import parse
@@ -100,11 +100,11 @@ def test_openais_errors_have_their_kinds(app):
 def test_answers_are_what_the_openapi_document_says(app):
     """Every route, and every chunk of both streams, has the shape that the document gives it."""
     for path, shape in [
-        ("/v1/models", response_models.Models),
-        (f"/v1/models/{MODEL}", response_models.Model),
-        ("/tokenizer_info", response_models.TokenizerInfo),
-        ("/health", response_models.Health),
-        ("/version", response_models.Version),
+        ("/v1/models", answer_models.Models),
+        (f"/v1/models/{MODEL}", answer_models.Model),
+        ("/tokenizer_info", answer_models.TokenizerInfo),
+        ("/health", answer_models.Health),
+        ("/version", answer_models.Version),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(get(app, path)).body, strict=True)
     chat, text = (
@@ -116,10 +116,10 @@ def test_answers_are_what_the_openapi_document_says(app):
         (
             "/v1/chat/completions",
             chat | more,
-            response_models.ChatCompletion,
-            response_models.ChatChunk,
+            answer_models.ChatCompletion,
+            answer_models.ChatChunk,
         ),
-        ("/v1/completions", text | more, response_models.Completion, response_models.TextChunk),
+        ("/v1/completions", text | more, answer_models.Completion, answer_models.TextChunk),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(post(app, path, body)).body, strict=True)
         streamed = {

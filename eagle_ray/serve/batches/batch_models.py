@@ -26,11 +26,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self, TypedDict  # pydantic reads no others before Python 3.12
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.answer_models import CachedTokens, ReasoningTokens
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.requests.openai_bodies import URLS, Body
 from eagle_ray.requests.parameters import METADATA, Api, Parameter
 from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
-from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens
 
 FILE, BATCH = "file-", "batch_"
 ID = re.compile(rf"({FILE}|{BATCH})[0-9a-f]{{27}}")

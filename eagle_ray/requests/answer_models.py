@@ -1,4 +1,4 @@
-"""Response models for the OpenAPI document: OpenAI's and our additions."""
+"""Bodies of answers, as they are built and as the OpenAPI document describes them: OpenAI's and our additions."""
 
 from __future__ import annotations
 
