@@ -30,14 +30,25 @@ class ReasoningTokens(TypedDict):
     reasoning_tokens: int
 
 
-class Usage(TypedDict):
-    """cached_tokens were found in KV blocks of earlier requests; reasoning_tokens are those of the reasoning's text."""
-
+class TokenTotals(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class Usage(TokenTotals):
+    """cached_tokens were found in KV blocks of earlier requests; reasoning_tokens are those of the reasoning's text."""
+
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens
+
+
+class BatchUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
 
 
 class SpeculativeDecoding(TypedDict):
@@ -112,6 +123,11 @@ class ChoiceScores(TypedDict, total=False):
     best_by_byte: int
     label_mass: float
     num_verified: int
+
+
+class ShownIds(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    token_ids: list[int]
 
 
 class ChatChoice(ChoiceScores):

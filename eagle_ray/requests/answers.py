@@ -23,9 +23,28 @@ import json
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.requests.answer_models import (
+    Alternative,
+    BatchUsage,
+    ChatAnswer,
+    ChatChoice,
+    ChatFinish,
+    ChatLogprobs,
+    ChatPlace,
+    ChoiceScores,
+    Finish,
+    MessageCall,
+    Metrics,
+    ResponseUsage,
+    ShownIds,
+    TextChoice,
+    TextLogprobs,
+    TokenTotals,
+    Usage,
+)
 from eagle_ray.requests.responses import stored_response
 from eagle_ray.requests.score_columns import DOCUMENT_SCORE_COLUMNS, SCORE_COLUMNS
 from eagle_ray.requests.values import Json
@@ -80,14 +99,14 @@ class FinishedAnswer:
 
     index: int
     text: str
-    finish_reason: str | None
+    finish_reason: ChatFinish
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[Json] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     has_tops: bool = False
     shown_ids: tuple[list[int], list[int]] | None = None
-    scores: Json = field(default_factory=dict)
+    scores: ChoiceScores = field(default_factory=lambda: ChoiceScores())
 
 
 class TokenUsage(NamedTuple):
@@ -117,21 +136,21 @@ class TokenUsage(NamedTuple):
     def plus(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(*map(sum, zip(self, other, strict=True)))
 
-    def totals(self) -> Json:
-        total = self.prompt + self.output
+    def totals(self) -> TokenTotals:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
-            "total_tokens": total,
+            "total_tokens": self.prompt + self.output,
         }
 
-    def chat_form(self) -> Json:
-        return self.totals() | {
+    def chat_form(self) -> Usage:
+        return {
+            **self.totals(),
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
-    def batch_form(self) -> Json:
+    def batch_form(self) -> BatchUsage:
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached},
@@ -140,73 +159,82 @@ class TokenUsage(NamedTuple):
             "total_tokens": self.prompt + self.output,
         }
 
-    def response_form(self) -> Json:
-        return self.batch_form() | {
-            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0}
+    def response_form(self) -> ResponseUsage:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.output,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.output,
         }
 
 
 NO_TOKENS = TokenUsage()
 
 
-def chat_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
+def chat_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> ChatChoice:
+    logprobs = None
+    if answer.logprobs is not None:
+        logprobs = chat_logprobs(answer.logprobs, decode_token)
     return {
         "index": answer.index,
         "message": chat_message(answer),
-        "logprobs": None
-        if answer.logprobs is None
-        else chat_logprobs(answer.logprobs, decode_token),
+        "logprobs": logprobs,
         "finish_reason": answer.finish_reason,
-    } | _further(answer)
+        **shown_ids(answer),
+        **answer.scores,
+    }
 
 
-def chat_message(answer: FinishedAnswer) -> Json:
+def chat_message(answer: FinishedAnswer) -> ChatAnswer:
     """Return the assistant's message. Its content is null if it has tool calls alone."""
     content = answer.text if answer.content is None else answer.content
-    message: Json = {"role": "assistant", "content": content, "refusal": None}
+    message: ChatAnswer = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        message |= {"content": content or None, "tool_calls": answer.tool_calls}
+        message["content"] = content or None
+        message["tool_calls"] = cast("list[MessageCall]", answer.tool_calls)
     return message
 
 
-def chat_logprobs(tokens: list[TokenLogprob], decode_token: TokenDecoder) -> Json:
+def chat_logprobs(tokens: list[TokenLogprob], decode_token: TokenDecoder) -> ChatLogprobs:
     return {"content": chat_form(tokens, decode_token), "refusal": None}
 
 
-def text_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> Json:
-    logprobs = (
-        None
-        if answer.logprobs is None
-        else completion_form(answer.logprobs, decode_token, answer.has_tops)
-    )
+def text_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> TextChoice:
+    logprobs = None
+    if answer.logprobs is not None:
+        logprobs = completion_form(answer.logprobs, decode_token, answer.has_tops)
     return {
         "index": answer.index,
         "text": answer.text,
         "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
-    } | _further(answer)
+        "finish_reason": cast("Finish", answer.finish_reason),  # a text has no tool calls
+        **shown_ids(answer),
+        **answer.scores,
+    }
 
 
-def _further(answer: FinishedAnswer) -> Json:
-    """Return the token ids and the scores, where they are to be shown."""
+def shown_ids(answer: FinishedAnswer) -> ShownIds:
+    """Return the token ids, where they are to be shown."""
     if answer.shown_ids is None:
-        return answer.scores
+        return {}
     prompt_ids, output_ids = answer.shown_ids
-    return {"prompt_token_ids": prompt_ids, "token_ids": output_ids} | answer.scores
+    return {"prompt_token_ids": prompt_ids, "token_ids": output_ids}
 
 
-def scores_form(values: Mapping[str, Any]) -> Json:
+def scores_form(values: Mapping[str, Any]) -> ChoiceScores:
     """Return the columns of scores that have a value, as JSON: a log-probability of minus infinity is MIN_LOGPROB."""
     form = {name: values.get(name) for name in (*SCORE_COLUMNS, *DOCUMENT_SCORE_COLUMNS)}
-    shown = {name: value for name, value in form.items() if value is not None}
-    if "scores" in shown:
-        shown["scores"] = [max(score, MIN_LOGPROB) for score in shown["scores"]]
-    return shown
+    shown: Any = {name: value for name, value in form.items() if value is not None}
+    scores: ChoiceScores = shown
+    if "scores" in scores:
+        scores["scores"] = [max(score, MIN_LOGPROB) for score in scores["scores"]]
+    return scores
 
 
-def metrics_of(stats: AcceptanceStats) -> Json:
+def metrics_of(stats: AcceptanceStats) -> Metrics:
     """Return vLLM's speculation metrics; steps without drafts are not counted."""
     num_steps = stats.num_steps - stats.num_plain_steps
     histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
@@ -355,18 +383,22 @@ def token_logprobs(
     return [TokenLogprob(*values) for values in zip(ids, logprobs, recorded, strict=True)]
 
 
-def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> list[dict[str, Any]]:
+def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> list[ChatPlace]:
+    """Return the log-probabilities of an output's tokens, each of which has one, in the form of chats."""
     return [
-        _chat_token(token.token, token.logprob, decode_token)
-        | {"top_logprobs": [_chat_token(*top, decode_token) for top in token.top]}
+        {
+            **_chat_token(token.token, token.logprob, decode_token),
+            "top_logprobs": [_chat_token(*top, decode_token) for top in token.top],
+        }
         for token in tokens
     ]
 
 
-def _chat_token(token: int, logprob: float | None, decode_token: TokenDecoder) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float | None, decode_token: TokenDecoder) -> Alternative:
     """Return a token of a chat's log-probabilities. Its bytes may be a part of a character, which clients join."""
     data = _bytes_of(decode_token(token))
-    return {"token": _text_of(data), "logprob": _finite(logprob), "bytes": list(data)}
+    assert logprob is not None, "only the first token of a prompt has none"
+    return {"token": _text_of(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 def _bytes_of(spelled: str) -> bytes:
@@ -415,7 +447,7 @@ def completion_form(
     decode_token: TokenDecoder,
     has_tops: bool,
     offsets: TextOffsets | None = None,
-) -> dict[str, Any]:
+) -> TextLogprobs:
     """Return log-probabilities in the form of text completions.
 
     Args:

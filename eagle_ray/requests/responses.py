@@ -27,6 +27,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.requests.answer_models import ChoiceScores, Metrics, ResponseUsage
 from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.values import Json, bad_value, checked, missing, unsupported
@@ -315,7 +316,9 @@ class ResponseObject:
             events += self._add_call(call.get("index", number), call)
         return events
 
-    def finish(self, reason: str | None, usage: Json, metrics: Json, scores: Json) -> list[Json]:
+    def finish(
+        self, reason: str | None, usage: ResponseUsage, metrics: Metrics, scores: ChoiceScores
+    ) -> list[Json]:
         """End the response.
 
         Args:
@@ -331,7 +334,7 @@ class ResponseObject:
                 *self._close("completed"),
             ]
         status = "incomplete" if is_cut else "completed"
-        self.json |= {"status": status, "usage": usage, "metrics": metrics} | scores
+        self.json |= {"status": status, "usage": usage, "metrics": metrics, **scores}
         if is_cut:
             self.json["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -450,7 +453,9 @@ def _with_bytes(token: Json) -> Json:
     return token | {"bytes": token["bytes"] or []}
 
 
-def stored_response(key: str, model: str, created: int, choice: Json, usage: Json) -> Json:
+def stored_response(
+    key: str, model: str, created: int, choice: Mapping[str, Any], usage: ResponseUsage
+) -> Json:
     """Return the response of a batch's line, made of a chat's choice.
 
     What the request asked for and a run does not store is empty or null.
@@ -477,7 +482,7 @@ def stored_response(key: str, model: str, created: int, choice: Json, usage: Jso
     }
 
 
-def _stored_items(choice: Json, key: str) -> list[Json]:
+def _stored_items(choice: Mapping[str, Any], key: str) -> list[Json]:
     """Return the items of a stored response: its reasoning, its message and its function calls, in this order."""
     message, status = (
         choice["message"],

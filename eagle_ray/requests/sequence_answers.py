@@ -33,6 +33,14 @@ from typing import Any
 
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answer_models import (
+    ChatCompletion,
+    ChatLogprobs,
+    ChoiceScores,
+    Completion,
+    Metrics,
+    TextLogprobs,
+)
 from eagle_ray.requests.answers import (
     FinishedAnswer,
     Json,
@@ -100,16 +108,15 @@ class AnswerReader:
         output_ids = sequence.output_ids[:num_wanted]
         options = self._options_for(sequence.prompt_ids)
         text = self.tokenizer.final_text(output_ids, self.stops, options)
-        reason = "length" if num_wanted == 0 else sequence.finish_reason
+        reason: Any = "length" if num_wanted == 0 else sequence.finish_reason
         parser = self.parser(sequence.prompt_ids)
         if parser is None:
             return FinishedAnswer(index, text, reason)
         marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, options)
         parts = parse_answer(marked_text, parser)
         calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
-        return FinishedAnswer(
-            index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls
-        )
+        ended: Any = parts.finish_reason(reason)
+        return FinishedAnswer(index, text, ended, parts.content, parts.reasoning or None, calls)
 
     def stream(self, prompt_ids: list[int]) -> DecodeStream:
         """Return an incremental decoder of output ids that shows the markers which a parser needs."""
@@ -155,7 +162,7 @@ class Choice:
         return "length" if self.num_wanted == 0 else self.sequence.finish_reason
 
     @property
-    def scores(self) -> Json:
+    def scores(self) -> ChoiceScores:
         """Return the scores of what the answer may be, by their columns' names; empty without any."""
         scoring = self.sequence.scoring
         return {} if scoring is None else scores_form(score_columns(scoring))
@@ -193,17 +200,30 @@ class RequestAnswers:
     def head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def body(self) -> Json:
+    def body(self) -> ChatCompletion | Completion:
         """Return the body of a response that is not streamed; every sequence is finished."""
-        kind, choice_of = (
-            ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
-        )
         answers = [self._finished(choice) for choice in self.choices]
-        return self.head(kind) | {
-            "choices": [choice_of(answer, self.reader.decode_token) for answer in answers],
-            "usage": self.usage(answer.reasoning for answer in answers).chat_form(),
-            "metrics": self.metrics(),
-        }
+        usage = self.usage(answer.reasoning for answer in answers).chat_form()
+        decode_token = self.reader.decode_token
+        if self.is_chat:
+            return ChatCompletion(
+                id=self.id,
+                object="chat.completion",
+                created=self.created,
+                model=self.model,
+                choices=[chat_choice(answer, decode_token) for answer in answers],
+                usage=usage,
+                metrics=self.metrics(),
+            )
+        return Completion(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=[text_choice(answer, decode_token) for answer in answers],
+            usage=usage,
+            metrics=self.metrics(),
+        )
 
     def chunk_head(self) -> Json:
         return self.head("chat.completion.chunk" if self.is_chat else "text_completion")
@@ -238,7 +258,7 @@ class RequestAnswers:
         reused = [choice.sequence.num_reused for choice in self.choices]
         return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
 
-    def metrics(self) -> Json:
+    def metrics(self) -> Metrics:
         """Return the speculation metrics over all choices."""
         return metrics_of(
             reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in self.choices))
@@ -395,12 +415,12 @@ class ChoiceChunks:
             shown |= self.choice.scores
         yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
 
-    def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+    def _logprobs(self, tokens: list[TokenLogprob]) -> ChatLogprobs | TextLogprobs | None:
         if not tokens or not self._answers.is_chat:
             return self._text_logprobs(tokens)
         return chat_logprobs(tokens, self._answers.reader.decode_token)
 
-    def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+    def _text_logprobs(self, tokens: list[TokenLogprob]) -> TextLogprobs | None:
         if not tokens:
             return None
         return completion_form(

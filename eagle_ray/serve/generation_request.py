@@ -73,10 +73,10 @@ class GenerationRequest:
 
     def body(self) -> Json:
         """Return the body of an answer that is not streamed; every sequence is finished."""
-        body = self.answers.body()
-        return (
-            self.shown(body) if self.response is None else _response_body(self, self.response, body)
-        )
+        body: Any = self.answers.body()
+        if self.response is None:
+            return self.shown(body)
+        return _response_body(self, self.response, body)
 
     def shown(self, answer: Json) -> Json:
         """Return a completion, or a chunk of one, as the client can read it."""

@@ -20,13 +20,13 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self, TypedDict  # pydantic reads no others before Python 3.12
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.answer_models import CachedTokens, ReasoningTokens
+from eagle_ray.requests.answer_models import BatchUsage
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.requests.openai_bodies import URLS, Body
 from eagle_ray.requests.parameters import METADATA, Api, Parameter
@@ -110,14 +110,6 @@ class RequestCounts(TypedDict):
     failed: int
 
 
-class BatchUsage(TypedDict):
-    input_tokens: int
-    input_tokens_details: CachedTokens
-    output_tokens: int
-    output_tokens_details: ReasoningTokens
-    total_tokens: int
-
-
 class BatchObject(OpenAiObject):
     """Times are seconds since 1970; each is null until it comes."""
 
@@ -150,7 +142,7 @@ class BatchObject(OpenAiObject):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = RequestCounts(total=0, completed=0, failed=0)
-    usage: BatchUsage = cast("BatchUsage", NO_TOKENS.batch_form())
+    usage: BatchUsage = NO_TOKENS.batch_form()
     metadata: dict[str, str] | None = None
 
 
