@@ -60,6 +60,7 @@ class Failed(Exception):
         kind: LIMITED, FAILED or INVALID if another attempt may succeed; else the kind of its end.
         retry_after_s: seconds that the endpoint wants to be left alone, if it says so.
         usage: tokens that were made all the same.
+        may_be_paid: whether the request was sent and had no answer, so that nothing is known of its cost.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Failed(Exception):
         retry_after_s: float | None = None,
         usage: TokenUsage | None = None,
         columns: Mapping[str, Any] | None = None,
+        may_be_paid: bool = False,
     ):
         super().__init__(message)
         self.kind = kind
         self.retry_after_s = retry_after_s
         self.usage = usage
         self.columns = dict(columns or {})
+        self.may_be_paid = may_be_paid
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class HttpClient:
         self._in_flight = dict.fromkeys(target.urls, 0)
         self._unreachable_since: dict[str, float] = {}
         self._counters = EngineCounters(num_slots=1)
+        self._num_paid = 0
+        self._dollars_paid = 0.0
 
     async def answer(self, request: Request, samples: Iterable[int], call: Call) -> list[OutputRow]:
         """Return a row for each of these samples, as EngineClient.answer does.
@@ -228,10 +230,14 @@ class HttpClient:
             answered, outcome = await self._send(sent, sample, permit)
             columns = answered.columns | self._facts(sample, answered.columns)
             self._write(sent, ANSWERED, answered.usage, outcome.dollars, columns)
+            self._num_paid += 1
+            self._dollars_paid += outcome.dollars
             return columns
         except Failed as failed:
             outcome = self._outcome_of(failed, permit)
-            if failed.kind != UNREACHABLE:
+            if failed.may_be_paid:
+                self._write(sent, failed.kind, None, 0.0, None, outcome.dollars)
+            elif failed.kind != UNREACHABLE:
                 self._write(sent, failed.kind, failed.usage, outcome.dollars, None)
             if failed.kind in STOPS:
                 await self._throttle.stop(Stop(failed.kind, str(failed)))
@@ -256,7 +262,7 @@ class HttpClient:
         except (httpx2.HTTPError, asyncio.TimeoutError) as error:
             sample.attempts += 1
             words = self._target.key.hidden_in(f"{type(error).__name__}: {error}")
-            raise Failed(FAILED, words.rstrip(": ")) from None
+            raise Failed(FAILED, words.rstrip(": "), may_be_paid=True) from None
         finally:
             self._in_flight[url] -= 1
         sample.attempts += 1
@@ -344,11 +350,22 @@ class HttpClient:
             return 0.0
         return permit.demand.dollars if usage is None else dollars_of(usage, price)
 
+    def _expected_dollars(self, permit: Permit) -> float:
+        """Return what a request costs by those before it: at most what it may, and that at first."""
+        if not self._num_paid:
+            return permit.demand.dollars
+        return min(self._dollars_paid / self._num_paid, permit.demand.dollars)
+
     def _outcome_of(self, failed: Failed, permit: Permit) -> AttemptOutcome:
         usage = failed.usage
+        dollars = 0.0
+        if failed.may_be_paid:
+            dollars = self._expected_dollars(permit)
+        elif usage is not None:
+            dollars = self._dollars(usage, permit)
         return AttemptOutcome(
             tokens=None if usage is None else usage.prompt + usage.output,
-            dollars=0.0 if usage is None else self._dollars(usage, permit),
+            dollars=dollars,
             is_limited=failed.kind == LIMITED,
             is_good=False,
             retry_after_s=failed.retry_after_s,
@@ -361,9 +378,10 @@ class HttpClient:
         usage: TokenUsage | None,
         dollars: float,
         columns: dict[str, Any] | None,
+        perhaps_dollars: float = 0.0,
     ) -> None:
         price = None if self._target.price is None else dollars
-        attempt = Attempt(sent.key, sent.row_id, kind, usage, price, columns)
+        attempt = Attempt(sent.key, sent.row_id, kind, usage, price, columns, perhaps_dollars)
         self._spend.append(attempt)
 
     def _count(self, answered: Answered, seconds: float) -> None:

@@ -42,6 +42,7 @@ class Attempt:
         usage: None if the endpoint told none.
         dollars: None if the price is not known.
         columns: the answer's columns; None for a failure.
+        perhaps_dollars: what a request without an answer may have cost all the same.
     """
 
     key: str
@@ -50,6 +51,7 @@ class Attempt:
     usage: TokenUsage | None = None
     dollars: float | None = None
     columns: Mapping[str, Any] | None = None
+    perhaps_dollars: float = 0.0
 
     def as_json(self) -> Json:
         usage = self.usage or TokenUsage()
@@ -61,6 +63,7 @@ class Attempt:
             "has_usage": self.usage is not None,
             **dict(zip(TOKENS, usage, strict=True)),
             "dollars": self.dollars,
+            "perhaps_dollars": self.perhaps_dollars,
             "columns": None if self.columns is None else dict(self.columns),
         }
 
@@ -216,10 +219,11 @@ def entries_of(run: Run) -> Iterator[Entry]:
 def spend_summary(run: Run) -> Json:
     """Return the sums over all attempts of a run.
 
-    The entry dollars is None if the price of one is not known.
+    The entry dollars is None if the price of one is not known. Those of perhaps_dollars are not in it.
     """
     total: Json = dict.fromkeys(("requests", "answered", "limited", "without_usage", *TOKENS), 0)
     dollars = 0.0
+    perhaps_dollars = 0.0
     is_priced = True
     for entry in entries_of(run):
         facts = entry.facts
@@ -230,11 +234,15 @@ def spend_summary(run: Run) -> Json:
         total["without_usage"] += not facts["has_usage"] and is_paid
         for name in TOKENS:
             total[name] += facts[name]
+        perhaps_dollars += facts.get("perhaps_dollars", 0.0)
         if facts["dollars"] is not None:
             dollars += facts["dollars"]
         elif is_paid:
             is_priced = False
-    return total | {"dollars": dollars if is_priced else None}
+    return total | {
+        "dollars": dollars if is_priced else None,
+        "perhaps_dollars": perhaps_dollars,
+    }
 
 
 def drop_answers(run: Run) -> None:

@@ -192,5 +192,9 @@ def spend_line(spend: Mapping[str, Any] | None) -> str | None:
         return None
     tokens = f"{spend['prompt_tokens']:,} prompt and {spend['completion_tokens']:,} output tokens"
     counts = f"{spend['requests']:,} requests, {spend['limited']:,} of them limited, {tokens}"
-    dollars = spend["dollars"]
-    return f"spend: {counts}" + (f", {money(dollars)}" if dollars else "")
+    line = f"spend: {counts}"
+    if spend["dollars"]:
+        line += f", {money(spend['dollars'])}"
+    if spend.get("perhaps_dollars"):
+        line += f", perhaps {money(spend['perhaps_dollars'])} more for requests without an answer"
+    return line

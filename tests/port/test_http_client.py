@@ -189,6 +189,20 @@ def test_an_error_of_one_row(endpoint: ScriptedEndpoint, ask: Ask, reply: Reply,
     assert len(endpoint.asked) == (2 if code == "endpoint_failed" else 1)
 
 
+def test_a_request_without_an_answer_may_have_been_paid(
+    endpoint: ScriptedEndpoint, ask: Ask, tmp_path: Path
+) -> None:
+    endpoint.script = first(lambda asked: HANG)
+    ask()
+    summary = spend_summary(run_in(tmp_path))
+    assert (summary["requests"], summary["dollars"]) == (2, pytest.approx(DOLLARS))
+    assert summary["perhaps_dollars"] > DOLLARS  # nothing is known yet: the most that it may cost
+    endpoint.script = first(lambda asked: failed(503))
+    ask(attempt=2, request=request_of(prompt="Other"))
+    after = spend_summary(run_in(tmp_path))
+    assert after["requests"] == 4 and after["perhaps_dollars"] == summary["perhaps_dollars"]
+
+
 def test_refused_and_filtered_answers_are_paid_for(
     endpoint: ScriptedEndpoint, ask: Ask, tmp_path: Path
 ) -> None:

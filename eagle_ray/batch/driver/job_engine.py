@@ -65,7 +65,8 @@ class JobEngine:
         from eagle_ray.port.engine_check import check_engine  # httpx2
 
         target = check_engine(config, claimed.plan.input.row_settings)
-        spent = spend_summary(claimed.run)["dollars"] or 0.0
+        summary = spend_summary(claimed.run)
+        spent = (summary["dollars"] or 0.0) + summary["perhaps_dollars"]
         throttle = start_throttle(throttle_settings(config, spent))
         return cls(claimed, _plain_workers(config), slots, JobEndpoint(target, throttle))
 
