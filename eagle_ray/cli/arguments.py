@@ -93,23 +93,34 @@ def config_of_pair(args: argparse.Namespace) -> JobConfig:
     return config
 
 
-def first_changed_key(
-    a: JobConfig, b: JobConfig, sections: Iterable[str], ignored: Container[str] = ()
-) -> tuple[str, Any, Any] | None:
-    """Return the first key in which two configurations differ, and its values; None if there is none.
+def check_comparable(
+    jobs: Mapping[str, JobConfig],
+    flag: str,
+    why: str,
+    sections: Iterable[str],
+    ignored: Container[str] = (),
+) -> None:
+    """Raise ConfigError with the first key in which a configuration differs from the first one.
 
     Args:
-        sections: the sections that are compared.
+        jobs: configurations by name.
+        flag: the flag that named them.
+        why: the reason for which the sections must be equal.
         ignored: dotted keys that may differ.
     """
-    both = [
-        flatten_config(config.model_dump(mode="json", include=set(sections))) for config in (a, b)
-    ]
-    for key in sorted(both[0].keys() | both[1].keys()):
-        values = [dump.get(key) for dump in both]
-        if key not in ignored and values[0] != values[1]:
-            return key, values[0], values[1]
-    return None
+    values = {
+        name: flatten_config(config.model_dump(mode="json", include=set(sections)))
+        for name, config in jobs.items()
+    }
+    first, *others = jobs
+    for name in others:
+        for key in sorted(values[first].keys() | values[name].keys()):
+            a, b = values[first].get(key), values[name].get(key)
+            if key not in ignored and a != b:
+                raise ConfigError(
+                    f"{flag}: {first} and {name} have {key} {a!r} and {b!r}, and {why}. "
+                    f"Set it for all: --set {key}=..."
+                )
 
 
 def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from eagle_ray.batch.driver.run import run_job
-from eagle_ray.cli.arguments import first_changed_key
+from eagle_ray.cli.arguments import check_comparable
 from eagle_ray.config import JobConfig
 from eagle_ray.config.load import load_config
 from eagle_ray.core.errors import ConfigError
@@ -52,14 +52,7 @@ def engine_jobs(
     for name, file in zip(names, files, strict=True):
         own = {"output.path": f"{output.rstrip('/')}/{name}", "name": name}
         jobs[name] = load_config(file, sets=sets, overrides={**flags, **own})
-    first = names[0]
-    for name in names[1:]:
-        if (difference := first_changed_key(jobs[first], jobs[name], EQUAL_SECTIONS)) is not None:
-            key, a, b = difference
-            raise ConfigError(
-                f"--engines: {first} and {name} have {key} {a!r} and {b!r}, and engines are compared on equal rows. "
-                f"Set it for all: --set {key}=..."
-            )
+    check_comparable(jobs, "--engines", "engines are compared on equal rows", EQUAL_SECTIONS)
     return jobs
 
 

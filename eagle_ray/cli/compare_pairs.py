@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_ray.assembly.draft_choice import with_chosen_draft
-from eagle_ray.cli.arguments import first_changed_key
+from eagle_ray.cli.arguments import check_comparable
 from eagle_ray.cli.compare_methods import evaluate_ways
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
@@ -44,7 +44,9 @@ def evaluate_pairs(
     for config in configs:
         by_target.setdefault(config.model.target, []).append(config)
     for group in by_target.values():
-        _check_equal(group)
+        jobs = {config.name: config for config in group}
+        why = "what is compared must differ in model.draft and speculative alone"
+        check_comparable(jobs, "-c", why, SECTIONS_OF_PAIR, KEYS_OF_PAIR)
     targets = []
     for group in by_target.values():
         chosen = [with_chosen_draft(config) for config in group]
@@ -62,16 +64,3 @@ def pairs_text(numbers: dict[str, Any]) -> str:
 
 def _way_of(config: JobConfig) -> DraftMethod:
     return DraftMethod(config.name, config.speculative, config.model.drafts, PLAIN_NAME)
-
-
-def _check_equal(group: Sequence[JobConfig]) -> None:
-    """Raise ConfigError with the first key in which configurations of one target differ, other than their drafts."""
-    for other in group[1:]:
-        difference = first_changed_key(group[0], other, SECTIONS_OF_PAIR, KEYS_OF_PAIR)
-        if difference is not None:
-            key, a, b = difference
-            raise ConfigError(
-                f"-c: {group[0].name} and {other.name} have {key} {a!r} and {b!r}, and what "
-                "is compared must differ in model.draft and speculative alone. Set it for both: --set "
-                f"{key}=..."
-            )
