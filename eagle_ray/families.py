@@ -138,6 +138,7 @@ class Family:
     why_dense: str = ""
     why_own: str = ""
     stacks: StackForm = USUAL_STACKS
+    keeps_fp8_experts: bool = False
     module_prefix: str = ""
 
     @property
@@ -247,6 +248,7 @@ OWN_FAMILIES = [
         OLMOE,
         MixtureForm("OlmoeSparseMoeBlock", True),
         why_dense=STORED_EXPERTS,
+        keeps_fp8_experts=True,
     ),
     Family(
         "qwen2_moe",
@@ -256,6 +258,7 @@ OWN_FAMILIES = [
             "Qwen2MoeSparseMoeBlock", True, (QWEN_WIDTH, "shared_expert_intermediate_size")
         ),
         why_dense=STORED_EXPERTS,
+        keeps_fp8_experts=True,
     ),
     Family(
         "qwen3_moe",
@@ -263,6 +266,7 @@ OWN_FAMILIES = [
         LLAMA_LAYERS,
         MixtureForm("Qwen3MoeSparseMoeBlock", True, (QWEN_WIDTH,)),
         why_dense=STORED_EXPERTS,
+        keeps_fp8_experts=True,
     ),
     Family("gemma3_text", "Gemma3ForCausalLM", GEMMA3),
     Family("gemma2", "Gemma2ForCausalLM", GEMMA2),

@@ -186,6 +186,13 @@ def families_page() -> str:
     )
 
 
+def _quantised(family: Family) -> str:
+    """Return whether layers of quantised checkpoints stay as they are stored, and why not."""
+    if family.keeps_fp8_experts:
+        return f"in FP8 alone: else {family.why_dense}"
+    return f"no: {family.why_dense}" if family.why_dense else "yes"
+
+
 def family_row(family: Family) -> str:
     files = [
         f"`{architecture}`"
@@ -197,7 +204,7 @@ def family_row(family: Family) -> str:
         f"`{family.model_type}`",
         family.causal_lm,
         "own" if family.layer is not None else f"transformers: {family.why_transformers}",
-        f"no: {family.why_dense}" if family.why_dense else "yes",
+        _quantised(family),
         "yes" if family.is_divided else f"no: {family.why_whole}" if family.why_whole else "no",
         "yes" if is_captured else "tried",
         ", ".join(files),

@@ -26,6 +26,7 @@ from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
+from eagle_ray.models.fp8_experts import Fp8Experts
 from eagle_ray.models.gpu_layer import GpuLinear
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import layer_bytes, linear_layers
@@ -245,7 +246,7 @@ def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     on_gpu = (
         buffer
         for module in model.modules()
-        if isinstance(module, GpuLinear)
+        if isinstance(module, GpuLinear | Fp8Experts)
         for buffer in module.buffers()
     )
     sizes += [buffer.nbytes for buffer in on_gpu if buffer.device != outside]

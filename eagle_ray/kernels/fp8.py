@@ -39,6 +39,54 @@ class ScaledRows:
         return self.values.float() * self.scale
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Stack:
+    """The weights of all experts of a layer in FP8: values times the scale of their block.
+
+    Attributes:
+        scale: in fp32, contiguous.
+        block: outputs and inputs that share a scale.
+    """
+
+    values: Float[Tensor, "E W I"]
+    scale: Float[Tensor, "E BW BI"]
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return [E, W, I]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def dequantize(self, dtype: torch.dtype) -> Float[Tensor, "E W I"]:
+        """Return the weights in a dtype, computed in fp32, one expert at a time."""
+        outputs, inputs = self.block
+        _, num_outputs, num_inputs = self.shape
+        stack = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for own, values, scale in zip(stack, self.values, self.scale, strict=True):
+            whole = scale.repeat_interleave(outputs, 0)[:num_outputs]
+            own.copy_(values.float() * whole.repeat_interleave(inputs, 1)[:, :num_inputs])
+        return stack
+
+
+def readable(numbers: Tensor) -> Tensor:
+    """Return numbers as the device reads them: FP8 as bytes if it has no conversion of FP8."""
+    if numbers.dtype != FP8 or knows_fp8(numbers.device):
+        return numbers
+    return numbers.view(torch.uint8)
+
+
+def knows_fp8(device: torch.device) -> bool:
+    """Return whether a device converts FP8 by itself."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
 def to_fp8(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Round numbers to FP8. Numbers outside its range become its largest ones."""
     return numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8)

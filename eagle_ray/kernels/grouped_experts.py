@@ -11,6 +11,9 @@ launch has as many tiles as there could be, and those past the last one leave at
 read on the host, and one capture serves every routing. Choices are added in their order, and a
 product's sum runs over its inputs in one order: a row's result depends on its own numbers alone, as
 long as passes have tiles of one shape (`ProductTile.of`).
+
+Weights in FP8 are made 16 bits in registers. A scale of all inputs is applied at the end, one of a
+block after the block's sum.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting, launch
+from eagle_ray.kernels.fp8 import Fp8Stack, readable
+from eagle_ray.kernels.jit_functions import fp8_from_bytes
 
 PAIRS_PER_PROGRAM = 1024  # that a program of `_group_pairs` reads at a time
 SUM_SLICE = 1024  # numbers of a row that one program adds
@@ -124,7 +129,10 @@ def group_pairs(experts: Int32[Tensor, "R k"], num_experts: int) -> Groups:
 
 
 def gated_products(
-    rows: Float[Tensor, "R H"], gate_up: Float[Tensor, "E 2I H"], groups: Groups, top_k: int
+    rows: Float[Tensor, "R H"],
+    gate_up: Float[Tensor, "E 2I H"] | Fp8Stack,
+    groups: Groups,
+    top_k: int,
 ) -> Float[Tensor, "P I"]:
     """Return SiLU(gate) * up of each pair, in the order of the groups."""
     out = rows.new_empty(len(groups.order), gate_up.shape[1] // 2)
@@ -133,7 +141,7 @@ def gated_products(
 
 
 def products(
-    inner: Float[Tensor, "P I"], down: Float[Tensor, "E H I"], groups: Groups
+    inner: Float[Tensor, "P I"], down: Float[Tensor, "E H I"] | Fp8Stack, groups: Groups
 ) -> Float[Tensor, "P H"]:
     """Return each pair's output, in the order of the pairs.
 
@@ -147,7 +155,7 @@ def products(
 
 def _launch_products(
     inputs: Float[Tensor, "rows I"],
-    weight: Float[Tensor, "E W I"],
+    weight: Float[Tensor, "E W I"] | Fp8Stack,
     out: Float[Tensor, "P O"],
     groups: Groups,
     top_k: int | None,
@@ -161,10 +169,15 @@ def _launch_products(
     num_experts = len(weight)
     num_pairs, num_outputs = out.shape
     shape = ProductTile.of(num_pairs, num_experts, inputs.dtype)
+    values, scales, block = weight, None, (1, 1)
+    if isinstance(weight, Fp8Stack):
+        values, scales, block = readable(weight.values), weight.scale, weight.block
+        assert block[1] >= inputs.shape[1] or block[1] % shape.inputs == 0, "`stack_of` sees to it"
     grid = shape.max_tiles(num_pairs, num_experts), triton.cdiv(num_outputs, shape.outputs)
     launch(_grouped_product, grid)(
         inputs,
-        weight,
+        values,
+        scales,
         out,
         groups.order,
         groups.ends,
@@ -173,6 +186,8 @@ def _launch_products(
         EXPERTS=triton.next_power_of_2(num_experts),
         INPUTS=inputs.shape[1],
         OUTPUTS=num_outputs,
+        SCALED_OUTPUTS=block[0],
+        SCALED_INPUTS=block[1],
         BLOCK_M=shape.pairs,
         BLOCK_N=shape.outputs,
         BLOCK_K=shape.inputs,
@@ -281,6 +296,7 @@ def _group_pairs(experts, order, ends, num_pairs, BLOCK: tl.constexpr):
 def _grouped_product(
     inputs,
     weight,
+    scales,  # [experts, blocks of outputs, blocks of inputs] of a weight in FP8, else None
     out,
     order,
     ends,
@@ -289,6 +305,8 @@ def _grouped_product(
     EXPERTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    SCALED_OUTPUTS: tl.constexpr,
+    SCALED_INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -320,8 +338,17 @@ def _grouped_product(
     is_output = outputs < OUTPUTS
     steps = tl.arange(0, BLOCK_K)
     rows_at = inputs + source.to(tl.int64)[:, None] * INPUTS + steps[None, :]
-    weight += expert.to(tl.int64) * (OUTPUTS * INPUTS if TOP_K is None else 2 * OUTPUTS * INPUTS)
+    WIDTH: tl.constexpr = OUTPUTS if TOP_K is None else 2 * OUTPUTS
+    weight += expert.to(tl.int64) * (WIDTH * INPUTS)
     weight_at = weight + outputs[:, None] * INPUTS + steps[None, :]
+
+    HAS_BLOCKS: tl.constexpr = scales is not None and SCALED_INPUTS < INPUTS
+    if scales is not None:
+        SCALES_OF_ROW: tl.constexpr = (INPUTS + SCALED_INPUTS - 1) // SCALED_INPUTS
+        SCALED_ROWS: tl.constexpr = (WIDTH + SCALED_OUTPUTS - 1) // SCALED_OUTPUTS
+        scales += expert * (SCALED_ROWS * SCALES_OF_ROW)
+        scale_at = scales + outputs // SCALED_OUTPUTS * SCALES_OF_ROW
+        upper_scale_at = scales + (OUTPUTS + outputs) // SCALED_OUTPUTS * SCALES_OF_ROW
 
     # Sum over the inputs; `more` is the product with the upper half of a gated weight.
     IS_EVEN: tl.constexpr = INPUTS % BLOCK_K == 0
@@ -331,11 +358,23 @@ def _grouped_product(
         known = steps[None, :] < INPUTS - done
         rows = _loaded(rows_at + done, there[:, None], known, IS_EVEN, WIDE)
         part = _loaded(weight_at + done, is_output[:, None], known, IS_EVEN, WIDE)
-        total = tl.dot(rows, tl.trans(part), total, input_precision="ieee")
+        if HAS_BLOCKS:
+            scale = tl.load(scale_at + done // SCALED_INPUTS, mask=is_output, other=0.0)
+            total += _product(rows, part, None) * scale[None, :]
+        else:
+            total = _product(rows, part, total)
         if TOP_K is not None:
             upper_at = weight_at + OUTPUTS * INPUTS + done
             part = _loaded(upper_at, is_output[:, None], known, IS_EVEN, WIDE)
-            more = tl.dot(rows, tl.trans(part), more, input_precision="ieee")
+            if HAS_BLOCKS:
+                scale = tl.load(upper_scale_at + done // SCALED_INPUTS, mask=is_output, other=0.0)
+                more += _product(rows, part, None) * scale[None, :]
+            else:
+                more = _product(rows, part, more)
+    if scales is not None and not HAS_BLOCKS:
+        total *= tl.load(scale_at, mask=is_output, other=0.0)[None, :]
+        if TOP_K is not None:
+            more *= tl.load(upper_scale_at, mask=is_output, other=0.0)[None, :]
 
     dtype = out.dtype.element_ty
     target = pair
@@ -350,11 +389,20 @@ def _grouped_product(
 
 
 @triton.jit
+def _product(rows, part, total):
+    """Return rows @ part.T in fp32, added to total if there is one. Numbers in FP8 take the rows' dtype."""
+    if part.dtype == tl.uint8:
+        part = fp8_from_bytes(part)
+    return tl.dot(rows, tl.trans(part.to(rows.dtype)), total, input_precision="ieee")
+
+
+@triton.jit
 def _loaded(numbers_at, there, known, IS_EVEN: tl.constexpr, WIDE: tl.constexpr):
     """Load numbers, zeros if masked; as fp32 if WIDE, since Triton's interpreter cannot multiply bf16."""
     mask = there if IS_EVEN else there & known
     numbers = tl.load(numbers_at, mask=mask, other=0.0)
-    return numbers.to(tl.float32) if WIDE else numbers
+    is_wide: tl.constexpr = WIDE and numbers.dtype != tl.uint8
+    return numbers.to(tl.float32) if is_wide else numbers
 
 
 @triton.jit

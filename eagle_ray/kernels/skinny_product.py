@@ -26,7 +26,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting, launch
-from eagle_ray.kernels.fp8 import FP8, FP8_CAPABILITY, ScaledRows
+from eagle_ray.kernels.fp8 import ScaledRows, readable
 from eagle_ray.kernels.jit_functions import fp8_from_bytes
 from eagle_ray.kernels.stored_weight import SKINNY_ROWS, ProductCut, StoredWeight
 
@@ -63,9 +63,9 @@ def skinny_product(
     if scales is not None and weight.form == "int4":
         scales = scales.view(torch.int32)
     launch(_skinny_product, (num_tiles, cut.parts))(
-        _readable(values),
+        readable(values),
         row_scales,
-        _readable(weight.numbers),
+        readable(weight.numbers),
         scales,
         bias,
         parts,
@@ -89,18 +89,6 @@ def skinny_product(
         num_stages=4,
     )
     return out
-
-
-def _readable(numbers: Tensor) -> Tensor:
-    """Return numbers as the device reads them: FP8 as bytes if it has no conversion of FP8."""
-    if numbers.dtype != FP8 or knows_fp8(numbers.device):
-        return numbers
-    return numbers.view(torch.uint8)
-
-
-def knows_fp8(device: torch.device) -> bool:
-    """Return whether a device converts FP8 by itself."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 @triton.jit(do_not_specialize=["num_rows"])

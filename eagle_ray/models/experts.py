@@ -24,7 +24,7 @@ alike. That is tried at the start (`checksum`), since no step's checksum sees it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 from zlib import crc32
@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from eagle_ray.families import FAMILIES
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.kernels.fp8 import ScaledRows
+from eagle_ray.kernels.fp8 import Fp8Stack, ScaledRows
+from eagle_ray.models.fp8_experts import Fp8Experts
 from eagle_ray.models.packed_linear import Projection, is_projection, merge_linears
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.parallel.shard import ReducedBlock
@@ -73,8 +74,8 @@ class Experts:
     """
 
     reader: Projection
-    gate_up: Float[Tensor, "E 2I H"]
-    down: Float[Tensor, "E H I"]
+    gate_up: Float[Tensor, "E 2I H"] | Fp8Stack
+    down: Float[Tensor, "E H I"] | Fp8Stack
     shared: Callable[[Tensor], Tensor] | None
     top_k: int
     is_normalized: bool
@@ -95,10 +96,9 @@ class Experts:
         block = cast(Any, _block_of(module))
         mixture = MIXTURE_OF_BLOCK[type(block).__name__]
         router = block.router if mixture.scales_inputs else block.gate
-        gate_up = block.experts.gate_up_proj.detach()
-        down = block.experts.down_proj.detach()
-        if mixture.scales_inputs:  # stored inputs first
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate_up, down = _stacks_of(block.experts)
+        if mixture.scales_inputs:  # stored inputs first, and never in FP8
+            gate_up, down = (cast(Tensor, stack).transpose(1, 2) for stack in (gate_up, down))
         return cls(
             reader=_router_of(block, router),
             gate_up=gate_up,
@@ -123,7 +123,7 @@ class Experts:
         width = self.gate_up.shape[2]
         generator = torch.Generator().manual_seed(width)  # all ranks have equal rows
         rows = torch.randn(max(TRIED_ROWS), width, generator=generator)
-        rows = rows.to(self.gate_up.device, self.gate_up.dtype)
+        rows = rows.to(self.gate_up.device, self.reader.weight.dtype)
         logits = torch.cat([self.reader(rows[:num_rows]) for num_rows in TRIED_ROWS])
         data = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
         return crc32(data)
@@ -134,6 +134,8 @@ class Experts:
         shared = None if self.shared is None else self.shared(normed)
         if use_triton(normed.device) and not self.scales_inputs:
             return self._fused(normed, logits, shared)
+        if isinstance(self.gate_up, Fp8Stack) or isinstance(self.down, Fp8Stack):
+            return self._restored(normed.dtype)._delta(normed)
         weights, chosen = self._route(logits)
         outputs = self._grouped if self._has_grouped_mm else self._every_expert
         total = outputs(normed, weights, chosen)
@@ -143,6 +145,14 @@ class Experts:
             return total + shared  # its share is 1
         share = logits[:, -1:].sigmoid()
         return total + share * shared
+
+    def _restored(self, dtype: torch.dtype) -> Experts:
+        """Return the experts with weights in a dtype, for a pass without kernels."""
+        stacks = [
+            stack.dequantize(dtype) if isinstance(stack, Fp8Stack) else stack
+            for stack in (self.gate_up, self.down)
+        ]
+        return replace(self, gate_up=stacks[0], down=stacks[1])
 
     def _fused(
         self,
@@ -177,9 +187,10 @@ class Experts:
     @property
     def _has_grouped_mm(self) -> bool:
         """Return whether torch multiplies groups without reading their sizes on a GPU's host."""
-        device = self.down.device
-        dtype = self.down.dtype
-        if any(width * dtype.itemsize % ALIGNED for width in self.down.shape[1:]):
+        down = cast(Tensor, self.down)
+        device = down.device
+        dtype = down.dtype
+        if any(width * dtype.itemsize % ALIGNED for width in down.shape[1:]):
             return False
         if device.type != "cuda":
             return True
@@ -201,9 +212,9 @@ class Experts:
         if self.scales_inputs:
             gathered = gathered * weights.flatten()[order, None]
             weights = torch.ones_like(weights)
-        both = grouped_mm(gathered, self.gate_up.transpose(1, 2), offs=ends)
+        both = grouped_mm(gathered, cast(Tensor, self.gate_up).transpose(1, 2), offs=ends)
         inner = self.ops.silu_mul(both)
-        sorted_outputs = grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        sorted_outputs = grouped_mm(inner, cast(Tensor, self.down).transpose(1, 2), offs=ends)
 
         # Restore the order of the pairs, in which each row adds up its choices.
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
@@ -224,8 +235,8 @@ class Experts:
 
         # As many experts at a time as their products fit into MAX_NUMBERS.
         together = max(MAX_NUMBERS // (num_rows * self.gate_up.shape[1]), 1)
-        gate_ups = self.gate_up.split(together)
-        downs = self.down.split(together)
+        gate_ups = cast(Tensor, self.gate_up).split(together)
+        downs = cast(Tensor, self.down).split(together)
         shares = weights_by_expert.T.split(together)
         for gate_up, down, share in zip(gate_ups, downs, shares, strict=True):
             share = share[:, :, None]
@@ -239,13 +250,21 @@ class Experts:
         return total.to(normed.dtype)
 
 
+def _stacks_of(experts: nn.Module) -> tuple[Tensor | Fp8Stack, Tensor | Fp8Stack]:
+    """Return the weights of gate and up, and of down, of a block's experts."""
+    if isinstance(experts, Fp8Experts):
+        return experts.gate_up, experts.down
+    stacked = cast(Any, experts)
+    return stacked.gate_up_proj.detach(), stacked.down_proj.detach()
+
+
 def is_moe_block(module: nn.Module) -> bool:
     """Return whether Experts can run this module of a decoder layer, or a rank's part of it."""
     block = cast(Any, _block_of(module))
     if type(block).__name__ not in MIXTURE_OF_BLOCK:
         return False
     names = {name for name, _ in block.experts.named_parameters()}
-    if names != {"gate_up_proj", "down_proj"}:
+    if names != {"gate_up_proj", "down_proj"} and not isinstance(block.experts, Fp8Experts):
         return False
     gate = getattr(block, "shared_expert_gate", None)
     return gate is None or is_projection(gate)

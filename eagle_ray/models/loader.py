@@ -37,7 +37,7 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.base_class_checkpoint import with_prefix
 from eagle_ray.models.packed_layouts import DOWNLOAD, FLOAT_DTYPES, NOT_FINITE, wraps_text
 from eagle_ray.models.packed_products import bf16_unit, can_pack
-from eagle_ray.models.quantized_checkpoint import check_settings, reads
+from eagle_ray.models.quantized_checkpoint import check_settings, is_fp8, reads
 from eagle_ray.models.quantized_model import (
     RESTORED,
     Checkpoint,
@@ -232,7 +232,7 @@ def _check_quantiser(config: PretrainedConfig) -> None:
         return
     if reads(quantisation):
         check_settings(quantisation)
-        if family.why_dense:
+        if family.why_dense and not (family.keeps_fp8_experts and is_fp8(quantisation)):
             raise EngineError(
                 f"a quantised checkpoint of {config.model_type!r} is not read: {family.why_dense}. Use one with plain "
                 "weights"

@@ -105,6 +105,17 @@ def check_settings(quantization: dict[str, Any]) -> None:
     QUANT_METHODS[quantization["quant_method"]](quantization)
 
 
+def is_fp8(quantization: dict[str, Any]) -> bool:
+    """Return whether all weights that are quantised are 8-bit floats.
+
+    Args:
+        quantization: as of `reads`, and `check_settings` lets it pass.
+    """
+    groups = (quantization.get("config_groups") or {}).values()
+    kinds = {(group.get("weights") or {}).get("type") for group in groups}
+    return quantization.get("quant_method") in ("fp8", "modelopt") or kinds == {"float"}
+
+
 def has_scattered_groups(quantization: dict[str, Any]) -> bool:
     """Return whether inputs that share a scale are apart: GPTQ's desc_act and compressed-tensors'
     actorder group them by their activations.

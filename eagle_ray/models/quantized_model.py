@@ -24,6 +24,8 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.families import FAMILIES, MXFP4
 from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.models.fp8_experts import read_experts, restore_experts
 from eagle_ray.models.gpu_layer import GpuLinear, dense_linear
 from eagle_ray.models.gpu_linears import gpu_linear
 from eagle_ray.models.packed_layouts import (
@@ -41,6 +43,7 @@ from eagle_ray.storage.model_files import gguf_in
 log = logging.getLogger("eagle_ray")
 
 RESTORED = "its experts in MXFP4 are restored to 16 bits, or to model.dtype: four times the bytes of its files"
+OTHER_LAYERS = "Use a checkpoint that leaves it out"
 EMBED_SCALE = "embed_scale"  # buffer of Gemma's embeddings, which multiply their output
 
 
@@ -128,8 +131,20 @@ def build_model(
             model.set_submodule(
                 name, _layer(weight, bias, dtype, device, dequantize, runs_on or device)
             )
+        elif f"{name}.0.gate_proj" in quantized:
+            keeps = not dequantize and keeps_experts(dtype, torch.device(runs_on or device))
+            if keeps:
+                own = read_experts(module, name, checkpoint.projection, device)
+                model.set_submodule(name, own)
+            else:
+                restore_experts(module, name, checkpoint.projection, dtype, device)
     _fill(model, checkpoint, dtype, device)
     return model.eval().requires_grad_(False)
+
+
+def keeps_experts(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether experts in FP8 stay as they are stored on a device."""
+    return dtype is torch.bfloat16 and device.type == "cuda" and use_triton(device)
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -207,7 +222,7 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
 
 def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
     """Read every parameter that is still on the meta device. Tied weights are read once."""
-    stored = checkpoint.tensor_names()
+    stored, quantized = checkpoint.tensor_names(), set(checkpoint.names())
     is_tied = model.config.tie_word_embeddings
     missing = []
     for name, parameter in list(model.named_parameters()):
@@ -218,6 +233,10 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
             missing.append(name)
             continue
         value = read_finite(checkpoint, source)
+        if value.dtype not in FLOAT_DTYPES:
+            raise EngineError(
+                f"tensor {source}: is quantised, and is read in plain numbers alone. {OTHER_LAYERS}"
+            )
         check_shape(name, value.shape, parameter.shape)
         owner, _, attribute = name.rpartition(".")
         own = nn.Parameter(value.to(device, dtype), requires_grad=False)
@@ -225,7 +244,7 @@ def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, de
     if is_tied and isinstance(model.get_output_embeddings(), nn.Linear):
         model.tie_weights()
     missing = [name for name in missing if model.get_parameter(name).is_meta]
-    if checkpoint.names() and any(".experts." in name for name in missing):
+    if quantized and any(".experts." in name for name in missing):
         raise EngineError(
             f"{type(model).__name__}: quantised experts are not read here. Use a checkpoint with plain weights"
         )

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.fp8_blocks import Fp8BlockWeight, part_of_blocks
+from eagle_ray.models.fp8_experts import STACKS
 from eagle_ray.models.gpu_linears import FP8_MULTIPLE
 from eagle_ray.models.mxfp4_experts import BLOCKS, SCALES, restored, stacks_in
 from eagle_ray.models.packed_layouts import EMBEDDING_WEIGHT, SafetensorFiles, Weight
@@ -64,10 +65,6 @@ MIXTRAL_NAMES = {
     ".w2.weight": ".down_proj.weight",
 }  # of its files, and what transformers' modules and the files of other mixtures have in their place
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
-STACKS = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}  # of all experts; what they join
 
 
 def why_unread(path: Path, config: PretrainedConfig, rounds: bool) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
@@ -244,6 +244,62 @@ def test_a_70b_in_fp8_fits_one_h200_and_two_h100(source, memory, kv_dtype, token
         load_config(None, sets=sets), wide, [], shape, "cuda", torch.bfloat16, lengths, memory
     )
     assert in_bf16.target == pytest.approx(141 * GB, rel=0.001) and not in_bf16.fits
+
+
+QWEN3_30B = dict(
+    hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
+    tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
+)  # fmt: skip
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def qwen3_30b(directory: Path, in_fp8: bool) -> tuple[Path, Qwen3MoeConfig]:
+    """A directory with the headers of Qwen3-30B-A3B, whose weights are a hole in the file."""
+    directory.mkdir()
+    shape = Qwen3MoeConfig(**QWEN3_30B, **({"quantization_config": FP8_BLOCKS} if in_fp8 else {}))
+    rows = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (151_936, 2048)))
+    write_headers(directory / "model-00048-of-00048.safetensors", rows)
+    attention = {"q": (4096, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 4096)}
+    experts = {"gate": (768, 2048), "up": (768, 2048), "down": (2048, 768)}
+    for layer in range(48):
+        at = f"model.layers.{layer}"
+        tensors = {f"{at}.mlp.gate.weight": ("BF16", (128, 2048))}
+        sizes = {f"{at}.self_attn.{name}_proj": size for name, size in attention.items()}
+        sizes |= {
+            f"{at}.mlp.experts.{expert}.{name}_proj": size
+            for expert in range(128)
+            for name, size in experts.items()
+        }
+        for name, (num_out, num_in) in sizes.items():
+            tensors[f"{name}.weight"] = ("F8_E4M3" if in_fp8 else "BF16", (num_out, num_in))
+            if in_fp8:
+                tensors[f"{name}.weight_scale_inv"] = ("BF16", (num_out // 128, num_in // 128))
+        write_headers(directory / f"model-{layer:05}-of-00048.safetensors", tensors)
+    shards = {"weight_map": {file.name: file.name for file in directory.glob("*.safetensors")}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(shards))
+    return directory, shape
+
+
+def test_a_mixture_of_30b_in_fp8_leaves_half_of_an_h100(tmp_path):
+    """29.0 GB of experts and 0.9 of attention in FP8, and 1.2 GB of embedding and lm_head in bf16; 61 GB in bf16."""
+    sets = ["speculative.method=none", "input.path=a", "output.path=b"]
+    config, lengths = load_config(None, sets=sets), SequenceLengths(40_960, 1, 4096)
+    memory = DeviceMemory(80 * GB, 79 * GB)
+    plans = []
+    for name, in_fp8 in (("fp8", True), ("bf16", False)):
+        path, shape = qwen3_30b(tmp_path / name, in_fp8)
+        plans.append(
+            plan_checkpoint(config, path, [], shape, "cuda", torch.bfloat16, lengths, memory)
+        )
+    assert plans[0].target == pytest.approx(31.2 * GB, rel=0.002)
+    assert plans[1].target == pytest.approx(61.1 * GB, rel=0.002)
+    assert all(plan.fits for plan in plans)
+    assert plans[0].kv_tokens - plans[1].kv_tokens > 0.9 * 29.9 * GB / plans[0].kv_per_token
 
 
 @pytest.mark.skipif(gguf_file() is None, reason="the wheel of embedded:smollm2 is not installed")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_ray.kernels.fp8 import FP8, ScaledRows
+from eagle_ray.kernels import grouped_experts
+from eagle_ray.kernels.fp8 import FP8, Fp8Stack, ScaledRows
 from eagle_ray.kernels.skinny_product import ROW_TILES, skinny_product
 from eagle_ray.kernels.stored_weight import StoredWeight, no_arrivals
 from tests.support.kernel_compiler import resources
@@ -55,6 +56,26 @@ def product(form: str, num_rows: int, capability: int, num_out: int, num_in: int
     return {"kernel": f"{form}, {num_rows} rows", "capability": capability, **asdict(found)}
 
 
+def experts(num_pairs: int, capability: int) -> Iterator[dict[str, Any]]:
+    """Compile both products of 128 experts of Qwen3-30B-A3B in FP8 by blocks."""
+    dtype = FP8 if capability >= 89 else torch.uint8
+    blocks = (128, 128)
+    gate_up = Fp8Stack(empty(128, 1536, 2048, dtype=dtype), empty(128, 12, 16), blocks)
+    down = Fp8Stack(empty(128, 2048, 768, dtype=dtype), empty(128, 16, 6), blocks)
+    order, ends = (empty(size, dtype=torch.int32) for size in (num_pairs, 128))
+    groups = grouped_experts.Groups(order, ends)
+    rows = empty(num_pairs // 8, 2048, dtype=torch.bfloat16)
+    inner = empty(num_pairs, 768, dtype=torch.bfloat16)
+    calls = {
+        "gate and up": lambda: grouped_experts.gated_products(rows, gate_up, groups, 8),
+        "down": lambda: grouped_experts.products(inner, down, groups),
+    }
+    for name, call in calls.items():
+        [found] = resources(call, capability).values()
+        kernel = f"experts in fp8, {name}, {num_pairs} pairs"
+        yield {"kernel": kernel, "capability": capability, **asdict(found)}
+
+
 def compiled_resources(everything: bool) -> Iterator[dict[str, Any]]:
     asked = QUICK
     if everything:
@@ -67,6 +88,9 @@ def compiled_resources(everything: bool) -> Iterator[dict[str, Any]]:
     for form, num_rows, capability in asked:
         for shape in SHAPES if everything else SHAPES[:1]:
             yield product(form, num_rows, capability, *shape)
+    for capability in CAPABILITIES if everything else (90,):
+        for num_pairs in (8, 32_768) if everything else (8,):
+            yield from experts(num_pairs, capability)
 
 
 if __name__ == "__main__":
