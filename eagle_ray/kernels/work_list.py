@@ -212,7 +212,7 @@ def list_work(
             GROUP, BLOCK_M, BLOCK_N, PART_TILES, PARTS,
         )  # fmt: skip
 
-        # ProductCut long contexts as long as there is memory for the sums of their parts.
+        # Cut long contexts as long as there is memory for the sums of their parts.
         is_long = (num_parts > 1) & (read.to(tl.int64) * (SHARES * at_once) > share)
         rows = tl.where(is_long, num_nodes_of * num_parts, 0)
         ends = sums_end + tl.cumsum(rows)
