@@ -360,21 +360,22 @@ async def receive_upload(request: Request, store: FileStore, limits: BatchesConf
             if chunk := form.take(UPLOAD_CHUNK_BYTES):
                 await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
                 num_chunks += 1
-        expires_at = _checked(form)
+        life_s = _checked(form)
         if chunk := form.take(1):
             await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
             num_chunks += 1
         # Others were uploaded meanwhile.
         if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:
             raise too_large
+        now = int(time.time())
         file = StoredFile(
             id=id,
             bytes=form.size,
             num_chunks=num_chunks,
-            created_at=int(time.time()),
+            created_at=now,
             filename=form.filename or "",
             purpose=PURPOSE,
-            expires_at=expires_at,
+            expires_at=now + life_s,
         )
         return await asyncio.to_thread(store.finish, file)
     except BaseException:
@@ -407,7 +408,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _checked(form: UploadForm) -> int:
-    """Return when the file expires. Raises ApiError for a form that is not whole or has a wrong value."""
+    """Return the seconds after which the file expires. Raises ApiError for a form that is not whole or has a wrong value."""
     if not form.is_whole:
         raise ApiError(400, "the body ends before the form does", code="bad_form")
     if form.filename is None:
@@ -418,7 +419,7 @@ def _checked(form: UploadForm) -> int:
         )
     anchor, seconds = form.value("expires_after[anchor]"), form.value("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return int(time.time()) + EXPIRES_S
+        return EXPIRES_S
     if anchor != "created_at":
         raise ApiError(
             400,
@@ -429,4 +430,4 @@ def _checked(form: UploadForm) -> int:
     if seconds is None or not seconds.isdecimal() or not MIN_LIFE_S <= int(seconds) <= MAX_LIFE_S:
         message = f"expires_after.seconds: must be {MIN_LIFE_S} to {MAX_LIFE_S}, got {seconds!r}"
         raise ApiError(400, message, "expires_after", "bad_value")
-    return int(time.time()) + int(seconds)
+    return int(seconds)
