@@ -408,7 +408,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _checked(form: UploadForm) -> int:
-    """Return the seconds after which the file expires. Raises ApiError for a form that is not whole or has a wrong value."""
+    """Return the seconds that the file lasts. Raises ApiError for a form that is not whole or has a wrong value."""
     if not form.is_whole:
         raise ApiError(400, "the body ends before the form does", code="bad_form")
     if form.filename is None:
