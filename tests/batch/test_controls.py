@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.inputs import TINY, plan, request, write
@@ -90,12 +90,12 @@ def test_a_row_overrides_the_jobs_controls(make_job):
     )
     (sequence,) = sequences_of(row, job, None)
     own = {"max_tokens": 12, "seed": sequence.sampling.seed}
-    assert sequence.sampling == SamplingParams(
+    assert sequence.sampling == SamplingSettings(
         min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], **own
     )
     (free,) = sequences_of(request(prompt_token_ids=[1]), make_job(), None)
     assert (
-        free.sampling == SamplingParams(max_tokens=12, seed=free.sampling.seed)
+        free.sampling == SamplingSettings(max_tokens=12, seed=free.sampling.seed)
         and free.bad_word_ids == ()
     )
 
