@@ -66,13 +66,26 @@ class Fp8Stack:
 
     def dequantize(self, dtype: torch.dtype) -> Float[Tensor, "E W I"]:
         """Return the weights in a dtype, computed in fp32, one expert at a time."""
-        outputs, inputs = self.block
-        _, num_outputs, num_inputs = self.shape
         stack = torch.empty(self.shape, dtype=dtype, device=self.device)
         for own, values, scale in zip(stack, self.values, self.scale, strict=True):
-            whole = scale.repeat_interleave(outputs, 0)[:num_outputs]
-            own.copy_(values.float() * whole.repeat_interleave(inputs, 1)[:, :num_inputs])
+            own.copy_(restored_blocks(values, scale, self.block))
         return stack
+
+
+def restored_blocks(
+    values: Float[Tensor, "O I"], scale: Float[Tensor, "BO BI"], block: tuple[int, int]
+) -> Float[Tensor, "O I"]:
+    """Return values times the scales of their blocks, in fp32.
+
+    Args:
+        block: outputs and inputs that share a scale; the last blocks may be smaller.
+    """
+    outputs, inputs = block
+    scale_of_inputs = scale.float().repeat_interleave(inputs, 1)[:, : values.shape[1]]
+    restored = values.float()
+    for rows, row_scale in zip(restored.split(outputs), scale_of_inputs, strict=True):
+        rows.mul_(row_scale)
+    return restored
 
 
 def readable(numbers: Tensor) -> Tensor:

@@ -23,10 +23,9 @@ from torch import Tensor
 SKINNY_ROWS = 64
 BLOCK_INPUTS = (128, 64, 32)  # inputs that a program reads at a time
 PROGRAMS = 264  # about two for each multiprocessor of an H100
-WIDE_OUTPUTS = (
-    1024  # from there on tiles have 64 outputs, which Hopper multiplies by four warps at once
-)
-MIN_STEPS = 4  # of BLOCK_I inputs in a part: shorter ones would mostly wait for memory
+# From this number of outputs on, tiles have 64 of them, which Hopper multiplies by four warps at once.
+WIDE_OUTPUTS = 1024
+MIN_STEPS = 4  # tiles of inputs in a part: shorter parts would mostly wait for memory
 MAX_PARTS = 16
 
 Form = Literal["dense", "fp8", "int4"]
@@ -91,16 +90,16 @@ class ProductCut:
         """Return the cut of a weight, by its shape and its form."""
         inputs = _inputs_of_a_tile(weight)
         outputs = 64 if weight.num_outputs >= WIDE_OUTPUTS else 32
-        num_tiles = _ceil(weight.num_outputs, outputs)
-        num_steps = _ceil(weight.num_inputs, inputs)
-        wanted = _ceil(PROGRAMS, num_tiles)
+        num_tiles = ceil_div(weight.num_outputs, outputs)
+        num_steps = ceil_div(weight.num_inputs, inputs)
+        wanted = ceil_div(PROGRAMS, num_tiles)
         parts = max(min(wanted, num_steps // MIN_STEPS, MAX_PARTS), 1)
-        steps = _ceil(num_steps, parts)
-        return cls(outputs, inputs, steps, _ceil(num_steps, steps))
+        steps = ceil_div(num_steps, parts)
+        return cls(outputs, inputs, steps, ceil_div(num_steps, steps))
 
     def num_tiles(self, num_outputs: int) -> int:
         """Return the tiles of outputs, each of which counts arrivals."""
-        return _ceil(num_outputs, self.outputs)
+        return ceil_div(num_outputs, self.outputs)
 
 
 def _inputs_of_a_tile(weight: StoredWeight) -> int:
@@ -126,5 +125,6 @@ def no_arrivals(weight: StoredWeight) -> Int32[Tensor, " tiles"]:
     return torch.zeros(num_tiles, dtype=torch.int32, device=weight.numbers.device)
 
 
-def _ceil(number: int, size: int) -> int:
+def ceil_div(number: int, size: int) -> int:
+    """Return how many pieces of a size hold a number of things."""
     return -(-number // size)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle_ray.kernels import few_rows
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.stored_weight import StoredWeight, why_not_skinny
 from eagle_ray.models.fp8_blocks import Fp8BlockWeight
@@ -44,11 +43,6 @@ class BlockFp8Linear(GpuLinear):
     def stored(self) -> StoredWeight:
         return StoredWeight.fp8(self.values, self.scale, self.block)
 
-    @property
-    def weight(self) -> Tensor:
-        """Return a placeholder with the dtype and device of inputs."""
-        return torch.empty(0, dtype=torch.bfloat16, device=self.values.device)
-
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         layers = cast(Sequence[BlockFp8Linear], parts)
         return super().can_merge(parts) and all(x.block[1] == self.block[1] for x in layers)
@@ -65,7 +59,7 @@ class BlockFp8Linear(GpuLinear):
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         rows = inputs.reshape(-1, self.in_features).contiguous()
-        return self._multiply(rows).view(*inputs.shape[:-1], -1)
+        return self.multiply(rows).view(*inputs.shape[:-1], -1)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         if use_triton(self.values.device):
@@ -74,9 +68,7 @@ class BlockFp8Linear(GpuLinear):
             return restored_fp8(self.values, self.scale, self.block, torch.bfloat16)
         return self._blocks.dequantize().to(torch.bfloat16)
 
-    def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        if few_rows.multiplies(len(rows), self.values.device):
-            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
+    def multiply_many(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
         return F.linear(rows, self.dequantize(), self.bias)
 
     @property

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Float8e4m3fn
 from torch import Tensor
 
+from eagle_ray.kernels.fp8 import restored_blocks
+from eagle_ray.kernels.stored_weight import ceil_div
 from eagle_ray.parallel.shard import Part, cut_out
 
 
@@ -41,21 +43,15 @@ class Fp8BlockWeight:
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""
-        outputs, inputs = self.block
-        scale = self.scale.float().repeat_interleave(inputs, 1)[:, : self.shape[1]]
-        weight = self.values.float()
-        for rows, row_scale in zip(weight.split(outputs), scale, strict=True):
-            rows.mul_(row_scale)
-        return weight
+        return restored_blocks(self.values, self.scale, self.block)
 
     def in_blocks_of(self, outputs: int, inputs: int) -> Fp8BlockWeight:
         """Return the weight in smaller blocks, whose sizes divide its own."""
         scale = self.scale.repeat_interleave(self.block[0] // outputs, 0)
         scale = scale.repeat_interleave(self.block[1] // inputs, 1)
-        num_blocks = (
-            -(-size // step) for size, step in zip(self.shape, (outputs, inputs), strict=True)
-        )
-        num_outputs, num_inputs = num_blocks
+        # The last of its blocks may be smaller, and has fewer of the new ones.
+        num_outputs = ceil_div(self.shape[0], outputs)
+        num_inputs = ceil_div(self.shape[1], inputs)
         return Fp8BlockWeight(self.values, scale[:num_outputs, :num_inputs], (outputs, inputs))
 
 
@@ -66,14 +62,11 @@ def part_of_blocks(weight: Fp8BlockWeight, part: Part) -> Fp8BlockWeight:
     sizes[part.dim] = math.gcd(sizes[part.dim], *ends)
     fine = weight.in_blocks_of(*sizes)
     size = sizes[part.dim]
-    of_blocks = Part(
-        part.dim,
-        tuple((begin // size, -(-end // size)) for begin, end in part.ranges),
-    )
+    ranges_of_blocks = tuple((begin // size, ceil_div(end, size)) for begin, end in part.ranges)
     values = cut_out(fine.values.view(torch.uint8), part).view(torch.float8_e4m3fn)
-    scale = cut_out(fine.scale, of_blocks)
-    if missing := -(-len(values) // fine.block[0]) - len(
-        scale
-    ):  # of rows that a part is padded with
-        scale = torch.cat([scale, scale.new_ones(missing, scale.shape[1])])
+    scale = cut_out(fine.scale, Part(part.dim, ranges_of_blocks))
+    # Rows that a part is padded with have scales, too.
+    num_missing = ceil_div(len(values), fine.block[0]) - len(scale)
+    if num_missing:
+        scale = torch.cat([scale, scale.new_ones(num_missing, scale.shape[1])])
     return Fp8BlockWeight(values, scale, fine.block)

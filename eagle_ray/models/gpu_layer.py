@@ -6,11 +6,14 @@ GpuLinear is their base; gpu_linears.py has the layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.kernels import few_rows
+from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.kernels.stored_weight import StoredWeight, no_arrivals
 
 
@@ -29,7 +32,7 @@ class GpuLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return a placeholder with the dtype and device of inputs."""
-        raise NotImplementedError
+        return torch.empty(0, dtype=torch.bfloat16, device=self.arrivals.device)
 
     @property
     def stored(self) -> StoredWeight:
@@ -39,6 +42,16 @@ class GpuLinear(nn.Module):
     def count_arrivals(self) -> None:
         """Make the count of arrivals of the kernel of few rows. The weight is there by now."""
         self.register_buffer("arrivals", no_arrivals(self.stored), persistent=False)
+
+    def multiply(self, rows: Float[Tensor, "R I"] | ScaledRows) -> Float[Tensor, "R O"]:
+        """Return rows @ weight.T + bias: few rows by our own kernel, if it is the choice here."""
+        if few_rows.multiplies(len(rows), self.arrivals.device):
+            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
+        return self.multiply_many(rows)
+
+    def multiply_many(self, rows: Any) -> Float[Tensor, "R O"]:
+        """Return rows @ weight.T + bias for any number of rows, by torch."""
+        raise NotImplementedError
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether `merged` can join these layers."""

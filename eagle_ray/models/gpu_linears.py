@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.kernels import few_rows
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
@@ -81,23 +80,16 @@ class Fp8Linear(GpuLinear):
         )
         return Fp8Linear(Fp8Weight(values, scale), joined_biases(layers))
 
-    @property
-    def weight(self) -> Tensor:
-        """Return a placeholder on the weight's device."""
-        return torch.empty(0, dtype=torch.bfloat16, device=self.values.device)
-
     def forward(self, inputs: Float[Tensor, "*rows I"] | ScaledRows) -> Float[Tensor, "*rows O"]:
         if isinstance(inputs, ScaledRows):
-            return self._multiply(inputs)
+            return self.multiply(inputs)
         rows = scaled_rows(inputs.reshape(-1, self.in_features))
-        return self._multiply(rows).view(*inputs.shape[:-1], -1)
+        return self.multiply(rows).view(*inputs.shape[:-1], -1)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         return (self.values.float() * self.scale).to(torch.bfloat16)
 
-    def _multiply(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
-        if few_rows.multiplies(len(rows), self.values.device):
-            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
+    def multiply_many(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
         by_row = ScalingType.RowWise
         weight, scale = self.values.t(), self.scale.t()
         return scaled_mm(
@@ -163,11 +155,6 @@ class Int4Linear(GpuLinear):
         return whole
 
     @property
-    def weight(self) -> Tensor:
-        """Return a placeholder with the dtype and device of inputs."""
-        return torch.empty(0, dtype=torch.bfloat16, device=self.packed.device)
-
-    @property
     def group_size(self) -> int:
         """Return the number of inputs that share a scale."""
         return self.in_features // len(self.scales)
@@ -175,11 +162,9 @@ class Int4Linear(GpuLinear):
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         rows = inputs.reshape(-1, self.in_features)
         ordered = rows.contiguous() if self.order is None else rows[:, self.order]
-        return self._multiply(ordered).view(*inputs.shape[:-1], -1)
+        return self.multiply(ordered).view(*inputs.shape[:-1], -1)
 
-    def _multiply(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        if few_rows.multiplies(len(rows), self.packed.device):
-            return few_rows.product(rows, self.stored, self.bias, self.arrivals)
+    def multiply_many(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
         if len(rows) > INT4_ROWS:
             return F.linear(rows, self._restored(), self.bias)
         outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
