@@ -26,10 +26,8 @@ from eagle_ray.models.sharded_checkpoint import BLOCKS, EMBEDDING_WEIGHT, SCALES
 from eagle_ray.parallel.shard import LM_HEAD, Shard
 from eagle_ray.storage.model_files import gguf_in
 
-DENSE_SUFFIXES = (
-    ".weight",
-    ".bias",
-)  # of tensors that are loaded in the model's dtype if they are floats
+# Ends of the names of tensors that are loaded in the model's dtype if they are floats.
+DENSE_SUFFIXES = (".weight", ".bias")
 
 
 def target_bytes_of(

@@ -26,7 +26,7 @@ def priced_by(key: str, hint: str = "") -> Callable[[float | None, ValidationInf
 
     Args:
         key: the price's key, with its section's name.
-        hint: what else may have been meant, for the error.
+        hint: end of the error, such as a key that may have been meant.
     """
     name = key.rpartition(".")[2]
 

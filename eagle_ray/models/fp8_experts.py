@@ -24,11 +24,12 @@ from eagle_ray.models.fp8_blocks import Fp8BlockWeight
 from eagle_ray.models.packed_layouts import Weight
 from eagle_ray.models.quantized_linear import Fp8Weight
 
+# Names of the tensors of all experts, with the projections of each expert that they join.
 STACKS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
-}  # of all experts; what they join
-Read = Callable[[str], Weight]  # of a layer by its name
+}
+Read = Callable[[str], Weight]  # reads the weight of a layer, by its name
 
 
 class Fp8Experts(nn.Module):

@@ -17,7 +17,8 @@ from eagle_ray.port.server_child import environment_of_server
 log = logging.getLogger("eagle_ray")
 HELP_S = 180.0  # seconds that a program has to print its help; vLLM imports torch before
 HELP_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
-HELP: Mapping[str, str] = {"vllm": "--help=all"}  # where --help lists groups alone, by kind
+# Flag that lists all flags, by engine.kind; vLLM's --help lists groups alone.
+HELP: Mapping[str, str] = {"vllm": "--help=all"}
 
 
 def unknown_flags(command: Sequence[str], kind: str, flags: Iterable[str]) -> list[str]:

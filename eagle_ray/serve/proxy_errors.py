@@ -49,7 +49,8 @@ from eagle_ray.serve.http_answers import ApiError, event
 log = logging.getLogger("eagle_ray")
 # A busy machine takes tenths of a second to answer; Kubernetes waits for one second by default.
 HEALTH_ANSWERS_WITHIN_S = 0.5
-REPLICA_ANSWERS_WITHIN_S = 2.0  # to a probe, before another GET request is given up
+# Seconds that a replica has to answer a probe, before a GET request other than /health is given up.
+REPLICA_ANSWERS_WITHIN_S = 2.0
 # A replica that answered so recently is there, although it is too busy to say so again.
 HEALTH_IS_KNOWN_S = 3.0
 PROBE_ENDS_AFTER_S = 5.0
