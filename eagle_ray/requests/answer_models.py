@@ -130,22 +130,18 @@ class ShownIds(TypedDict, total=False):
     token_ids: list[int]
 
 
-class ChatChoice(ChoiceScores):
+class ChatChoice(ChoiceScores, ShownIds):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
 
 
-class TextChoice(ChoiceScores):
+class TextChoice(ChoiceScores, ShownIds):
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Finish
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
 
 
 class _Made(TypedDict):
