@@ -125,6 +125,7 @@ class ScriptedEndpoint:
         self.script = script
         self.asked: list[Asked] = []
         self.good: Counter[str] = Counter()  # good answers by prompt
+        self.num_looks = 0  # at its list of models
         self._prompts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -180,6 +181,7 @@ class ScriptedEndpoint:
                 pass
 
             def do_GET(self) -> None:
+                endpoint.num_looks += 1
                 self._send(Reply(content=endpoint.models_body))
 
             def do_POST(self) -> None:

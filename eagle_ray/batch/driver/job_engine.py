@@ -62,9 +62,8 @@ class JobEngine:
         slots = AUTO_REQUESTS if engine.concurrency == "auto" else engine.concurrency
         if engine.is_child:
             return cls(claimed, _server_workers(config, num_rows), slots, JobEndpoint())
-        from eagle_ray.port.engine_check import check_engine  # httpx2
-
-        target = check_engine(config, claimed.plan.input.row_settings)
+        plan = claimed.plan
+        target = plan.endpoint_check.target(config, plan.input.row_settings)
         summary = spend_summary(claimed.run)
         spent = (summary["dollars"] or 0.0) + summary["perhaps_dollars"]
         throttle = start_throttle(throttle_settings(config, spent))

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
+from eagle_ray.batch.driver.endpoint_check import EndpointCheck
 from eagle_ray.batch.driver.input_plan import (
     InputPlan,
     check_not_empty,
     plan_input,
     request_rows,
-    row_settings_line,
 )
 from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
@@ -25,7 +25,6 @@ from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
-from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath
@@ -42,6 +41,7 @@ class JobPlan:
         retry_errors: drop error rows first, so that they are generated again.
         is_finished: whether the output is on record as complete for this input.
         spare: the process that checks the models, and from which engines' processes are forked.
+        endpoint_check: the look at the endpoint of another engine.
     """
 
     config: JobConfig
@@ -50,6 +50,7 @@ class JobPlan:
     retry_errors: bool = False
     is_finished: bool = False
     spare: SpareEngine = field(default_factory=SpareEngine)
+    endpoint_check: EndpointCheck = field(default_factory=EndpointCheck)
 
     @property
     def overwrites(self) -> bool:
@@ -60,10 +61,14 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Check the models while the cluster is joined, unless they were checked.
+        """Check the models, or another engine, while the cluster is joined, unless they were checked.
 
         Raises ConfigError if they cannot work here.
         """
+        if not self.config.engine.is_own:
+            self.endpoint_check.target(self.config, self.input.row_settings)
+            join_cluster(self.config)
+            return
         if self.spare.is_checked:
             return
         self.spare.start(self.config)
@@ -71,19 +76,6 @@ class JobPlan:
         import ray.data  # noqa: F401  # a second, while the models are checked
 
         self.spare.check_models()
-
-    def log_settings(self) -> None:
-        """Log settings that may surprise a user, once, before rows are generated."""
-        if (line := row_settings_line(self.input)) is not None:
-            log.info("%s", line)
-        if not self.config.engine.is_own:
-            return
-        if (
-            note := plain_decoding_note(
-                self.config.speculative.merged_methods, self.config.model.drafts
-            )
-        ) is not None:
-            log.info("%s: %s", self.config.model.target, note)
 
 
 def plan_job(

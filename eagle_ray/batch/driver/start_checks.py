@@ -22,7 +22,12 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.completeness import Completeness, count_done
-from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
+from eagle_ray.batch.driver.input_plan import (
+    MAX_NAMES,
+    InputPlan,
+    row_settings_line,
+    sample_ids,
+)
 from eagle_ray.batch.driver.job_manifest import (
     OTHER_OUTPUT,
     EarlierRun,
@@ -34,6 +39,7 @@ from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.batch.driver.run_bounds import NO_BOUNDS, RunBounds
 from eagle_ray.batch.driver.status import usage_of
 from eagle_ray.config import JobConfig, config_hash
+from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.publishing.publisher import check_place
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
@@ -263,12 +269,25 @@ def check_start(plan: JobPlan) -> CheckedStart:
         bounds = checked_bounds(plan.config)
         run_id = earlier.state.record["run_id"] if is_resumed else None
         check_place(plan.config.output.publish, run_id)
-        plan.log_settings()
+        _log_settings(plan)
         if is_resumed:
             remaining = [file for file in index.files if _keeps_rows(file, errors)]
             check_columns(output, input_plan, remaining)
         plan.check_models()
     return CheckedStart(earlier, index, None if errors else there, errors, needs_rows, bounds)
+
+
+def _log_settings(plan: JobPlan) -> None:
+    """Log settings that may surprise a user, once, before rows are generated."""
+    line = row_settings_line(plan.input)
+    if line is not None:
+        log.info("%s", line)
+    config = plan.config
+    if not config.engine.is_own:
+        return
+    note = plain_decoding_note(config.speculative.merged_methods, config.model.drafts)
+    if note is not None:
+        log.info("%s: %s", config.model.target, note)
 
 
 def _error_rows(index: OutputIndex, plan: InputPlan) -> dict[StoragePath, Digests]:

@@ -115,11 +115,7 @@ class SpareEngine:
     def check_models(self) -> None:
         """Wait for the check of the models. Raises as hub.check_models does, ClusterError if the process ended."""
         assert self._config is not None, "start comes first"
-        if not self._config.engine.is_own:
-            from eagle_ray.port.engine_check import check_engine  # httpx2
-
-            check_engine(self._config)
-        elif self._pipe is None:
+        if self._pipe is None:
             from eagle_ray.assembly.embedders import check_models_of
 
             check_models_of(self._config)
