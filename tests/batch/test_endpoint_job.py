@@ -16,6 +16,7 @@ from eagle_ray.config import JobConfig, load_config
 from tests.support.jobs import exit_code, ids_of, rows_of, start_driver
 from tests.support.scripted_endpoint import (
     FAULTS,
+    HANG,
     MODEL,
     PRICE,
     Asked,
@@ -77,7 +78,7 @@ def test_every_row_is_answered_once_whatever_fails(
     config = job(endpoint, tmp_path, **{"engine.api_key_env": "ENDPOINT_KEY"})
     assert exit_code(config) == 0
     rows = rows_of(config)
-    assert ids_of(config) == ids()
+    assert ids_of(config) == ids() and endpoint.num_looks == 1
     assert {row["status"] for row in rows} == {"ok"} and {row["http_attempts"] for row in rows} == {
         2
     }
@@ -119,6 +120,36 @@ def test_a_limit_of_dollars_ends_the_job(
     config = job(endpoint, tmp_path, **settings)
     assert exit_code(config) == 8
     assert endpoint.dollars <= 0.25 and len(ids_of(config)) == sum(endpoint.good.values()) > 4
+
+
+def test_what_may_have_been_paid_counts_for_the_limit(
+    ray_session: None, endpoint: ScriptedEndpoint, tmp_path: Path
+) -> None:
+    """No request is answered, so that no dollar is known to be spent."""
+    endpoint.script = lambda asked: HANG
+    limit = 0.25
+    settings = {
+        "engine.max_dollars": limit,
+        "engine.timeout_s": 0.5,
+        "engine.attempts": {"failed": 100},
+        "sampling.max_tokens": 8,
+    }
+    config = job(endpoint, tmp_path, **settings)
+    assert exit_code(config) == 8
+    stopped = json.loads((tmp_path / "out" / "_STOPPED.json").read_text())
+    assert (stopped["reason"], stopped["rows_left"]) == ("max_dollars", NUM_ROWS)
+    assert stopped["spent"] == 0.0
+    perhaps = sum(attempt["perhaps_dollars"] for attempt in attempts_in(tmp_path / "out"))
+    assert limit / 2 < perhaps <= limit
+    num_asked = len(endpoint.asked)
+    endpoint.script = answered
+    assert exit_code(config) == 8 and len(endpoint.asked) == num_asked  # they still count
+
+
+def attempts_in(output: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's files of attempts."""
+    files = sorted((output / "spend").glob("*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def kill_until_done(config: JobConfig, num_kills: int, address: str, seed: int) -> None:
