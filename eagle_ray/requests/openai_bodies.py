@@ -42,7 +42,13 @@ from eagle_ray.requests.parameters import (
 )
 from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.request import InputRow, chat_of, unreadable
-from eagle_ray.requests.responses import RESPONSES_ONLY, chat_body, chat_values, check_response
+from eagle_ray.requests.responses import (
+    RESPONSE_LENGTH,
+    RESPONSES_ONLY,
+    chat_body,
+    chat_values,
+    check_response,
+)
 from eagle_ray.requests.values import (
     HTTP,
     Json,
@@ -138,6 +144,7 @@ class GenerationBody(OpenBody):
 
     # As the client writes them, if the request was made of another one.
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {}
+    LENGTH_NAME: ClassVar[str] = "max_tokens"
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
@@ -186,7 +193,7 @@ class GenerationBody(OpenBody):
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
             raise bad_value(
-                "min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}"
+                "min_tokens", f"must be at most {self.LENGTH_NAME} ({wanted}), got {min_tokens}"
             )
         if (both := two_forms(self.values)) is not None:
             raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
@@ -257,12 +264,14 @@ class ResponseChat(ChatRequest):
     """The chat request that a body of /v1/responses is turned into. Its errors name the parameters of that body."""
 
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
+    LENGTH_NAME = RESPONSE_LENGTH
 
 
 class ResponsesRequest(GenerationBody):
     """POST /v1/responses"""
 
     api = Api.RESPONSES
+    LENGTH_NAME = RESPONSE_LENGTH
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -335,6 +344,8 @@ PROMPT_NAMES = {Api.CHAT: "messages", Api.COMPLETIONS: "prompt"}  # a response i
 URLS = tuple(api.value for api in (*PROMPT_NAMES, Api.RESPONSES, Api.EMBEDDINGS))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 LENGTHS = ("max_tokens", "max_completion_tokens")
+# Parameters of sampling whose rules name others that a response calls otherwise.
+NAMED_OF_RESPONSES = ("min_tokens", "top_logprobs")
 JOB_ONLY_PARAMETERS = {
     name: row for name, row in SAMPLING.items() if Api.JOB in row.apis and not row.apis & HTTP
 }
@@ -445,6 +456,8 @@ def _checked(row: Parameter, value: Any, api: Api) -> Any:
     if row.name in (*PROMPT_NAMES.values(), *RESPONSES_ONLY):
         return value
     is_sampling = row.name in SAMPLING and row.name != "logprobs"
+    if api is Api.RESPONSES and row.name in NAMED_OF_RESPONSES:
+        is_sampling = False
     kind: Kind = row.kind_at(Api.JOB if is_sampling else api)
     try:
         return checked(row.name, kind, value)

@@ -362,6 +362,7 @@ SAMPLING: Mapping[str, Parameter] = _with_rule(
         Integer(0, form="an integer, 0 (off) to max_tokens"),
         "Output tokens before EOS, a stop token or a stop string can end the output.",
         Group.CONTROL,
+        kinds={Api.RESPONSES: Integer(0, form="an integer, 0 (off) to max_output_tokens")},
     ),
     sampling_parameter(
         "thinking_budget",

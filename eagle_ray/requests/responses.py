@@ -37,6 +37,7 @@ from eagle_ray.text.structured import response_format_text
 
 # Parameters of responses alone.
 RESPONSES_ONLY = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}
+RESPONSE_LENGTH = "max_output_tokens"  # what a chat calls max_tokens
 RESPONSES_ROLES = ("system", "developer", "user", "assistant")
 # Keys of an item of an earlier output that say nothing of its text.
 ITEM_LABELS = (
@@ -186,6 +187,11 @@ def chat_body(body: Mapping[str, Any]) -> Json:
         elif row.required:
             raise missing(name, row.kind)
     check_response(given)
+    length = given.get(RESPONSE_LENGTH)
+    min_tokens = given.get("min_tokens", 0)
+    if length is not None and min_tokens > length:
+        problem = f"must be at most {RESPONSE_LENGTH} ({length}), got {min_tokens}"
+        raise bad_value("min_tokens", problem)
     return chat_values(given)
 
 
@@ -209,8 +215,8 @@ def chat_values(given: Json) -> Json:
     """Return the values of a chat completion that answers a response of these values. Raises RequestError."""
     chat = {name: value for name, value in given.items() if name not in RESPONSES_ONLY}
     chat["messages"] = messages_of_items(given["input"], given.get("instructions"))
-    if "max_output_tokens" in given:
-        chat["max_tokens"] = given["max_output_tokens"]
+    if RESPONSE_LENGTH in given:
+        chat["max_tokens"] = given[RESPONSE_LENGTH]
     tools = given.get("tools")
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]

@@ -12,8 +12,11 @@ the chat's chunks.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +34,11 @@ from eagle_ray.requests.scored_prompts import scored_choices
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker, begins_with_choice
 from eagle_ray.serve.admission import Reservation
-from eagle_ray.serve.http_answers import ApiError, typed_form
+from eagle_ray.serve.http_answers import ApiError, api_error, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.tokenizer import Tokenizer
+
+_CHAT_LENGTH = re.compile(r"\bmax_tokens\b")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +146,22 @@ def named_error(error: Exception, generation: GenerationRequest) -> Exception:
         return error
     name = generation.request.PARAM_NAMES.get(names[0], names[0])
     return RequestError(error.code, f"{name}: {str(error).partition(': ')[2]}")
+
+
+@contextmanager
+def named_as_by(response: ResponsesRequest | None) -> Iterator[None]:
+    """Name the length of an answer in errors as the client does: a response calls it max_output_tokens."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        if response is None or "max_tokens" not in str(error):
+            raise
+        refusal = api_error(error)
+        message = _CHAT_LENGTH.sub(response.LENGTH_NAME, str(refusal))
+        param = (
+            None if refusal.param is None else _CHAT_LENGTH.sub(response.LENGTH_NAME, refusal.param)
+        )
+        raise ApiError(refusal.status, message, param, refusal.code) from None
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:

@@ -42,6 +42,7 @@ from eagle_ray.serve.generation_request import (
     GenerationRequest,
     ResponseEvents,
     min_need,
+    named_as_by,
     named_error,
     need_of,
     num_tokens,
@@ -205,20 +206,21 @@ class Service:
             request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-        self.admission.check(
-            min_need(request, self.config, self.max_model_len), client, num_prompts
-        )
-        return await self.readers.run(
-            num_bytes,
-            client,
-            prepare_generation,
-            request,
-            self.config,
-            self.text,
-            is_typed,
-            client,
-            response,
-        )
+        with named_as_by(response):
+            self.admission.check(
+                min_need(request, self.config, self.max_model_len), client, num_prompts
+            )
+            return await self.readers.run(
+                num_bytes,
+                client,
+                prepare_generation,
+                request,
+                self.config,
+                self.text,
+                is_typed,
+                client,
+                response,
+            )
 
     async def tokenize(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
@@ -264,7 +266,7 @@ class Service:
 
         Raises ApiError, RequestError and EngineError.
         """
-        with self._admitted(generation):
+        with named_as_by(generation.response), self._admitted(generation):
             tasks = [
                 asyncio.ensure_future(self._generate(generation, choice.sequence))
                 for choice in generation.choices
@@ -407,7 +409,7 @@ class Service:
 
     async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Json, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
-        with self._admitted(generation):
+        with named_as_by(generation.response), self._admitted(generation):
             answers = generation.answers
             # Holds text only: a slow reader delays no other request.
             queue: asyncio.Queue[Queued] = asyncio.Queue()

@@ -270,6 +270,13 @@ def test_a_real_answer_is_the_chats(app):
         ({"truncation": "auto"}, "truncation", "leave it out"),
         ({"max_tokens": 3}, "max_tokens", "give max_output_tokens"),
         ({"metadata": [None]}, "metadata", "an object of at most 16 texts"),
+        ({"min_tokens": -1}, "min_tokens", "0 (off) to max_output_tokens"),
+        (
+            {"min_tokens": 9, "max_output_tokens": 4},
+            "min_tokens",
+            "must be at most max_output_tokens (4), got 9",
+        ),
+        ({"min_tokens": 10**6}, "min_tokens", "must be at most max_output_tokens"),
         ({"n": 2}, "n", "one answer"),
         ({"response_format": {"type": "text"}}, "response_format", "give text.format"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "must be {type: text}"),

@@ -340,6 +340,13 @@ def test_a_response_is_the_chat_that_answers_it(requests):
             "body.max_tokens is not supported: give max_output_tokens",
         ),
         ({"max_completion_tokens": 5}, "unsupported_parameter", "give max_output_tokens"),
+        ({"min_tokens": -1}, "bad_sampling", "0 (off) to max_output_tokens"),
+        ({"top_logprobs": 99}, "bad_sampling", "with include: ['message.output_text.logprobs']"),
+        (
+            {"min_tokens": 9, "max_output_tokens": 4},
+            "bad_value",
+            "body.min_tokens: must be at most max_output_tokens (4), got 9",
+        ),
         ({"logprobs": True}, "unsupported_parameter", "body.logprobs"),
         ({"metadata": "x"}, "bad_type", "body.metadata: must be an object"),
         ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "body.reasoning.effort"),
