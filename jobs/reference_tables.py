@@ -172,6 +172,17 @@ def families_page() -> str:
         "capture runs eagerly. GGUF: `general.architecture` of files that are read. What is not done is refused "
         "by its name before weights are read."
     )
+    longrope = (
+        "A target of LongRoPE (Phi-3, Phi-4-mini, PhiMoE: `rope_scaling` of `longrope` or `su`) has short factors for "
+        "sequences of up to `original_max_position_embeddings` and long ones for longer sequences. transformers "
+        "changes the rotation of a whole sequence when it becomes longer, and computes its cache again. Here, as in "
+        "vLLM, one list turns all positions of all sequences: the long one if `model.max_model_len` is more than the "
+        "original length, else the short one; without `model.max_model_len` a sequence has the original length at "
+        "most. The log says which. So sequences past the original length have transformers' logits with a larger "
+        "`model.max_model_len`, and shorter ones have them without. PhiMoE's long sequences differ from transformers, "
+        "which turns them by the short factors."
+    )
+    dynamic = "With `rope_scaling` `dynamic`, a sequence has at most the positions before its scaling sets in."
     wrappers = "| model_type | class | text half | computed as |\n|---|---|---|---|\n"
     about = (
         "Of these models of more than text, the text half is loaded alone: tensors of other parts are not read, and a "
@@ -180,7 +191,8 @@ def families_page() -> str:
     return (
         f"# Families of models\n\n{MADE} {text}\n\n{head}"
         + "\n".join(map(family_row, FAMILIES.values()))
-        + f"\n\n## Text halves\n\n{about}\n\n{wrappers}"
+        + f"\n\n## Long contexts\n\n{longrope}\n\n{dynamic}\n"
+        + f"\n## Text halves\n\n{about}\n\n{wrappers}"
         + "\n".join(row for wrapper in WRAPPERS.values() for row in wrapper_rows(wrapper))
         + "\n"
     )

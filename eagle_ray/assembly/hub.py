@@ -37,7 +37,7 @@ from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.head_files import check_safetensors
 from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
-from eagle_ray.models.supported_models import max_exact_position
+from eagle_ray.models.supported_models import max_exact_position, max_position
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.datastore import check_datastore
 from eagle_ray.storage.gguf_names import has_gguf_name, hub_file, is_gguf_file
@@ -233,9 +233,9 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
 def model_limits(model: ModelConfig) -> ModelLimits:
     """Return the target's limits from its config. Raises ConfigError if max_model_len exceeds them."""
     config = _target_config(model)
-    own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
+    own = max_position(config)
     if model.max_model_len is None:
-        length = own or DEFAULT_MODEL_LEN
+        length = max_exact_position(config) or own or DEFAULT_MODEL_LEN
         return ModelLimits(length, config.vocab_size, min(length, DEFAULT_MODEL_LEN))
     if own is not None and model.max_model_len > own:
         raise ConfigError(
@@ -246,7 +246,8 @@ def model_limits(model: ModelConfig) -> ModelLimits:
 
 
 def _context_before_scaling(config: Any) -> str:
-    return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
+    is_scaled = max_position(config) == max_exact_position(config) is not None
+    return " before its rotary scaling sets in" if is_scaled else ""
 
 
 def cpu_model_len(config: JobConfig) -> int:

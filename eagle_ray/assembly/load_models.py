@@ -101,7 +101,15 @@ def load_target(
         dequantize = model.dtype == "float32"
         reads_to = "cpu" if is_spread else device
         causal_lm = load_causal_lm(
-            path, dtype, reads_to, dequantize, device, ranks, rounds, args.has_lm_head
+            path,
+            dtype,
+            reads_to,
+            dequantize,
+            device,
+            ranks,
+            rounds,
+            args.has_lm_head,
+            model_limits(model).max_model_len,
         )
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):

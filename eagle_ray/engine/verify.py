@@ -33,7 +33,7 @@ from eagle_ray.engine.step import StepShape, log_probs_at, step_record
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput, idle_batch
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
-from eagle_ray.models.supported_models import max_exact_position
+from eagle_ray.models.supported_models import reads_longest_position
 from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS
@@ -580,7 +580,7 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) > 1:
         return f"the target lies on {len(devices)} devices"
-    if max_exact_position(target.model.config) is not None:
+    if not target.has_own_forward and reads_longest_position(target.model.config):
         return "the target's rotary embedding asks for the largest position of each pass"
     if not drafter.supports_graphs:
         return f"{type(drafter).__name__} works on the host"

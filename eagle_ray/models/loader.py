@@ -35,6 +35,7 @@ from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.families import FAMILIES, layers_of
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.base_class_checkpoint import with_prefix
+from eagle_ray.models.longrope import choose_factors, original_length
 from eagle_ray.models.packed_layouts import DOWNLOAD, FLOAT_DTYPES, NOT_FINITE, wraps_text
 from eagle_ray.models.packed_products import bf16_unit, can_pack
 from eagle_ray.models.quantized_checkpoint import check_settings, is_fp8, reads
@@ -48,7 +49,7 @@ from eagle_ray.models.quantized_model import (
 )
 from eagle_ray.models.rounded_checkpoint import ROUNDS_PLAIN, RoundedCheckpoint
 from eagle_ray.models.sharded_checkpoint import PlainCheckpoint, load_shard
-from eagle_ray.models.supported_models import check_config
+from eagle_ray.models.supported_models import LONGROPE, check_config
 from eagle_ray.models.text_half import text_half
 from eagle_ray.parallel.rank_group import RankGroup
 from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in, read_object
@@ -63,6 +64,7 @@ FETCHING = (
     "metal",
     "nvfp4",
 )  # quantisers of transformers that download kernels at run time
+SU = "su"  # first name of LongRoPE, by which transformers finds no parameters
 MODELOPT_SETTINGS = "hf_quant_config.json"  # of Model Optimizer, if config.json does not have them
 CausalLM = PreTrainedModel  # for packages that do not import transformers
 
@@ -88,6 +90,7 @@ def load_causal_lm(
     ranks: RankGroup | None = None,
     rounds: bool = False,
     has_lm_head: bool = True,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or
     do not match its config.
@@ -101,8 +104,12 @@ def load_causal_lm(
         rounds: whether plain weights of layers are rounded to FP8 as they are read.
         has_lm_head: whether the checkpoint must have an lm_head; without, it may be one of the
             family's base class, such as Qwen3Model, whose names of tensors have no prefix.
+        max_model_len: tokens of the longest sequence, by which the factors of LongRoPE are chosen;
+            None leaves both kinds in the config.
     """
     config = load_config(path)
+    if max_model_len is not None:
+        _choose_factors(path, config, max_model_len)
     if has_mxfp4(config):
         log.info("%s: %s", path, RESTORED)
     if not has_lm_head and not str((config.architectures or [""])[0]).endswith("ForCausalLM"):
@@ -125,7 +132,7 @@ def load_causal_lm(
         model.generation_config = _generation_config(path) or model.generation_config
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
-    if not has_lm_head:
+    if not has_lm_head or original_length(config) is not None:
         options["config"] = config
     if (quantization := quantization_of(config)) is not None:
         method = quantization.get("quant_method")
@@ -156,6 +163,20 @@ def load_causal_lm(
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
     model.eval().requires_grad_(False)
     return _freeze(model)
+
+
+def _choose_factors(path: Path, config: PretrainedConfig, max_model_len: int) -> None:
+    """Choose the factors of LongRoPE in the config, and log which they are."""
+    factors = choose_factors(config, max_model_len)
+    if factors is not None:
+        log.info(
+            "%s: all positions turn by the %s factors of LongRoPE: sequences have at most %d tokens, and the short "
+            "factors are for %d",
+            path,
+            factors,
+            max_model_len,
+            original_length(config),
+        )
 
 
 def _checkpoint(path: Path, config: PretrainedConfig, rounds_on: str | None) -> Checkpoint | None:
@@ -210,7 +231,12 @@ def keeps_quantized(path: Path, config: PretrainedConfig) -> bool:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
+    raw = read_object(path, "config.json")
+    scaling = raw.get("rope_scaling")
     try:
+        if isinstance(scaling, dict) and SU in (scaling.get("type"), scaling.get("rope_type")):
+            named = scaling | {"type": LONGROPE, "rope_type": LONGROPE}
+            return AutoConfig.for_model(**raw | {"rope_scaling": named})
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (
         Exception

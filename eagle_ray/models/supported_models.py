@@ -44,10 +44,16 @@ from eagle_ray.attention.metadata import (
 from eagle_ray.core.errors import EngineError
 from eagle_ray.families import BY_CLASS, FAMILIES, WRAPPERS, layers_of
 
+LONGROPE = "longrope"
 # All positions turn otherwise once one of a pass is past the original ones.
 DYNAMIC_ROPE = (
     "dynamic",
-    "longrope",
+    LONGROPE,
+)
+# Keys of LongRoPE: factors for short and for long sequences, and what PhiMoE multiplies cosines by.
+LONGROPE_PAIRS = (
+    ("short_factor", "long_factor"),
+    ("short_mscale", "long_mscale"),
 )
 
 
@@ -69,14 +75,33 @@ def max_exact_position(config: PretrainedConfig) -> int | None:
 
     A rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass.
     Past this many positions a row would depend on other rows, and cached keys would be outdated.
+    One with equal factors for both lengths, such as choose_factors writes, has no choice left.
     """
     own = getattr(config, "max_position_embeddings", None)
     limits = [
         rope.get("original_max_position_embeddings") or own
-        for rope in _rotations(getattr(config, "rope_parameters", None) or {})
-        if rope.get("rope_type") in DYNAMIC_ROPE
+        for rope in rotations(config)
+        if rope.get("rope_type") in DYNAMIC_ROPE and not _has_one_list(rope)
     ]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def max_position(config: PretrainedConfig) -> int | None:
+    """Return how many positions a sequence may have once the factors of LongRoPE are chosen; None if unknown."""
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    if any(rope.get("rope_type") == LONGROPE for rope in rotations(config)):
+        return own
+    return max_exact_position(config) or own
+
+
+def reads_longest_position(config: PretrainedConfig) -> bool:
+    """Return whether transformers' rotary embedding looks for the largest position of each pass."""
+    return any(rope.get("rope_type") in DYNAMIC_ROPE for rope in rotations(config))
+
+
+def _has_one_list(rope: dict[str, Any]) -> bool:
+    is_equal = all(rope.get(short) == rope.get(long) for short, long in LONGROPE_PAIRS)
+    return is_equal and rope.get("rope_type") == LONGROPE
 
 
 def head_dims(config: PretrainedConfig) -> tuple[int, int]:
@@ -127,8 +152,9 @@ def keeps_logits(finish: Callable[[Tensor], Tensor]) -> bool:
     return finish is _unchanged
 
 
-def _rotations(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the sets of rotary parameters: one, or one for each kind of layer."""
+def rotations(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """Return the sets of rotary parameters of a config: none, one, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         yield parameters
     else:

@@ -190,6 +190,11 @@ class TargetModel:
             kv_dtype or cache_dtype(model),
         )
 
+    @property
+    def has_own_forward(self) -> bool:
+        """Return whether the layers are run by our own forward, not by transformers'."""
+        return self._decoder is not None
+
     def routers(self) -> dict[int, int]:
         """Return a checksum of each router that our own forward runs, by layer."""
         return {} if self._decoder is None else self._decoder.routers()

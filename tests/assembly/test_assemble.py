@@ -413,14 +413,9 @@ def test_target_of_unknown_quantizer_is_refused_before_the_start(tmp_path):
 
 
 def test_rotations_that_move_bound_the_length(tmp_path):
-    """Past its original positions longrope turns every earlier one otherwise: transformers itself starts anew there."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
-    said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    """Past its original positions dynamic scaling turns every earlier one otherwise."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    said = dict(model_type="llama", rope_parameters=rope, max_position_embeddings=100)
     model = target_with_config(tmp_path, **said)
     assert model_limits(model).max_model_len == 100
     assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
