@@ -305,7 +305,7 @@ class Service:
         again.
 
         Args:
-            endpoint: one of URLS of openai_bodies.
+            endpoint: one of URLS of batch_lines.
         """
         try:
             if not self.is_alive:  # this replica ends soon: the line has not harmed it

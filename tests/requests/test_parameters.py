@@ -11,12 +11,8 @@ from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.requests.openai_bodies import (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    parse_batch_line,
-)
+from eagle_ray.requests.batch_lines import parse_batch_line
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.openai_bodies import TokenizeRequest, parse_batch_line
+from eagle_ray.requests.batch_lines import parse_batch_line
+from eagle_ray.requests.openai_bodies import TokenizeRequest
 from eagle_ray.requests.parameters import Api
 from eagle_ray.requests.refused import REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import BYTE_ORDER_MARK
+from eagle_ray.requests.batch_lines import LINE_KEYS, parse_batch_line
 from eagle_ray.requests.columns import FIRST, PROMPTS, RowPosition
-from eagle_ray.requests.openai_bodies import LINE_KEYS, parse_batch_line
 from eagle_ray.requests.request import InputRow, with_checked_texts
 from eagle_ray.storage.store import StorageError
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line

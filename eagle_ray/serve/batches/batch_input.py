@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_ray.batch.reader.jsonl_files import parse_line
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.openai_bodies import LINE_KEYS
+from eagle_ray.requests.batch_lines import LINE_KEYS
 from eagle_ray.requests.request import InputRow, unreadable
 
 MAX_ERRORS = 100  # errors of one batch that are stored and shown

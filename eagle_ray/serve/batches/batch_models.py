@@ -28,7 +28,8 @@ from typing_extensions import Self, TypedDict  # pydantic reads no others before
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answer_models import BatchUsage
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
-from eagle_ray.requests.openai_bodies import URLS, Body
+from eagle_ray.requests.batch_lines import URLS
+from eagle_ray.requests.openai_bodies import Body
 from eagle_ray.requests.parameters import METADATA, Api, Parameter
 from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
 
