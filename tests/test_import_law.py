@@ -86,7 +86,7 @@ HEAVY = {
     "transformers": {"attention", "models", "text", "methods", "assembly", "training", "doctor"},
     "triton": {"kernels"},
     "torch": {name.split(".")[0] for name in LEVEL} - TORCH_FREE,
-    "pydantic": {"config", "serve", "api"},
+    "pydantic": {"config", "requests", "serve", "api"},
 }
 ENGINE_PACKAGES = {
     "kernels",

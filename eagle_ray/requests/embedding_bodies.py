@@ -44,16 +44,22 @@ class EmbeddingsRequest(OpenBody):
 
     api = Api.EMBEDDINGS
 
+    input: str | list[str] | list[int] | list[list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
         return {row.name: row for row in _EMBEDDING_PARAMETERS}
 
     @property
-    def inputs(self) -> list[str | list[int]]:
+    def inputs(self) -> list[Any]:
         """Return the texts or the lists of token ids of the request."""
         given = self.input
         is_one = isinstance(given, str) or isinstance(given[0], int)
-        return [given] if is_one else given
+        return [given] if is_one else [*given]
 
     @property
     def is_base64(self) -> bool:

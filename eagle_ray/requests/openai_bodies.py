@@ -17,7 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import PydanticUndefined, core_schema
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
@@ -38,7 +42,6 @@ from eagle_ray.requests.responses import (
 )
 from eagle_ray.requests.values import (
     Json,
-    Kind,
     bad_value,
     checked,
     missing,
@@ -57,33 +60,19 @@ class StreamOptions:
     include_steps: bool
 
 
-class Body:
-    """A request body: the values of its parameters, each an attribute. A value that is not given is the API's default.
+class Body(BaseModel):
+    """A request body. A value that is not given is the API's default.
 
-    The docstring of each kind of body is its summary in the OpenAPI document, so it names the route.
-
-    Attributes:
-        values: values of the given parameters, in plain Python types.
-        others: given parameters that the API does not have.
+    A class declares its fields with their types. The table says what a value must be, which fields may be
+    absent and in which order they are read: pydantic calls its kinds. A class whose fields or defaults differ
+    from those of its API is refused when it is made. The docstring of each kind of body is its summary in the
+    OpenAPI document, so it names the route.
     """
 
+    model_config = ConfigDict(frozen=True, extra="allow")
     api: ClassVar[Api]
-    _kinds: ClassVar[Mapping[str, tuple[Kind, bool]]]  # and whether it must be given
-    _defaults: ClassVar[Mapping[str, Any]]
-
-    def __init_subclass__(cls) -> None:
-        if hasattr(cls, "api"):
-            rows = cls.rows().values()
-            cls._kinds = {row.name: (row.kind_at(cls.api), cls.api in row.required) for row in rows}
-            cls._defaults = {row.name: row.defaults.get(cls.api) for row in rows}
-
-    def __init__(self, values: Json, others: Json):
-        self.values, self.others = values, others
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._defaults:
-            raise AttributeError(name)
-        return self.values.get(name, self._defaults[name])
+    # Whether its values are made of another body's, which were checked.
+    has_plain_values: ClassVar[bool] = False
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
@@ -93,22 +82,76 @@ class Body:
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
         """Return the body of a JSON object. Raises RequestError."""
         given = {name: value for name, value in data.items() if value is not None}
-        values: Json = {}
-        for name, (kind, is_required) in cls._kinds.items():
-            if name in given:
-                value = given.pop(name)
-                if is_required or not kind.is_nothing(value):
-                    values[name] = checked(name, kind, value)
-            elif is_required:
-                raise missing(name, kind)
-        body = cls(values, given)
+        body = cls.model_validate(given)
         body.check()
         return body
+
+    @cached_property
+    def values(self) -> Json:
+        """Return the values of the given parameters, in plain Python types."""
+        given = self.model_fields_set
+        return {
+            name: value for name, value in vars(self).items() if name in given and value is not None
+        }
+
+    @property
+    def others(self) -> Json:
+        """Return the given parameters that the API does not have."""
+        return self.model_extra or {}
 
     def check(self) -> None:
         """Check rules of several parameters. Raises RequestError."""
         for name in self.others:
             raise unsupported(name, "leave it out")
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return how pydantic reads a body: each field by its row of the table. Raises TypeError."""
+        if not hasattr(cls, "api"):
+            return handler(source)
+        rows = cls.rows()
+        declared = {name: field.default for name, field in cls.model_fields.items()}
+        wanted = {
+            name: PydanticUndefined if cls.api in row.required else row.defaults.get(cls.api)
+            for name, row in rows.items()
+        }
+        if declared != wanted:
+            unequal = {name for name, _ in declared.items() ^ wanted.items()}
+            raise TypeError(f"{cls.__name__}: fields differ from the table: {sorted(unequal)}")
+        read = _plain_field if cls.has_plain_values else _field
+        fields = {name: core_schema.model_field(read(row, cls.api)) for name, row in rows.items()}
+        return core_schema.model_schema(
+            cls,
+            core_schema.model_fields_schema(fields, extra_behavior="allow"),
+            frozen=True,
+        )
+
+
+def _plain_field(row: Parameter, api: Api) -> core_schema.CoreSchema:
+    """Return how a parameter whose value was checked is read."""
+    return core_schema.with_default_schema(core_schema.any_schema(), default=row.defaults.get(api))
+
+
+def _field(row: Parameter, api: Api) -> core_schema.CoreSchema:
+    """Return how a parameter is read. A RequestError ends the reading of the body at once."""
+    name, kind = row.name, row.kind_at(api)
+    default = row.defaults.get(api)
+    check = partial(checked, name, kind)
+
+    def check_unless_nothing(value: Any) -> Any:
+        return default if kind.is_nothing(value) else check(value)
+
+    def refuse_absent() -> Any:
+        raise missing(name, kind)
+
+    is_required = api in row.required
+    function = check_unless_nothing if kind.nothings and not is_required else check
+    schema = core_schema.no_info_plain_validator_function(function)
+    if is_required:
+        return core_schema.with_default_schema(schema, default_factory=refuse_absent)
+    return core_schema.with_default_schema(schema, default=default)
 
 
 class OpenBody(Body):
@@ -131,25 +174,59 @@ class GenerationBody(OpenBody):
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {}
     LENGTH_NAME: ClassVar[str] = "max_tokens"
 
+    model: str | None = None
+    stream: bool = False
+    stream_options: Json | None = None
+    metadata: dict[str, str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_in_reasoning: bool | None = None
+    skip_special_tokens: bool | None = None
+    json_schema: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
         return super().read(with_own_keys(data))
 
     @property
-    def stream_options(self) -> StreamOptions | None:
-        given = self.values.get("stream_options")
-        if given is None:
-            return None
+    def stream_shows(self) -> StreamOptions:
+        """Return what the events tell besides the text."""
+        given = self.stream_options or {}
         return StreamOptions(given.get("include_usage", False), given.get("include_steps", False))
 
     @property
     def has_stream_options(self) -> bool:
-        options = self.stream_options
-        return options is not None and (options.include_usage or options.include_steps)
+        if self.stream_options is None:
+            return False
+        shown = self.stream_shows
+        return shown.include_usage or shown.include_steps
 
     @property
     def tops(self) -> int | None:
         """Return how many alternatives are requested per token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Return the most tokens of an answer; None if the body does not say."""
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingSettings:
@@ -159,7 +236,7 @@ class GenerationBody(OpenBody):
         """
         rows = self.rows()
         defaults = {name: value for name, value in defaults.items() if name in rows}
-        own = {name: self.values[name] for name in SAMPLING if name in self.values}
+        own = {name: value for name, value in self.values.items() if name in SAMPLING}
         own.update(
             logprobs=self.tops is not None, top_logprobs=self.tops or 0, prompt_logprobs=False
         )
@@ -167,20 +244,16 @@ class GenerationBody(OpenBody):
             own["max_tokens"] = max(1, self.wanted_tokens)
         return SamplingSettings(**merged_values(defaults, own))
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        return self.values.get("max_tokens")
-
     def check(self) -> None:
         super().check()
-        if self.has_stream_options and not self.stream:
+        if not self.stream and self.has_stream_options:
             raise bad_value("stream_options", "only with stream: true")
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
             raise bad_value(
                 "min_tokens", f"must be at most {self.LENGTH_NAME} ({wanted}), got {min_tokens}"
             )
-        if (both := two_forms(self.values)) is not None:
+        if (both := two_forms(vars(self))) is not None:
             raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
 
 
@@ -188,6 +261,20 @@ class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
     api = Api.CHAT
+
+    messages: list[Json]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    thinking_budget: int | None = None
+    response_format: str | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = None
+    return_token_ids: bool = False
 
     @property
     def conversation(self) -> list[Json]:
@@ -200,8 +287,8 @@ class ChatRequest(GenerationBody):
 
     @property
     def wanted_tokens(self) -> int | None:
-        own: int | None = self.max_completion_tokens
-        return super().wanted_tokens if own is None else own
+        own = self.max_completion_tokens
+        return self.max_tokens if own is None else own
 
     def check(self) -> None:
         super().check()
@@ -218,16 +305,29 @@ class CompletionRequest(GenerationBody):
 
     api = Api.COMPLETIONS
 
-    @property
-    def tops(self) -> int | None:
-        return self.values.get("logprobs")
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+    echo: bool = False
+    response_format: str | None = None
+    return_token_ids: bool = False
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts of the request."""
+    def tops(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Return the prompts of the request, each a text or a list of token ids."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        return [prompt] if is_one else prompt
+        return [prompt] if is_one else [*prompt]
 
     def check(self) -> None:
         super().check()
@@ -248,30 +348,44 @@ class CompletionRequest(GenerationBody):
 class ResponseChat(ChatRequest):
     """The chat request that a body of /v1/responses is turned into. Its errors name the parameters of that body."""
 
+    has_plain_values = True
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
-    LENGTH_NAME = RESPONSE_LENGTH
+    LENGTH_NAME: ClassVar[str] = RESPONSE_LENGTH
 
 
 class ResponsesRequest(GenerationBody):
     """POST /v1/responses"""
 
     api = Api.RESPONSES
-    LENGTH_NAME = RESPONSE_LENGTH
+    LENGTH_NAME: ClassVar[str] = RESPONSE_LENGTH
+
+    input: str | list[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    thinking_budget: int | None = None
+    text: Json | None = None
+    include: list[str] | None = None
+    reasoning: Json | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.values.get("max_output_tokens")
+        return self.max_output_tokens
 
     def check(self) -> None:
         super().check()
         if self.has_stream_options:
             raise unsupported("stream_options", "the last event has the usage; leave it out")
-        check_response(self.values)
+        check_response(vars(self))
 
     def chat(self) -> ChatRequest:
         """Return this request as a chat request with one choice. Raises RequestError."""
         values = {name: value for name, value in self.values.items() if name != "stream_options"}
-        request = ResponseChat(chat_values(values | {"n": 1}), {})
+        request = ResponseChat.model_validate(chat_values(values | {"n": 1}))
         request.check()
         return request
 
@@ -292,6 +406,14 @@ class TokenizeRequest(OpenBody):
     """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
     api = Api.TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
 
     @property
     def conversation(self) -> list[Json] | None:
@@ -314,6 +436,9 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     api = Api.DETOKENIZE
+
+    model: str | None = None
+    tokens: list[int]
 
 
 def _template_message(message: Json) -> Json:

@@ -195,16 +195,16 @@ def chat_body(body: Mapping[str, Any]) -> Json:
     return chat_values(given)
 
 
-def check_response(given: Json) -> None:
+def check_response(given: Mapping[str, Any]) -> None:
     """Raise RequestError for parameters that /v1/responses does not have.
 
     Args:
-        given: values of their kinds, without nulls.
+        given: values of their kinds. Null is absent.
     """
-    for name, value in given.get("reasoning", {}).items():
+    for name, value in (given.get("reasoning") or {}).items():
         if value is not None:
             raise unsupported(f"reasoning.{name}", fix_of("reasoning", Api.RESPONSES))
-    include = given.get("include", [])
+    include = given.get("include") or []
     if other := [name for name in include if name != LOGPROBS]:
         raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
     if given.get("top_logprobs") and not include:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from eagle_ray.core.continuations import Continuation, ContinuationScores
 from eagle_ray.core.errors import RequestError
@@ -42,7 +42,14 @@ class ScoreRequest(OpenBody):
     """POST /v1/score: score a few next tokens after each of several texts"""
 
     api = Api.SCORE
-    each = "items"  # the parameter that has a sequence for each of its texts
+    each: ClassVar[str] = "items"  # the parameter that has a sequence for each of its texts
+
+    query: str
+    items: list[str]
+    label_token_ids: list[int]
+    apply_softmax: bool = False
+    item_first: bool = False
+    model: str | None = None
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
@@ -96,7 +103,14 @@ class RerankRequest(OpenBody):
     """POST /v1/rerank: order documents by how well they answer a query"""
 
     api = Api.RERANK
-    each = "documents"  # likewise
+    each: ClassVar[str] = "documents"  # likewise
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+    return_documents: bool = True
+    instruction: str = INSTRUCTION
+    model: str | None = None
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:

@@ -118,7 +118,6 @@ def prepare_generation(
             Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0])
             for j, sequence in enumerate(sequences)
         ]
-    stream_options = request.stream_options
     answers = RequestAnswers(
         id=id,
         created=int(time.time()),
@@ -129,8 +128,8 @@ def prepare_generation(
         num_tops=request.tops,
         has_echo=isinstance(request, CompletionRequest) and request.echo,
         has_token_ids=bool(request.return_token_ids),
-        has_usage=stream_options is not None and stream_options.include_usage,
-        has_steps=stream_options is not None and stream_options.include_steps,
+        has_usage=request.stream_shows.include_usage,
+        has_steps=request.stream_shows.include_steps,
     )
     return GenerationRequest(request, answers, is_typed and not is_chat, client, response)
 

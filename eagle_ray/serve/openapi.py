@@ -43,7 +43,7 @@ from eagle_ray.serve.http_answers import json_body
 from eagle_ray.text.structured import KEY_BY_VLLM_NAME
 
 AT = "#/components/schemas/"
-POSTS = {
+POSTS: dict[str, tuple[type[Body], type]] = {
     "/v1/chat/completions": (ChatRequest, answer_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, answer_models.Completion),
     "/v1/responses": (ResponsesRequest, answer_models.ResponseBody),
@@ -269,7 +269,8 @@ def _schemas() -> Json:
         schema_generator=AnswerSchemas,
     )
     schemas: Json = generated["$defs"]
-    for body in (*(body for body, _ in POSTS.values()), BatchBody):
+    bodies: list[type[Body]] = [*(body for body, _ in POSTS.values()), BatchBody]
+    for body in bodies:
         schemas[body.__name__] = _body_schema(body)
     return schemas | {one.name: _object_schema(one) for one in OBJECTS}
 

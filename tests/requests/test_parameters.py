@@ -12,7 +12,13 @@ from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.batch_lines import parse_batch_line
-from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
+from eagle_ray.requests.openai_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    OpenBody,
+    ResponsesRequest,
+)
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 
@@ -134,6 +140,24 @@ def test_an_empty_value_asks_for_nothing_at_every_door(name, value):
         None, env={}, overrides={"input.path": "a", "output.path": "b", f"sampling.{name}": value}
     )
     assert getattr(config.sampling, name) == SAMPLING[name].default
+
+
+def test_a_body_declares_what_the_table_has_at_its_api():
+    with pytest.raises(TypeError, match=r"fields differ from the table: \['top_q'\]"):
+
+        class UnknownField(DetokenizeRequest):
+            top_q: int | None = None
+
+    with pytest.raises(TypeError, match=r"fields differ from the table: \['tokens'\]"):
+
+        class MissingField(OpenBody):
+            api = Api.DETOKENIZE
+            model: str | None = None
+
+    with pytest.raises(TypeError, match=r"fields differ from the table: \['stream'\]"):
+
+        class OtherDefault(CompletionRequest):
+            stream: bool = True
 
 
 @pytest.mark.parametrize("name", ["choice", "allowed_token_ids"])

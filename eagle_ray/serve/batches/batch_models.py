@@ -31,7 +31,7 @@ from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.requests.batch_lines import URLS
 from eagle_ray.requests.openai_bodies import Body
 from eagle_ray.requests.parameters import METADATA, Api, Parameter
-from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
+from eagle_ray.requests.values import Integer, Json, Kind, Object, OneOf, Text
 
 FILE, BATCH = "file-", "batch_"
 ID = re.compile(rf"({FILE}|{BATCH})[0-9a-f]{{27}}")
@@ -283,6 +283,12 @@ class BatchBody(Body):
     """POST /v1/batches: answer every line of an uploaded file"""
 
     api = Api.BATCHES
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: Json | None = None
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
